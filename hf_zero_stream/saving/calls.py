@@ -136,7 +136,10 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     if state_dict is not None:
         return any(isinstance(value, LazyTensor) for value in state_dict.values())
     model = arguments["self"]
-    return any(map(has_partition, model.parameters())) or is_sharded(model) or is_packed(model)
+    if any(map(has_partition, model.parameters())):
+        # Rank 0 alone has values, gathered, and saves them, while the others call with the None that they have got.
+        return "state_dict" not in arguments or bool(arguments.get("is_main_process", True))
+    return is_sharded(model) or is_packed(model)
 
 
 def _refuse_packed(arguments: Mapping[str, Any]) -> None:

@@ -185,16 +185,17 @@ class Publication:
         """Give all files their final names, and remove the shards of an earlier save that are not replaced.
 
         The index comes after all others, and after it the file `last_name`, if there is one. Then the files and
-        folders `replaced` are removed. Without a `weights_name` no weights are among the files.
+        folders `replaced` are removed; before, those in whose place there is a new one. Without a `weights_name` no
+        weights are among the files.
         """
         try:
             names = sorted(entry.name for entry in self.temporary.iterdir())
             outdated = [*self._outdated(weights_name, index_name, set(names)), *replaced]
             # The index is what makes shards a checkpoint: the old one goes first, the new one comes last.
             order = {
-                "removes_first": sorted({index_name} & {*names, *outdated}),
+                "removes_first": sorted({index_name, *replaced} & {*names} | {index_name} & {*outdated}),
                 "renames": sorted(names, key=lambda name: (name == last_name, name == index_name, name)),
-                "removes": outdated,
+                "removes": [name for name in outdated if name not in names],
             }
             for path in sorted(self.temporary.rglob("*")):
                 _sync(path)
@@ -293,7 +294,7 @@ def _carry_out(folder: Path, temporary: Path) -> list[str]:
     if pending:
         for name in order["removes_first"]:
             if name in pending or name not in order["renames"]:  # else it is the new one
-                (folder / name).unlink(missing_ok=True)
+                _remove(folder / name)
         _sync(folder)
     for name in pending:
         target = folder / name
@@ -303,14 +304,19 @@ def _carry_out(folder: Path, temporary: Path) -> list[str]:
         else:
             os.replace(temporary / name, target)
     for name in order["removes"]:
-        if (folder / name).is_dir() and not (folder / name).is_symlink():
-            shutil.rmtree(folder / name)
-        else:
-            (folder / name).unlink(missing_ok=True)
+        _remove(folder / name)
     _sync(folder)
     (temporary / _LIST).unlink()
     shutil.rmtree(temporary)
     return pending
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _read_list(path: Path) -> dict[str, list[str]]:

@@ -24,8 +24,9 @@ from ..bindings.install import standing_in
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 from ..holdings.marks import is_gathered_whole
-from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
+from ..reports.save import SaveReport
 from ..seams.adapted import with_all_adapters
 from ..seams.wrappers import (
     is_of_a_trainer,
@@ -45,8 +46,8 @@ from .outside_models import values_outside_models
 logger = logging.get_logger(__name__)
 
 
-_asked_by: ContextVar[Sequence[str]] = ContextVar("hf_zero_stream_state_dict_asked_by", default=())
-"""The methods in place of accelerate's that will read the values of a state dict, and not only save it."""
+_asked_by: ContextVar[str] = ContextVar("hf_zero_stream_state_dict_asked_by", default="")
+"""Why the values of a state dict will be read, and not only saved; may be empty."""
 
 
 def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,17 +56,14 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
     inner = unwrapped(model)
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
         return inner.state_dict() if dist.get_rank() == 0 else None
-    others = _asked_by.get() or replaced_methods_of(self)
-    if others or (is_of_a_trainer(self) and not calls.is_led()):
+    why = _asked_by.get() or _not_its_own(replaced_methods_of(self))
+    if why or (is_of_a_trainer(self) and not calls.is_led()):
         if dist.get_rank() == 0:
-            who = (
-                f"the accelerator's {' and '.join(others)} is not accelerate's own"
-                if others
-                else "code around the Trainer asks for its state dict: an overridden _save() or save_model(), or a "
-                "callback"
+            why = why or (
+                "code around the Trainer asks for its state dict: an overridden _save() or save_model(), or a callback"
             )
             logger.warning_once(
-                f"The values of the whole model are gathered on rank 0, as without streaming(), because {who}. For a "
+                f"The values of the whole model are gathered on rank 0, as without streaming(), because {why}. For a "
                 "save by all ranks that gathers nothing, leave saves to accelerate and the Trainer, or call "
                 "hf_zero_stream.save_pretrained."
             )
@@ -75,18 +73,24 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
     return state_dict_without_values(inner)
 
 
+def _not_its_own(methods: Sequence[str]) -> str:
+    return f"the accelerator's {' and '.join(methods)} is not accelerate's own" if methods else ""
+
+
 def save_model(
     original: Callable[..., Any], self: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """As accelerate's function: save weights and no config, under the model's own names."""
     call = inspect.signature(original).bind(self, model, save_directory, *args, **kwargs)
     call.apply_defaults()
-    is_ours = active_configs() and shares_its_model(model) and call.arguments["safe_serialization"]
+    is_ours = active_configs() and shares_its_model(model)
     if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, model, save_directory, *args, **kwargs)
-    others = replaced_methods_of(self) + ([] if is_of_accelerate(original) else ["save_model"])
-    if others:
-        with having(_asked_by, others):
+    why = _not_its_own(replaced_methods_of(self) + ([] if is_of_accelerate(original) else ["save_model"]))
+    if not call.arguments["safe_serialization"]:
+        why = "save_model(safe_serialization=False) asks for files of torch.save"
+    if why:
+        with having(_asked_by, why):
             return original(self, model, save_directory, *args, **kwargs)
     from .preparation import Content  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
@@ -118,11 +122,33 @@ class NotedSaves:
 
     Attributes:
         begin: called on rank 0 with the folder before a save.
-        folders: those that have the model's weights now, as absolute paths.
+        reports: by the absolute path of each folder what is saved in it, and how its files were then, on rank 0.
     """
 
     begin: Callable[[Path], object]
-    folders: set[str] = field(default_factory=set)
+    reports: dict[str, tuple[SaveReport, Any]] = field(default_factory=dict)
+
+    def note(self, report: SaveReport) -> None:
+        self.reports[os.path.abspath(report.folder)] = report, _stamps(report)
+
+    def has_weights(self, folder: str | os.PathLike[str]) -> bool:
+        """Whether `folder` has what was saved last, and nobody has written to its files since (all ranks)."""
+
+        def look() -> bool:
+            report, stamps = self.reports.get(os.path.abspath(folder), (None, None))
+            return report is not None and _stamps(report) == stamps
+
+        with meeting(SAVE) as coordinator:
+            return coordinator.broadcast(look)
+
+
+def _stamps(report: SaveReport) -> list[tuple[int, ...]] | None:
+    """What tells files of a save from others in their place; None if one is not there."""
+    try:
+        found = [os.stat(os.path.join(report.folder, name)) for name in report.files]
+    except OSError:
+        return None
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
 
 
 noted_saves: ContextVar[NotedSaves | None] = ContextVar("hf_zero_stream_noted_saves", default=None)
@@ -158,7 +184,7 @@ def trainer_save_model(
 
     report = calls.led(model, save)
     if noted is not None and report is not None:
-        noted.folders.add(os.path.abspath(report.folder))
+        noted.note(report)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

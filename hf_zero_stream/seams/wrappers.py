@@ -147,14 +147,17 @@ def _is_trainer_running() -> bool:
     return False
 
 
-def saves_by_default(trainer: Any) -> bool:
+def saves_by_default(trainer: Any, *more: str) -> bool:
     """Whether nobody overrides how `trainer` gets a state dict and writes it, in a subclass or on an object.
+
+    Nor any of `more` methods.
 
     And whether it gets a lazy one: accelerate may be of a version whose saves are left to it.
     """
     own = sys.modules["transformers.trainer"].Trainer
     is_lazy = is_replaced(Accelerator.get_state_dict)
-    return is_lazy and not replaced_methods(own, trainer, "_save") and not replaced_methods_of(trainer.accelerator)
+    others = [*replaced_methods(own, trainer, "_save", *more), *replaced_methods_of(trainer.accelerator)]
+    return is_lazy and not others
 
 
 def replaced_methods_of(accelerator: Accelerator) -> list[str]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from ..holdings.marks import is_adapted, is_packed
-from ..holdings.own_names import adapter_names, named_parameters
+from ..holdings.own_names import adapter_names, named_buffers, named_parameters
 from ..holdings.slots import MASTER
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
@@ -30,7 +30,8 @@ def buffers_of(model: nn.Module) -> set[str]:
     """
     if not is_adapted(model) or getattr(model, "hf_quantizer", None) is not None or is_packed(model):
         return set()
-    return persistent_buffers(model)
+    # Those that layers share, as VeRA's, are in files once.
+    return persistent_buffers(model) & {name for name, _ in named_buffers(model)}
 
 
 def refuse_unreachable(training: Training) -> None:

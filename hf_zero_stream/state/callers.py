@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..loading.entrance import MODEL_FILES
 from ..pickled.deepspeed_names import (
     SWAPPED,
     ZERO_2_MODEL,
@@ -27,7 +28,8 @@ from ..saving.pending import PendingSave, finish_pending
 from ..seams.ds_config import settings_in_force
 from ..settings.scope import active_configs, having
 from .load import load_state
-from .record import FILE, LATEST, write_latest
+from .record import FILE, LATEST, StateRecord, write_latest
+from .refusals import has_its_weights
 from .zero_tools import SCRIPT, write_scripts
 
 
@@ -158,6 +160,20 @@ def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave) -> None:
         return
     with meeting(SAVE, coordinator=coordinator):
         coordinator.run_on_main(name)
+
+
+def has_other_weights(folder: Path) -> bool:
+    """Whether a model's files are in `folder` that were not saved with the newest state of ours there (all ranks)."""
+    finish_pending()
+
+    def look() -> bool:
+        if not any((folder / name).exists() for name in MODEL_FILES):
+            return False
+        place = folder / _latest(folder)
+        return not (place / FILE).exists() or not has_its_weights(StateRecord.read(place / FILE), folder)
+
+    with meeting(SAVE) as coordinator:
+        return coordinator.broadcast(look)
 
 
 def forget_state(place: Path) -> None:

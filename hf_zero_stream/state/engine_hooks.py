@@ -17,7 +17,17 @@ from ..bindings.install import is_defined_by, replaced_methods
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator
 from ..settings.scope import active_configs
-from .callers import Caller, current, forget_signs, in_background, is_on, name_state, other_zero_in, state_in
+from .callers import (
+    Caller,
+    current,
+    forget_signs,
+    has_other_weights,
+    in_background,
+    is_on,
+    name_state,
+    other_zero_in,
+    state_in,
+)
 from .load import load_state, load_without_optimizer
 from .save import save_state
 from .zero_source import CLIENT
@@ -44,19 +54,24 @@ def save_checkpoint(
     if save_dir and is_on() and save_latest and not _is_node_local(self) and not _is_replaced(self, original):
         from ..holdings.deepspeed.engine_training import validate_tag  # there is an engine: DeepSpeed is imported
 
-        caller = current() or Caller()
+        by_script, caller = current() is None, current() or Caller()
         tag = (caller.apart or None) if tag is None else str(tag)
         validate_tag(self, tag or f"global_step{self.global_steps}")
+        # A model that somebody has saved into the folder stays there: DeepSpeed writes no such files.
+        if by_script and tag is None and has_other_weights(Path(save_dir)):
+            tag = f"global_step{self.global_steps}"
         # A tag of the caller's own may be one of several models in the folder: each gets a folder with its weights.
         folder = Path(save_dir) if tag is None else Path(save_dir) / tag
         try:
+            if by_script and tag is not None and has_other_weights(folder):
+                raise UnsupportedError(f"a model is in {folder} that was not saved with a training state")
             saved = save_state(
                 self,
                 folder,
                 scheduler=caller.scheduler_of(self.optimizer),
                 data={CLIENT: client_state or {}},
                 with_weights=not caller.has_weights,
-                keep_older=tag is None and current() is None,  # what has a place of its own is replaced
+                keep_older=tag is None and by_script,  # what has a place of its own is replaced
                 asynchronous=in_background(),
             )
         except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written

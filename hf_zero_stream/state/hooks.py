@@ -8,7 +8,6 @@ the weights are saved already.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -102,10 +101,10 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     noted = noted_saves.get()
     caller = _of_trainer(self)
     # Adapters are small, and have been saved by the Trainer.
-    caller.has_weights = is_adapted(unwrapped(self.model)) or (
-        noted is not None and os.path.abspath(output_dir) in noted.folders
-    )
-    caller.apart = "" if saves_by_default(self) else f"global_step{self.state.global_step}"
+    caller.has_weights = is_adapted(unwrapped(self.model)) or (noted is not None and noted.has_weights(output_dir))
+    # Weights that somebody else's code has written beside the state stay as they are.
+    writes_weights = not caller.has_weights and not saves_by_default(self, "save_model")
+    caller.apart = f"global_step{self.state.global_step}" if writes_weights else ""
     with entered(caller):
         return original(self, output_dir)
 

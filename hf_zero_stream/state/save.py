@@ -91,7 +91,7 @@ def save_state(
     Args:
         trained: a DeepSpeed engine, at any ZeRO stage; or a model, whole or sharded by DTensor (FSDP2, tensor
             parallelism), which `optimizer` trains. If it is not transformers', its weights are saved as states are.
-        folder: where to save. `latest` there names the newest state; older ones stay.
+        folder: where to save. `latest` there names the newest state; older ones of other names stay.
         optimizer, scheduler, scaler: what trains a model that is not in an engine; an engine has its own.
         tag: the name of the state's folder; default: ``global_step`` and the number of steps.
         data: anything that JSON can hold and that you will need, such as the position in the data. Each rank may give
@@ -145,7 +145,7 @@ def save_state(
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
         refuse_ranks_apart(digests)
         record = record.with_data_of(data)
-        name, older = coordinator.broadcast(partial(_free_name, folder, tag, keep_older))
+        name, replaced = coordinator.broadcast(partial(_name, folder, tag, keep_older))
         contents: list[Content] = []
         in_state = record.with_masters | {*exact}
         max_shard_size = kwargs.get("max_shard_size", "5GB")
@@ -172,7 +172,7 @@ def save_state(
         beside = partial(
             _write_record, name, record, random_states, fingerprinted, names, zero_tools.has_zero(trained)
         )
-        return act(*contents, ending=Ending(beside, LATEST, [] if keep_older else older))
+        return act(*contents, ending=Ending(beside, LATEST, replaced))
 
 
 def _weights(
@@ -239,8 +239,8 @@ def _record(training: Training, keys: list[str], exact: list[str], data: Any, wo
     )
 
 
-def _free_name(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]]:
-    """(`tag`, or that with a number if something has this name: a state must stay until there is another; others).
+def _name(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]]:
+    """(`tag`, or that with a number if something that is no state has this name; what is replaced).
 
     Raises:
         ConfigError: DeepSpeed's own checkpoint is in `folder` itself: which of the two is to be loaded later?
@@ -252,10 +252,12 @@ def _free_name(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]
             f"{folder / of_deepspeed[0]}: a checkpoint of DeepSpeed's own is in the folder. Save into another folder, "
             "or replace it: keep_older=False."
         )
-    names = [tag, *(f"{tag}.{number}" for number in range(1, 1000))]
-    for name in names:
-        if not os.path.lexists(folder / name):
-            return name, sorted(path.parent.name for path in folder.glob(f"*/{FILE}")) + of_deepspeed
+    older = [] if keep_older else [*(path.parent.name for path in folder.glob(f"*/{FILE}")), *of_deepspeed]
+    for name in [tag, *(f"{tag}.{number}" for number in range(1, 1000))]:
+        place = folder / name
+        is_there = os.path.lexists(place)
+        if not is_there or (place / FILE).exists() or entries_of_deepspeed(place):
+            return name, sorted({*older, *([name] if is_there else [])})
     raise ConfigError(f"{folder / tag}: there are a thousand states of this name")
 
 

@@ -105,6 +105,29 @@ def test_accelerate(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path
         assert different(tmp_path / "alone", tmp_path / "ours" / "state dict") == []
 
 
+def with_values_of_one(checkpoint: Path, folder: Path) -> None:
+    """All ranks call, rank 0 with the values that DeepSpeed has gathered, the others with the None that it gave."""
+    import hf_zero_stream
+
+    accelerator, engine = prepared(checkpoint)
+    for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
+        values = engine._zero3_consolidated_16bit_state_dict()
+        with context:
+            engine.module.save_pretrained(
+                folder / name, is_main_process=accelerator.is_main_process, state_dict=values
+            )
+            accelerator.save_model(engine, folder / f"{name} torch", safe_serialization=False)
+        accelerator.wait_for_everyone()
+
+
+def test_values_that_rank_0_has(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Nobody waits for a save by all ranks."""
+    run_ranks(2, with_values_of_one, zoo_checkpoint("llama", torch.bfloat16), tmp_path)
+    assert different(tmp_path / "ours", tmp_path / "stock") == []
+    ours, stock = (torch.load(tmp_path / f"{name} torch" / "pytorch_model.bin") for name in ("ours", "stock"))
+    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], value) for name, value in stock.items())
+
+
 def with_trainer(checkpoint: Path, folder: Path, name: str) -> dict[str, Any]:
     import hf_zero_stream
 

@@ -152,6 +152,23 @@ def test_older_states_go_when_the_new_one_is_complete(zoo_checkpoint: Checkpoint
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["last"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_name_means_what_was_saved_last_under_it(
+    zoo_checkpoint: Checkpoint, tmp_path: Path, asynchronous: bool
+) -> None:
+    """Whatever else is in the folder stays: other states, and a folder of this name that is no state."""
+    model, optimizer = made(zoo_checkpoint("llama"))
+    (tmp_path / "best").mkdir(parents=True)
+    (tmp_path / "best" / "notes").write_text("mine")
+    for number, tag in enumerate(("again", "other", "best", "again")):
+        train_here(model, optimizer, [number])
+        save(model, tmp_path, optimizer, tag=tag, data=number, asynchronous=asynchronous)
+    for tag in ("again", None):
+        assert hf_zero_stream.load_state(model, tmp_path, optimizer=optimizer, tag=tag).data == 3
+    names = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert names == {"again", "other", "best", "best.1"} and (tmp_path / "best" / "notes").exists()
+
+
 def test_a_list_of_renames_reaches_nothing_elsewhere(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A folder from anywhere may have what looks like an interrupted save."""
     model, optimizer = made(zoo_checkpoint("llama"))

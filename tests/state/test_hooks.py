@@ -69,6 +69,22 @@ class OwnSave(transformers.Trainer):
             Path(output_dir, "model.safetensors").write_text("my own")
 
 
+class OwnModel(OwnSave):
+    """The same in place of ``save_model`` itself."""
+
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        super()._save(output_dir)
+
+
+class Rewriting(transformers.Trainer):
+    """Puts something else in the place of what was saved."""
+
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            Path(output_dir, "model.safetensors").write_text("my own")
+
+
 def train_by_trainer(
     folder: Path, output: Path, resume_from: Path | None, cls: Any = None, ours: bool = True
 ) -> list[float]:
@@ -89,10 +105,12 @@ def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> N
     assert run_ranks(2, train_by_trainer, folder, tmp_path / "second", middle) == losses
     others = run_ranks(3, train_by_trainer, folder, tmp_path / "third", middle)[0]
     assert others[:2] == losses[0][:2] and len(others) == 4
-    run_ranks(2, train_by_trainer, folder, tmp_path / "own", None, OwnSave)
-    own = tmp_path / "own" / "checkpoint-2"
-    assert (own / "model.safetensors").read_text() == "my own"
-    assert run_ranks(2, train_by_trainer, folder, tmp_path / "again", own) == losses
+    for cls in (OwnSave, OwnModel, Rewriting):
+        run_ranks(2, train_by_trainer, folder, tmp_path / cls.__name__, None, cls)
+        own = tmp_path / cls.__name__ / "checkpoint-2"
+        assert (own / "model.safetensors").read_text() == "my own"
+        assert (own / "global_step2" / "model.safetensors").exists()
+        assert run_ranks(2, train_by_trainer, folder, tmp_path / "again", own) == losses
 
 
 @pytest.mark.slow
@@ -221,3 +239,28 @@ def test_a_place_that_deepspeed_has_saved_to_as_well(
             assert saved == loaded, name
     assert (tmp_path / "zero" / "0" / "latest").exists()
     assert not entries_of_deepspeed(tmp_path / "refused" / "best")
+
+
+def save_beside_a_model(folder: Path, target: Path) -> list[int]:
+    """By the engine, twice into the folder of a model and once into one of a tag; the steps that loads give then."""
+    engine = engine_of(folder, state_config(3), all_in_one_group)
+    steps = []
+    with hf_zero_stream.streaming():
+        for step, tag in enumerate((None, None, "best")):
+            train(engine, [step])
+            engine.save_checkpoint(str(target), tag=tag)
+        for tag in ("global_step1", "global_step2", None):
+            assert engine.load_checkpoint(str(target), tag=tag)[0] is not None
+            steps.append(engine.global_steps)
+    return steps
+
+
+def test_a_model_in_the_folder_stays(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """DeepSpeed's checkpoints have no such files: what lies there may be the model that the training came from."""
+    theirs = {"config.json": "my own", "model.safetensors": "mine, too", "best/model.safetensors": "and mine"}
+    (tmp_path / "best").mkdir()
+    for name, text in theirs.items():
+        (tmp_path / name).write_text(text)
+    assert run_ranks(2, save_beside_a_model, zoo_checkpoint("llama"), tmp_path) == [[1, 2, 3]] * 2
+    assert {name: (tmp_path / name).read_text() for name in theirs} == theirs
+    assert (tmp_path / "global_step2" / "global_step2" / "training_state.json").exists()
