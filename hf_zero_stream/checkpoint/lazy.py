@@ -107,7 +107,7 @@ class LazyTensor(torch.Tensor):
             return self.materialise()
         if node.memory is None:
             node.memory = self._materialise(View.whole(node.unwritten)).to(self.device).view(-1)
-        return node.strided(*self.layout)
+        return node.strided(*self.geometry)
 
     # Calls that would read memory outside of torch's dispatcher read the values now.
 
@@ -185,7 +185,7 @@ class LazyTensor(torch.Tensor):
         return self._node
 
     @property
-    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Its sizes, strides and offset in the node."""
         return tuple(self._meta.size()), self._meta.stride(), int(self._meta.storage_offset())
 
@@ -193,7 +193,7 @@ class LazyTensor(torch.Tensor):
     def view_of_node(self) -> View:
         """The elements that it has now."""
         node = self._node
-        return node.view(*self.layout) if isinstance(node, Own) else View(node, *self.layout)
+        return node.view(*self.geometry) if isinstance(node, Own) else View(node, *self.geometry)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {type(self._node).__name__})"

@@ -195,7 +195,11 @@ def test_lookup_agrees_with_torch() -> None:
 def lazy_of(tensor: torch.Tensor) -> Any:
     from hf_zero_stream.checkpoint.lazy import LazyTensor
 
-    return LazyTensor.whole(HostTensor.of(tensor), lambda view: pytest.fail("nothing is materialised"))
+    return LazyTensor.whole(HostTensor.of(tensor), no_values)
+
+
+def no_values(view: Any) -> torch.Tensor:
+    pytest.fail("nothing is materialised")
 
 
 def test_lookup_reads_a_transposed_tensor_once(tmp_path: Path) -> None:
