@@ -59,7 +59,8 @@ def names_of(training: Training, keys: Sequence[str]) -> Mapping[str, Any]:
     model, own = training.model, own_names(training.model)
     trained = {member.name: list(member.box.shape) for slot in training.slots for member in slot.members}
     first: dict[int, str] = {}
-    shared, live = {}, {}
+    shared: dict[str, str] = {}
+    live: dict[str, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(param), name) != name:
             shared[name] = first[id(param)]
