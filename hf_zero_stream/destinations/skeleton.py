@@ -99,8 +99,9 @@ def filled(skeleton: nn.Module, lazy: Mapping[str, Any]) -> tuple[nn.Module, set
 
 
 def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of `model`, also by other names of tied ones, and its buffers, by own names."""
-    return {**dict(named_parameters(model, remove_duplicate=False)), **dict(named_buffers(model))}
+    """The parameters and buffers of `model`, also by other names of tied or shared ones, by own names."""
+    buffers = named_buffers(model, remove_duplicate=False)
+    return {**dict(named_parameters(model, remove_duplicate=False)), **dict(buffers)}
 
 
 def of_same_shape(model: nn.Module, lazy: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def of_same_shape(model: nn.Module, lazy: Mapping[str, Any]) -> dict[str, Any]:
 
 def stand_in(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[StandIn, set[str], set[str]]:
     """The `lazy` tensors in place of those of `model`, by own names; what is not there is no part of it."""
-    buffers = dict(named_buffers(model))
+    buffers = dict(named_buffers(model, remove_duplicate=False))
     of_buffers = {name: tensor for name, tensor in lazy.items() if name in buffers}
     return StandIn({name: tensor for name, tensor in lazy.items() if name not in buffers}, of_buffers), set(), set()
 

@@ -76,8 +76,8 @@ class LazyParameters:
     def _lazy(self, view: View) -> Any:
         return in_dtype(LazyTensor.of(view, self._materialise), self._dtype)
 
-    def state_dict(self, *, keeps_adapters: bool = True) -> dict[str, Any]:
-        """``model.state_dict()`` with lazy tensors, by own names; of what is held in place of values, no more.
+    def state_dict(self, *, keeps_adapters: bool = True, buffers: Collection[str] = ()) -> dict[str, Any]:
+        """``model.state_dict()`` with lazy tensors, by own names; or what is held in place of values, and `buffers`.
 
         With `keeps_adapters`, names have PEFT's parts, by which it and transformers save.
         """
@@ -108,7 +108,7 @@ class LazyParameters:
             name = names.get(clean, clean)
             if id(value) in self._by_id:
                 entries[name] = self._by_id[id(value)]
-            elif not self._has_all:
+            elif not self._has_all and name not in buffers:
                 continue
             elif isinstance(value, torch.Tensor) and value.numel() == 0 and self._lacks_values(value):
                 raise UnsupportedError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -199,10 +199,13 @@ class NewParameters(Parameters):
         self.holdings = {source: holdings[name] for source, name in self.layout.names.items()}
         self.beside = [Parameters(coordinator, other, self.layout) for other in others]
 
-    def entries(self, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """``model.state_dict()``, or what is `given`, with lazy tensors whose values all ranks can gather together."""
+    def entries(self, given: Mapping[str, Any] | None = None, *, buffers: Collection[str] = ()) -> dict[str, Any]:
+        """``model.state_dict()``, or what is `given`, with lazy tensors whose values all ranks can gather together.
+
+        Beside what is held in place of values there are `buffers`, by the names of the state dict.
+        """
         if given is None:
-            return self._lazy.state_dict()
+            return self._lazy.state_dict(buffers=buffers)
         entries: dict[str, Any] = {}
         for name, value in given.items():
             view = value.view_of_node if isinstance(value, LazyTensor) else value  # rank 0 sends views
@@ -216,9 +219,9 @@ class NewParameters(Parameters):
                 )
         return entries
 
-    def own_entries(self) -> dict[str, Any]:
+    def own_entries(self, *, buffers: Collection[str] = ()) -> dict[str, Any]:
         """As :meth:`entries`, by own names; of the names of a tied parameter, the first one only."""
-        entries = self._lazy.state_dict(keeps_adapters=False)
+        entries = self._lazy.state_dict(keeps_adapters=False, buffers=buffers)
         return {name: entry for name, entry in entries.items() if name not in self._lazy.by_name.keys() - self._names}
 
     def _agree_on_shares(self, holdings: Mapping[str, Holding], digests: Digests) -> None:

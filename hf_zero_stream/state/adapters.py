@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from ..holdings.marks import is_adapted, is_packed
-from ..holdings.own_names import adapter_names, named_buffers, named_parameters
+from ..holdings.own_names import adapter_names, named_parameters, own_names
 from ..holdings.slots import MASTER
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
@@ -30,8 +30,7 @@ def buffers_of(model: nn.Module) -> set[str]:
     """
     if not is_adapted(model) or getattr(model, "hf_quantizer", None) is not None or is_packed(model):
         return set()
-    # Those that layers share, as VeRA's, are in files once.
-    return persistent_buffers(model) & {name for name, _ in named_buffers(model)}
+    return set(persistent_buffers(model).values())
 
 
 def refuse_unreachable(training: Training) -> None:
@@ -47,8 +46,10 @@ def weights(model: nn.Module, coordinator: Coordinator) -> Content:
     """What PEFT's own ``save_pretrained`` saves: the adapters."""
     adapters = adapter_names(model)
     names = {name for name, param in named_parameters(model) if param.requires_grad or name in adapters}
+    own, kept = own_names(model), own_names(model, keeps_adapters=True)
+    buffers = {kept[name] for name, _ in model.named_buffers(remove_duplicate=False) if own[name] in adapters}
     return Content(
-        lay_out=lambda folder, parameters: lay_out_adapters(model, folder, parameters.entries()),
+        lay_out=lambda folder, parameters: lay_out_adapters(model, folder, parameters.entries(buffers=buffers)),
         index_name="adapter_model.safetensors.index.json",
         held=partial(held_values, model, names, coordinator),
     )

@@ -16,13 +16,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 
 from ..checkpoint.formats import INDEX, read_index_file
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import HostTensor, View
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.skeleton import filled, of_same_shape, skeleton_of, stand_in
 from ..engine.load import Load
-from ..holdings.marks import has_converted_experts, is_adapted, whole_of
-from ..holdings.own_names import named_buffers, own_names, own_or_clean
+from ..holdings.marks import has_converted_experts, is_adapted
+from ..holdings.own_names import own_names, own_or_clean
 from ..loading.dry_load import lazily_loaded_like
 from ..saving.parameters import NewParameters
 from ..seams.session import LazyModel
@@ -64,16 +62,9 @@ def shard_of(key: str | None, first: str | None, shard: str) -> str:
     return shard.replace(f".{first}", f".{key}", 1)
 
 
-def lay_out_exact(
-    model: nn.Module, names: Collection[str], folder: Path, parameters: NewParameters
-) -> list[NotedShard]:
-    """A shard with the `parameters`, and the buffers `names` of `model`, of which rank 0's values are written."""
-    buffers: dict[str, Any] = {
-        name: LazyTensor.of(View.whole(HostTensor.of(whole_of(name, buffer))), parameters.gather)
-        for name, buffer in named_buffers(model)
-        if name in names
-    }
-    return [NotedShard(f"model.{EXACT}.safetensors", parameters.own_entries() | buffers, {"format": "pt"})]
+def lay_out_exact(names: Collection[str], folder: Path, parameters: NewParameters) -> list[NotedShard]:
+    """A shard with the `parameters`, and the buffers among `names`, of which rank 0's values are written."""
+    return [NotedShard(f"model.{EXACT}.safetensors", parameters.own_entries(buffers=names), {"format": "pt"})]
 
 
 def files_of(place: Path, key: str | None) -> list[Path]:
@@ -84,15 +75,20 @@ def files_of(place: Path, key: str | None) -> list[Path]:
     return [place / ("model.safetensors" if key is None else f"model.{key}.safetensors")]
 
 
-def persistent_buffers(model: nn.Module) -> set[str]:
-    """The own names of the buffers that a state dict of `model` has."""
+def persistent_buffers(model: nn.Module) -> dict[str, str]:
+    """The own names of the buffers that a state dict of `model` has.
+
+    By each name the first one of the same buffer, which layers may share: in files of states it has that one alone.
+    """
     names = own_names(model)
-    found = set()
+    first: dict[int, str] = {}
+    found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for key in module._buffers.keys() - module._non_persistent_buffers_set:
-            name = f"{prefix}.{key}" if prefix else key
-            if module._buffers[key] is not None:
-                found.add(names.get(name, name))
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                name = f"{prefix}.{key}" if prefix else key
+                own = names.get(name, name)
+                found[own] = first.setdefault(id(buffer), own)
     return found
 
 

@@ -124,7 +124,8 @@ def _wanted(model: nn.Module) -> dict[str, tuple[torch.Size, list[str]]]:
     persistent = persistent_buffers(model)
     names: dict[int, list[str]] = {}
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in [*named_parameters(model, remove_duplicate=False), *named_buffers(model)]:
+    named = [*named_parameters(model, remove_duplicate=False), *named_buffers(model, remove_duplicate=False)]
+    for name, tensor in named:
         if isinstance(tensor, nn.Parameter) or name in persistent:
             of_tensor = names.setdefault(id(tensor), [])
             of_tensor.append(name)

@@ -158,7 +158,7 @@ def save_state(
         contents += [_contents(training, name, group, max_shard_size) for group in together]
         if exact:
             held = partial(held_values, training.model, exact, coordinator)
-            laid_out = partial(lay_out_exact, training.model, exact)
+            laid_out = partial(lay_out_exact, exact)
             contents.append(Content(lay_out=laid_out, index_name=index_name(EXACT), folder=name, held=held))
 
         def fingerprinted(folder: Path) -> str | None:

@@ -81,7 +81,7 @@ def _load_weights(
     if isinstance(model, PreTrainedModel):
         load_some_into(model, str(folder), without, needs_adapters=True, **how)
         return
-    needed = {name for name, _ in named_parameters(model)} | persistent_buffers(model)
+    needed = {name for name, _ in named_parameters(model)} | {*persistent_buffers(model).values()}
     _load_laid_out(model, folder, None, needed - without, without, **how)
 
 

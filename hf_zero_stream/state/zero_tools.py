@@ -53,26 +53,31 @@ def names_of(training: Training, keys: Sequence[str]) -> Mapping[str, Any]:
     """What :mod:`.zero_to_fp32` and a conversion must know to give all tensors of the model, by DeepSpeed's names.
 
     That is, by the model's name for it, the name in the files of weights and the shape: of buffers, of what is frozen,
-    and of what is trained, if it has no masters. And other names of tied parameters (`shared`), and the names
-    that torch has for tensors in wrappers (`live`), by which DeepSpeed goes.
+    and of what is trained, if it has no masters. And other names of tied parameters and of buffers that layers
+    share (`shared`), and the names that torch has for tensors in wrappers (`live`), by which DeepSpeed goes.
     """
     model, own = training.model, own_names(training.model)
     trained = {member.name: list(member.box.shape) for slot in training.slots for member in slot.members}
     first: dict[int, str] = {}
-    shared, live = {}, {}
+    shared: dict[str, str] = {}
+    live: dict[str, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(param), name) != name:
             shared[name] = first[id(param)]
-    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
+    persistent = persistent_buffers(model)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if own.get(name, name) in persistent and first.setdefault(id(buffer), name) != name:
+            shared[name] = first[id(buffer)]
+    for name, _ in [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]:
         if own.get(name, name) != name:
-            live[own[name]] = name
+            live.setdefault(own[name], name)
     frozen = {
         name: list(whole_shape(param))
         for name, param in named_parameters(model)
         if name not in trained and not param.requires_grad
     }
-    persistent = persistent_buffers(model)
-    buffers = {name: list(buffer.shape) for name, buffer in named_buffers(model) if name in persistent}
+    named = named_buffers(model, remove_duplicate=False)
+    buffers = {name: list(buffer.shape) for name, buffer in named if persistent.get(name) == name}
     if is_adapted(model):  # the base is not saved
         return {"shared": shared, "live": live, "left_out": len(frozen)}
     noted = {"buffers": buffers, "frozen": frozen, "trained": {} if MASTER in keys else trained}
@@ -105,7 +110,7 @@ def tensors_of_model(folder: str, names: Sequence[str]) -> dict[str, torch.Tenso
     """
     with closing(load_of_layouts(StreamingConfig())) as load:
         model, _, _ = lazily_loaded(folder, load, local_files_only=True)
-        lazy: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        lazy: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers(remove_duplicate=False))}
         if missing := [name for name in names if name not in lazy]:
             raise CheckpointError(
                 f"{folder}: it has no values for {', '.join(missing[:8])} ({len(missing)} in all). Load the state "

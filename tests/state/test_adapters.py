@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 import hf_zero_stream
+from tests.state.test_changed import train_here
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, load, make_accelerator
@@ -147,3 +148,21 @@ def test_from_deepspeeds_own_folders(cluster: None, zoo_checkpoint: Checkpoint, 
         assert_same_adapter(tmp_path / "ours", tmp_path / f"by {other}", f"stage {other}")
     run_ranks(2, resume_under_fsdp2, folder, tmp_path / "stock", tmp_path / "fsdp2")
     assert set(different_states(tmp_path / "ours", tmp_path / "fsdp2")) <= {ADAPTER, "groups"}
+
+
+def test_buffers_that_layers_share(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """VeRA's projections are buffers, each of which all its layers have."""
+
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        base = transformers.AutoModelForCausalLM.from_pretrained(zoo_checkpoint("llama"), dtype=torch.float32)
+        torch.manual_seed(0)
+        model = peft.get_peft_model(base, peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+        return model, torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+    model, optimizer = made()
+    train_here(model, optimizer, range(2))
+    hf_zero_stream.save_state(model, tmp_path, optimizer=optimizer)
+    continued = train_here(model, optimizer, (2, 3))
+    model, optimizer = made()
+    hf_zero_stream.load_state(model, tmp_path, optimizer=optimizer)
+    assert train_here(model, optimizer, (2, 3)) == continued
