@@ -25,7 +25,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
+from ..checkpoint.safetensors import NotedShard
+from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
 from ..holdings.marks import is_adapted, is_peft_model
 from ..holdings.slots import elementwise_keys, holdings_of
 from ..holdings.training import STEPS, Training
@@ -37,7 +38,7 @@ from ..saving.calls import refuse_unknown, refuse_url
 from ..saving.files import finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
-from ..saving.preparation import Beside, Content, Ending, refuse_other_tensors
+from ..saving.preparation import Beside, Content, Ending, LayOut, refuse_other_tensors
 from ..saving.save import Save
 from . import adapters, rng, schedules, zero_tools
 from .groups import kinds_of, recorded_options
@@ -184,7 +185,17 @@ def _weights(
     if not isinstance(model, PreTrainedModel):
         return Content(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
     check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state)
-    return replace(save.weights(), check=check)
+    weights = save.weights()
+    return replace(weights, check=check, lay_out=partial(_laid_out, weights.lay_out))
+
+
+def _laid_out(lay_out: LayOut, folder: Path, parameters: Any) -> list[NotedShard]:
+    try:
+        return lay_out(folder, parameters)
+    except HfZeroStreamError:
+        raise
+    except RuntimeError as error:  # transformers', of tensors that share memory; DeepSpeed saves these
+        raise UnsupportedError(f"transformers does not save the weights of this model: {error}") from error
 
 
 def _exact(model: nn.Module, coordinator: Coordinator) -> list[str]:

@@ -139,7 +139,7 @@ def fall_back(folder: Path, target: Path) -> dict[str, str]:
     train(engine, [2])
     with hf_zero_stream.streaming():
         engine.save_checkpoint(str(target / "theirs"))
-    found = {"said": " | ".join(said)}
+    found: dict[str, str] = {}
     load = hf_zero_stream.load_state
     found["in the middle"] = message_of(lambda: load(engine, target / "state"))
     found["saving in the middle"] = message_of(lambda: hf_zero_stream.save_state(engine, target / "middle"))
@@ -172,6 +172,12 @@ def fall_back(folder: Path, target: Path) -> dict[str, str]:
     found["nothing was read"] = str(all(map(torch.equal, before, trained_values(engine))))
     other = engine_of(folder, config, frozen_embeddings)
     found["other parameters"] = message_of(lambda: load(other, target / "state"))
+    shared = torch.ones(4)
+    for layer in other.module.model.layers:  # transformers does not save these, and DeepSpeed does
+        layer.register_buffer("scale", shared)
+    with hf_zero_stream.streaming():
+        other.save_checkpoint(str(target / "shared"))
+    found["said"] = " | ".join(said)
     return found
 
 
@@ -208,6 +214,8 @@ def test_loads_and_what_falls_back(
         for name, pattern in expected.items():
             assert re.match(pattern, of_rank[name]), (name, of_rank[name])
     assert "saved by DeepSpeed, in its own format: save_state: gradients" in found[0]["said"]
+    assert "saved by DeepSpeed, in its own format: transformers does not save the weights" in found[0]["said"]
     assert found[1]["said"] == ""
+    assert list((tmp_path / "shared").glob("*/zero_pp_rank_*"))
     assert list((tmp_path / "theirs").glob("*/zero_pp_rank_*")) and not (tmp_path / "middle").exists()
     assert "LOAD REPORT" not in capfd.readouterr().err
