@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from .lazy import LazyTensor, lazy_among
+from .lazy import LazyTensor, first_lazy, lazy_among
 from .nodes import HostTensor, Own
 
 
@@ -74,10 +74,7 @@ def settled(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     Lazy tensors of several models have a reader each, and what one of them reads means something else to another.
     """
-    lazy = list(lazy_among(*args, *kwargs.values()))
-    reader = lazy[0].reader
-    if not any(isinstance(value.node, Own) or value.reader != reader for value in lazy):
-        return args, kwargs
+    reader = first_lazy(args, kwargs).reader
 
     def settle(value: Any) -> Any:
         if not isinstance(value, LazyTensor):
