@@ -132,7 +132,9 @@ def gathers(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 def inner_spec(managed: Managed) -> Any:
     """The spec of the DTensor that ``fully_shard`` was given; None if that was a plain tensor."""
-    return managed._unsharded_dtensor_spec
+    if hasattr(managed, "_unsharded_dtensor_spec"):
+        return managed._unsharded_dtensor_spec
+    return getattr(managed, "_tp_spec", None)  # in torch 2.11 and 2.12, where it is missing for a plain tensor
 
 
 def new_shard(managed: Managed, dtype: torch.dtype, *, requires_grad: bool) -> nn.Parameter:
