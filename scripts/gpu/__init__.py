@@ -1,13 +1,13 @@
-"""The GPU day: what only a machine with an NVIDIA GPU can show, in three commands of at most eight minutes each.
+"""The GPU day: what only a machine with an NVIDIA GPU can show, in two calls that fit fifteen minutes.
 
     python -m scripts.gpu wheels FOLDER     # where there is a network: what such a machine may lack, for pip there
-    python -m scripts.gpu correctness       # one rank: bits, losses, saves, resumes, memory
-    python -m scripts.gpu ranks             # two ranks on one GPU, over NCCL
-    python -m scripts.gpu speed             # against loops that do nothing but copy
+    python -m scripts.gpu a [RESULTS]       # at most 4 minutes: ceilings, our reader, two ranks, bits and losses
+    python -m scripts.gpu b [RESULTS]       # at most 7 minutes: speed at size, saves, resumes, offload, memory
 
-Each writes what it has found into a file after every step, and prints it, so that a machine that goes away takes
-little with it. A step that fails, or hangs, ends; the next one begins in new processes. Needs torch, transformers,
-accelerate, DeepSpeed and pytest, and no network.
+A call is a list of groups of processes. Groups that time something have the machine to themselves and come first; the
+others run beside each other. Each step writes one line of JSON into ``RESULTS/CALL.jsonl`` at once, and prints it, so
+that a machine that goes away takes little with it. A step that fails does not end its processes. Checkpoints lie in
+``--data``, never among the results. Needs torch, transformers, accelerate, DeepSpeed and pytest, and no network.
 
-The tests run all of it on paper GPUs (:mod:`tests.paper_gpu`), at small sizes.
+The tests run both calls on paper GPUs (:mod:`tests.paper_gpu`), at small sizes.
 """

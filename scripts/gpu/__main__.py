@@ -1,4 +1,4 @@
-"""Runs the steps of a command in processes of their own, watches them, and keeps what they find."""
+"""Runs the groups of a call, watches them, and prints what they find."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from .steps import COMMANDS, TRANSPORTS
+from .calls import CALLS, TWO_ON_ONE
+from .setting import Group
 from .wheels import collect
+from .worker import keep
 
 
 ROOT = Path(__file__).parents[2]
 
-MINUTES = 8.0
-"""A command begins no step after it."""
+MINUTES = {"a": 4.0, "b": 7.0}
 
-STEP_S = 150.0
-"""A step that takes longer hangs."""
-
-TRANSPORT_S = 60.0
-"""The same of the first collective, imports included."""
-
-ALONE_S = 20.0
+ALONE_S = 30.0
 """How long ranks go on after another one has ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu", description="What only a GPU can show.")
-    parser.add_argument("command", choices=[*COMMANDS, "wheels"])
+    parser.add_argument("call", choices=[*CALLS, "wheels"])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("gpu-day"), help="for results, or for wheels")
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="of the checkpoint of `speed`")
-    parser.add_argument("--only", default="", help="names of steps, with commas between")
+    parser.add_argument("--data", type=Path, help="for checkpoints; default: a new folder, removed at the end")
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="of the checkpoints that are timed")
+    parser.add_argument("--minutes", type=float, help="after which everything is ended")
+    parser.add_argument("--jobs", type=int, help="groups at once; default: one for each three CPUs")
+    parser.add_argument("--only", default="", help="names of groups, or of steps, with commas between")
+    parser.add_argument("--wheels", help="a folder on sys.path for all groups but those with the machine's own")
     settings = parser.parse_args(arguments)
     settings.folder.mkdir(parents=True, exist_ok=True)
-    if settings.command == "wheels":
+    if settings.call == "wheels":
         return collect(settings.folder)
     import torch
 
@@ -53,115 +53,148 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    names = [*filter(None, settings.only.split(","))] or [*COMMANDS[settings.command]]
-    world_size = 2 if settings.command == "ranks" else 1
-    day = Day(settings.command, settings.folder, world_size, settings.gigabytes)
-    if world_size > 1 and torch.cuda.device_count() < world_size:
-        day.choose_transport()
-    day.run(names)
-    print("\n".join(table(settings.command, day.results)))
-    return int(any(not result["ok"] for result in day.results))
+    with tempfile.TemporaryDirectory(prefix="gpu-day-") as data:
+        settings.data = settings.data or Path(data)
+        day = Day(settings, torch.cuda.device_count())
+        day.run()
+    print("\n".join(table(settings.call, day.found)))
+    return int(any(not found["ok"] for found in day.found))
+
+
+class Running:
+    """The processes of one group, which have started."""
+
+    def __init__(self, group: Group, ranks: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
+        self.group, self._ranks, self._logs = group, ranks, logs
+        self._first_end = 0.0
+
+    def has_ended(self) -> bool:
+        """Whether it has; ranks that go on long after another one has ended are killed."""
+        codes = [rank.poll() for rank in self._ranks]
+        if None not in codes:
+            return True
+        if any(code is not None for code in codes):
+            self._first_end = self._first_end or time.monotonic()
+            if time.monotonic() > self._first_end + ALONE_S:
+                self.kill()
+                return True
+        return False
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.wait()
+
+    def log(self) -> str:
+        """Exit codes, and the end of what each rank printed."""
+        codes = [rank.poll() for rank in self._ranks]
+        return "\n".join([f"exit codes {codes}", *(log.read_text(errors="replace")[-1500:] for log in self._logs)])
 
 
 class Day:
-    """One command: its processes, and what they have found so far."""
+    """One call: its groups, and what they have found so far."""
 
-    def __init__(self, command: str, folder: Path, world_size: int, gigabytes: float) -> None:
-        self._command, self._folder, self._world_size, self._gigabytes = command, folder, world_size, gigabytes
-        self._until = time.monotonic() + 60 * MINUTES
-        self._environment: dict[str, str] = {}
-        self.results: list[dict[str, Any]] = []
+    def __init__(self, settings: argparse.Namespace, devices: int) -> None:
+        self._settings, self._devices = settings, devices
+        self._results = settings.folder / f"{settings.call}.jsonl"
+        self._results.unlink(missing_ok=True)
+        self._until = time.monotonic() + 60 * (settings.minutes or MINUTES[settings.call])
+        self._jobs = settings.jobs or max(1, len(os.sched_getaffinity(0)) // 3)
+        self._only = [*filter(None, settings.only.split(","))]
+        self.found: list[dict[str, Any]] = []
 
-    def choose_transport(self) -> None:
-        """Try to reduce something over each of :data:`TRANSPORTS`, and keep to the first that works."""
-        for name, environment in TRANSPORTS.items():
-            self._environment = environment
-            (result,) = self._together([name], TRANSPORT_S)
-            if result["ok"]:
-                return
+    def run(self) -> None:
+        groups = [each for each in CALLS[self._settings.call] if self._steps(each)]
+        for group in groups:
+            if group.alone:
+                self._run_beside([group])
+        self._run_beside([group for group in groups if not group.alone])
 
-    def run(self, names: Sequence[str]) -> None:
-        left = list(names)
-        while left:
-            if time.monotonic() > self._until:
-                self._keep(*({"step": name, "ok": False, "error": "no time was left"} for name in left))
-                return
-            done = self._together(left, STEP_S)
-            left = left[len(done) :]
+    def _steps(self, group: Group) -> list[str]:
+        return [step for step in group.steps if not self._only or group.name in self._only or step in self._only]
 
-    def _together(self, names: Sequence[str], patience_s: float) -> list[dict[str, Any]]:
-        """Run steps, up to the first that fails, in new processes; a last entry says why these ended early."""
-        stem = self._folder / f"{self._command}.{len(self.results)}"
-        for rank in range(self._world_size):
-            Path(f"{stem}.{rank}").unlink(missing_ok=True)  # of an earlier day
-        ranks = [self._start(rank, names, stem) for rank in range(self._world_size)]
-        found: list[dict[str, Any]] = []
-        changed, ended = time.monotonic(), 0.0
-        while len(found) < len(names):
-            codes = [rank.poll() for rank in ranks]
-            new = _lines(Path(f"{stem}.0"))[len(found) :]
-            if new:
-                found += new
-                self._keep(*new)
-                changed = time.monotonic()
-                if not new[-1]["ok"]:
-                    break
-            if any(code is not None for code in codes):
-                ended = ended or time.monotonic()
-            late = time.monotonic() > changed + patience_s or time.monotonic() > self._until + patience_s
-            if None not in codes or late or (ended and time.monotonic() > ended + ALONE_S):
-                if not new and len(found) < len(names):
-                    why = f"hung for {patience_s:.0f} s" if late else f"ended with exit codes {codes}"
-                    lost = {"step": names[len(found)], "ok": False, "error": f"{why}\n{_tail(stem, ranks)}"}
-                    found.append(lost)
-                    self._keep(lost)
-                    break
+    def _run_beside(self, groups: list[Group]) -> None:
+        left, running = list(groups), list[Running]()
+        while left or running:
+            while left and len(running) < self._jobs:
+                running.append(self._start(left.pop(0)))
+            is_late = time.monotonic() > self._until
+            for each in list(running):
+                if is_late:
+                    each.kill()
+                if is_late or each.has_ended():
+                    running.remove(each)
+                    self._look()
+                    self._name_lost(each, "no time was left" if is_late else "ended before it")
+            if is_late:
+                for group in left:
+                    for step in self._steps(group):
+                        keep(str(self._results), _lost(group, step, "no time was left"))
+                left.clear()
+            self._look()
             time.sleep(0.1)
-        _end(ranks)
-        return found
 
-    def _start(self, rank: int, names: Sequence[str], stem: Path) -> subprocess.Popen[bytes]:
-        import torch
+    def _name_lost(self, run: Running, why: str) -> None:
+        """Write a line about each step that left none."""
+        seen = {found["step"] for found in self.found if found["group"] == run.group.name}
+        for step in self._steps(run.group):
+            if step not in seen:
+                keep(str(self._results), _lost(run.group, step, f"{why}\n{run.log()}"))
+                return
 
-        local = rank % torch.cuda.device_count()
-        environment = {
-            **os.environ,
-            "DS_ACCELERATOR": "cuda",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it products are not the same twice
-            "HF_HUB_OFFLINE": "1",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(self._world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._port(rank)),
-            **self._environment,
-        }
-        if environment.pop("GPU_DAY_HOSTS", ""):
-            environment["NCCL_HOSTID"] = f"host{rank}"
+    def _look(self) -> None:
+        """Print what has come since the last time."""
+        for found in _lines(self._results)[len(self.found) :]:
+            self.found.append(found)
+            print(line(found), flush=True)
+
+    def _start(self, group: Group) -> Running:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        folder = (self._settings.data / group.name).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
         task = {
-            "command": self._command,
-            "names": list(names),
-            "results": f"{stem}.{rank}",
-            "folder": str(self._folder),
+            "call": self._settings.call,
+            "name": group.name,
+            "results": str(self._results.resolve()),
+            "folder": str(folder),
+            "gigabytes": self._settings.gigabytes,
+            "only": self._steps(group),
         }
-        task["gigabytes"] = self._gigabytes
-        with open(f"{stem}.{rank}.log", "wb") as log:
-            command = [sys.executable, "-m", "scripts.gpu.worker", json.dumps(task)]
-            return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        ranks, logs = [], []
+        for rank in range(group.world_size or 1):
+            environment = {
+                **os.environ,
+                "DS_ACCELERATOR": "cuda",
+                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it products are not the same twice
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONUNBUFFERED": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % self._devices),
+                "WORLD_SIZE": str(group.world_size or 1),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            if group.world_size > self._devices:
+                environment |= {**TWO_ON_ONE, "NCCL_HOSTID": f"host{rank}"}
+            if self._settings.wheels and not group.own_transformers:
+                paths = (self._settings.wheels, os.environ.get("PYTHONPATH"))
+                environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            logs.append(folder / f"rank{rank}.log")
+            with open(logs[-1], "wb") as log:
+                command = [sys.executable, "-m", "scripts.gpu.worker", json.dumps(task)]
+                ranks.append(
+                    subprocess.Popen(
+                        command, env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+                    )
+                )
+        return Running(group, ranks, logs)
 
-    def _port(self, rank: int) -> int:
-        if rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self._of_rank0 = int(probe.getsockname()[1])
-        return self._of_rank0
 
-    def _keep(self, *results: dict[str, Any]) -> None:
-        for result in results:
-            self.results.append(result)
-            print(line(result), flush=True)
-        path = self._folder / f"{self._command}.json"
-        path.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+def _lost(group: Group, step: str, why: str) -> dict[str, Any]:
+    return {"group": group.name, "step": step, "ok": False, "figures": {}, "error": why}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -170,37 +203,28 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(each) for each in text.splitlines(keepends=True) if each.endswith("\n")]
 
 
-def _tail(stem: Path, ranks: Sequence[Any]) -> str:
-    logs = (Path(f"{stem}.{rank}.log").read_text(errors="replace")[-1500:] for rank in range(len(ranks)))
-    return "\n".join(logs)
+def _figures(found: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in found["figures"].items())
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    for rank in ranks:
-        try:
-            rank.wait(timeout=ALONE_S if rank.poll() is None else 0)
-        except subprocess.TimeoutExpired:
-            os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
-
-
-def line(result: dict[str, Any]) -> str:
+def line(found: dict[str, Any]) -> str:
     """A result in one line, and an error below it."""
-    figures = ", ".join(f"{name} {value}" for name, value in result.get("figures", {}).items())
-    seconds = f" ({result['seconds']:.0f} s)" if "seconds" in result else ""
-    error = f"\n{result['error']}" if "error" in result else ""
-    return f"{'ok  ' if result['ok'] else 'FAIL'} {result['step']}{seconds}: {figures}{error}"
+    seconds = f" ({found['seconds']:.0f} s)" if "seconds" in found else ""
+    rank = f" on rank {found['rank']}" if "rank" in found else ""
+    error = f"\n{found['error']}" if "error" in found else ""
+    name = f"{found['group']}: {found['step']}{rank}{seconds}"
+    return f"{'ok  ' if found['ok'] else 'FAIL'} {name}: {_figures(found)}{error}"
 
 
-def table(command: str, results: Sequence[dict[str, Any]]) -> Iterator[str]:
+def table(call: str, results: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The results, as benchmarks/README.md shows them."""
-    yield f"\n## On a GPU, {date.today().isoformat()}: `python -m scripts.gpu {command}`\n"
-    yield "| step | | figures |"
-    yield "|---|---|---|"
-    for result in results:
-        figures = ", ".join(f"{name} {value}" for name, value in result.get("figures", {}).items())
-        why = result.get("error", "").strip().splitlines()
-        yield f"| {result['step']} | {'ok' if result['ok'] else 'FAIL'} | {figures}{why[-1] if why else ''} |"
+    yield f"\n## On a GPU, {date.today().isoformat()}: `python -m scripts.gpu {call}`\n"
+    yield "| group | step | | figures |"
+    yield "|---|---|---|---|"
+    for found in results:
+        why = found.get("error", "").strip().splitlines()
+        said = f"{_figures(found)}{why[-1] if why else ''}"
+        yield f"| {found['group']} | {found['step']} | {'ok' if found['ok'] else 'FAIL'} | {said} |"
 
 
 if __name__ == "__main__":

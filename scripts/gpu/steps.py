@@ -1,10 +1,8 @@
-"""The steps of `correctness` and of `ranks`: what the tests try on paper GPUs, here on a real one."""
+"""Steps about bits, losses, resumes, memory and deaths: what the tests try on paper GPUs, here on a real one."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,19 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import speed
-from .setting import Setting, Step
+from .setting import Setting, Step, gigabytes_per_second, timed
 
-
-__all__ = ["COMMANDS", "TRANSPORTS", "Setting", "transport"]
-
-_TWO_ON_ONE = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo"}
-TRANSPORTS: dict[str, dict[str, str]] = {
-    "transport hosts": {**_TWO_ON_ONE, "GPU_DAY_HOSTS": "1"},  # each rank says that it is a host of its own
-    "transport shared": {**_TWO_ON_ONE, "NCCL_MULTI_RANK_GPU_ENABLE": "1"},  # from NCCL 2.30 on
-    "transport gloo": {"GPU_DAY_BACKEND": "gloo"},
-}
-"""Ways for two ranks to talk where there is one GPU: NCCL refuses two that it sees to share one."""
 
 PINNED = {"device": "cpu", "pin_memory": True}
 
@@ -69,13 +56,6 @@ class Resuming:
         return found, found["going on"] == found["again"]
 
 
-def doctor(setting: Setting) -> tuple[dict[str, Any], bool]:
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_zero_stream", "doctor"], capture_output=True, text=True, timeout=120
-    )
-    return {"printed": done.stdout.strip().splitlines()[-1:]}, done.returncode == 0
-
-
 def lanes(setting: Setting) -> tuple[dict[str, Any], bool]:
     """So small reads that pinned buffers come round again while copies out of them are under way."""
     import hf_zero_stream
@@ -83,7 +63,7 @@ def lanes(setting: Setting) -> tuple[dict[str, Any], bool]:
 
     expected = dict(plain_model(setting.small()).named_parameters())
     wrong = []
-    for _ in range(3):
+    for _ in range(1):
         model = plain_model(setting.small()).cuda()
         with torch.no_grad():
             for param in model.parameters():
@@ -111,9 +91,8 @@ def fsdp2(setting: Setting) -> tuple[dict[str, Any], bool]:
             with torch.no_grad():
                 for param in model.parameters():
                     param.fill_(float("nan"))
-            hf_zero_stream.load_into(
-                model, str(setting.small()), config=hf_zero_stream.StreamingConfig(progress=False)
-            )
+            with trials.streaming({}):
+                hf_zero_stream.load_into(model, str(setting.small()))
             different = sharded_differences(model, trials.plain_model(setting.small()))
         return trials.losses_of(model, torch.optim.AdamW(model.parameters(), lr=1e-3)), different
 
@@ -130,18 +109,49 @@ def planned(setting: Setting) -> tuple[dict[str, Any], bool]:
     return {"planned to measured": ratios}, all(abs(ratios[phase] - 1) <= 0.03 for phase in ("load", "start", "step"))
 
 
-def marked(setting: Setting) -> tuple[dict[str, Any], bool]:
-    """The tests that need a GPU, and have no paper one of their own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/core/test_lanes.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return {"printed": done.stdout.strip().splitlines()[-1:]}, done.returncode == 0
+def exchange(setting: Setting) -> tuple[dict[str, Any], bool]:
+    """How long an agreement takes, and a gather of 64 MiB from each rank."""
+    from hf_zero_stream.ranks.coordinator import Coordinator, all_gather
+
+    who = Coordinator.of_default_group()
+    mine = torch.full((2**26,), dist.get_rank() + 1, dtype=torch.uint8, device="cuda")
+    everyone = torch.empty(2**26 * dist.get_world_size(), dtype=torch.uint8, device="cuda")
+    with who.watched():
+        first_s = timed(lambda: who.all_gather(None))[1]
+        agreement_s = timed(lambda: [who.agree() for _ in range(20)])[1] / 20
+        who.run(all_gather, everyone, mine)
+        gather_s = timed(lambda: who.run(all_gather, everyone, mine))[1]
+        is_right = all(bool((part == rank + 1).all()) for rank, part in enumerate(everyone.split(2**26)))
+        who.agree()
+    figures = {
+        "backend": dist.get_backend(),
+        "first agreement s": round(first_s, 2),
+        "agreement ms": round(1e3 * agreement_s, 2),
+        "gather GB/s": gigabytes_per_second(2**26, gather_s),
+    }
+    return figures, is_right
 
 
-def transport(setting: Setting) -> tuple[dict[str, Any], bool]:
-    total = torch.full((2**20,), float(dist.get_rank() + 1), device="cuda")
-    dist.all_reduce(total)
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    return {"backend": dist.get_backend(), "NCCL": version}, bool((total == 3).all())
+def dies(setting: Setting) -> tuple[dict[str, Any], bool]:
+    """Rank 1 dies while rank 0 is in a collective: rank 0 says so in 15 s, and its process goes on. A last step."""
+    from hf_zero_stream.errors import PeerError
+    from hf_zero_stream.ranks.coordinator import Coordinator, all_gather
+
+    who = Coordinator.of_default_group()
+    mine = torch.ones(2**26, dtype=torch.uint8, device="cuda")
+    everyone = torch.empty(2**26 * dist.get_world_size(), dtype=torch.uint8, device="cuda")
+    began = time.perf_counter()
+    try:
+        with who.watched():
+            if dist.get_rank() == 1:
+                time.sleep(1)
+                os._exit(9)
+            who.run(all_gather, everyone, mine)
+    except PeerError as error:
+        seconds = time.perf_counter() - began
+        time.sleep(5)  # the watchdog of NCCL would have ended the process
+        return {"said": str(error).partition("\n")[0], "seconds": round(seconds, 1)}, seconds < 15
+    return {"said": "nothing"}, False
 
 
 def killed(setting: Setting) -> tuple[dict[str, Any], bool]:
@@ -161,34 +171,26 @@ def killed(setting: Setting) -> tuple[dict[str, Any], bool]:
     return {"said": "nothing"}, False
 
 
-ZERO = {
-    "ZeRO-3": Training("zero", (3, {})),
+FEW: Mapping[str, Step] = {"ZeRO-3": Training("zero", (3, {})), "stage 2": Training("zero", (2, {}))}
+OFFLOAD: Mapping[str, Step] = {
     "ZeRO-3 with pinned parameters": Training("zero", (3, {"offload_param": PINNED})),
     "ZeRO-3 with a pinned optimizer": Training("zero", (3, {"offload_optimizer": PINNED})),
-    "stage 2": Training("zero", (2, {})),
 }
-RESUMED = {"ZeRO-3 resumed": Resuming("zero_states", (3, {}))}
-
-COMMANDS: Mapping[str, Mapping[str, Step]] = {
-    "correctness": {
-        "doctor": doctor,
-        "lanes": lanes,
-        "marked": marked,
-        **ZERO,
-        "FSDP2": fsdp2,
-        **RESUMED,
-        "plan": planned,
-    },
-    "ranks": {
-        "ZeRO-3": ZERO["ZeRO-3"],
-        "stage 2": ZERO["stage 2"],
-        "FSDP2 by distributed_config": Training("by_transformers", ({"fsdp_size": 2},)),
-        "FSDP2 by accelerate": Training("by_accelerate", (False,)),
-        "FSDP2 by accelerate on the host": Training("by_accelerate", (True,)),
-        "TP": Training("by_transformers", ({"tp_size": 2},)),
-        **RESUMED,
-        "FSDP2 resumed": Resuming("sharded_states", ({"fsdp_size": 2},)),
-        "killed": killed,
-    },
-    "speed": speed.STEPS,
+ZERO: Mapping[str, Step] = {"lanes": lanes, **FEW, **OFFLOAD}
+FSDP2: Mapping[str, Step] = {"FSDP2": fsdp2}
+RESUMED: Mapping[str, Step] = {"ZeRO-3 resumed": Resuming("zero_states", (3, {}))}
+MEMORY: Mapping[str, Step] = {"plan": planned}
+EXCHANGE: Mapping[str, Step] = {"exchange": exchange}
+DIES: Mapping[str, Step] = {"dies in a collective": dies}
+KILLED: Mapping[str, Step] = {"killed": killed}
+TWO_ZERO: Mapping[str, Step] = {**FEW, **RESUMED}
+TWO_RESUMED: Mapping[str, Step] = {
+    "ZeRO-3 with pinned parameters resumed": Resuming("zero_states", (3, {"offload_param": PINNED}))
 }
+TWO_SHARDED: Mapping[str, Step] = {
+    "FSDP2 by distributed_config": Training("by_transformers", ({"fsdp_size": 2},)),
+    "FSDP2 by accelerate": Training("by_accelerate", (False,)),
+    "FSDP2 by accelerate on the host": Training("by_accelerate", (True,)),
+    "TP": Training("by_transformers", ({"tp_size": 2},)),
+}
+TWO_SHARDED_RESUMED: Mapping[str, Step] = {"FSDP2 resumed": Resuming("sharded_states", ({"fsdp_size": 2},))}

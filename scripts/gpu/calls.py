@@ -1,0 +1,41 @@
+"""The two calls: which groups of processes they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from . import reader, speed, steps
+from .setting import Group
+
+
+TWO_ON_ONE = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+}
+"""For two ranks that share one GPU: NCCL refuses that where it sees it, so each says that it is a host of its own."""
+
+CALLS: Mapping[str, Sequence[Group]] = {
+    "a": (
+        Group("reader", reader.STEPS, world_size=0, alone=True, deterministic=False),
+        Group("ZeRO", steps.ZERO),
+        Group("own transformers", {**steps.FEW, **steps.FSDP2}, own_transformers=True),
+        Group("FSDP2 and resumes", {**steps.FSDP2, **steps.RESUMED, **steps.MEMORY}),
+        Group("two ranks, bound", {**steps.EXCHANGE, **steps.DIES}, world_size=2),
+        Group("two ranks, lazy", {**steps.EXCHANGE, **steps.DIES}, world_size=2, bound=False),
+        Group("two ranks, ZeRO", {**steps.TWO_ZERO, **steps.KILLED}, world_size=2),
+        Group("two ranks, sharded", steps.TWO_SHARDED, world_size=2),
+    ),
+    "b": (
+        Group("speed", speed.STEPS, alone=True, deterministic=False),
+        Group("memory", steps.MEMORY),
+        Group("offload", steps.OFFLOAD),
+        Group("two ranks, ZeRO", {**steps.TWO_ZERO, **steps.TWO_RESUMED, **steps.KILLED}, world_size=2),
+        Group("two ranks, sharded", {**steps.TWO_SHARDED, **steps.TWO_SHARDED_RESUMED}, world_size=2),
+    ),
+}
