@@ -66,7 +66,7 @@ def sharded_differences(sharded: nn.Module, plain: nn.Module) -> list[str]:
         else:
             pairs = [_cut(mine, expected, managed.get(name))]
             if isinstance(mine, DTensor) and name not in managed:
-                pairs.append((mine.full_tensor(), expected))  # as torch gathers it, with all ranks
+                pairs.append((_whole(mine), expected))
             # Of a parameter without elements FSDP2 gives every rank the same empty shard.
             if expected.numel() and not all(_same_bits(*pair) for pair in pairs):
                 found.append(f"{kind} {name}: wrong values")
@@ -75,6 +75,19 @@ def sharded_differences(sharded: nn.Module, plain: nn.Module) -> list[str]:
     if sharded.training != plain.training:
         found.append(f"training: {sharded.training}, expected {plain.training}")
     return found
+
+
+def _whole(mine: DTensor) -> torch.Tensor:
+    """The whole tensor, as torch gathers it (all ranks); by hand where torch 2.11 refuses its own ``_StridedShard``."""
+    try:
+        return mine.full_tensor()
+    except ValueError:
+        (placement,) = mine.placements
+        local = mine.to_local().contiguous()
+        everyone = [torch.empty_like(local) for _ in range(mine.device_mesh.size())]
+        dist.all_gather(everyone, local, group=mine.device_mesh.get_group())
+        split = [each.chunk(placement.split_factor, placement.dim) for each in everyone]
+        return torch.cat([part[i] for i in range(placement.split_factor) for part in split], placement.dim)
 
 
 def _cut(mine: torch.Tensor, expected: torch.Tensor, record: Any) -> tuple[torch.Tensor, torch.Tensor]:
