@@ -82,7 +82,7 @@ def load_tensors(
     config = StreamingConfig.resolve(current_config(), {})
     with meeting(LOAD) as coordinator:
         fill_whole(model)
-        memory = destination or memory_of(model, coordinator, config.staging_bytes)
+        memory = destination or memory_of(model, coordinator, config)
         checkpoint = OpenCheckpoint(config, coordinator, source, format, memory.device)
         load = Load(config, {}, coordinator, memory, checkpoint)
         with closing(load), load.memory, load.clock("total"), torch.no_grad():

@@ -13,13 +13,14 @@ from ..errors import LoadError
 from ..holdings.marks import is_sharded
 from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator, collective_device
+from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Sourced, flat_items, source_of
-from .replicated import exchange_batches
+from .replicated import chunk_bytes, exchange_batches
 from .skeleton import whole_shape
 
 
 def memory_of(
-    model: nn.Module, coordinator: Coordinator, staging_bytes: int, *, with_masters: bool = True
+    model: nn.Module, coordinator: Coordinator, config: StreamingConfig, *, with_masters: bool = True
 ) -> Destination:
     """Where the values of `model` are: in shards, in ZeRO's partitions, or whole on every rank.
 
@@ -35,10 +36,10 @@ def memory_of(
             "model.to_empty(device=...) first."
         )
     if "deepspeed" not in sys.modules:
-        return LiveWhole(model, coordinator, staging_bytes)
+        return LiveWhole(model, coordinator, config)
     from .deepspeed.live import LiveModel  # imports deepspeed, which takes seconds
 
-    return LiveModel(model, coordinator, staging_bytes, with_masters=with_masters)
+    return LiveModel(model, coordinator, config, with_masters=with_masters)
 
 
 class LiveWhole(Destination):
@@ -48,11 +49,11 @@ class LiveWhole(Destination):
 
     exchange_settings: Sequence[str] = ("staging_bytes",)
 
-    def __init__(self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int) -> None:
+    def __init__(self, model: nn.Module, coordinator: Coordinator, config: StreamingConfig) -> None:
         self._model = model
         self._coordinator = coordinator
-        self._chunk_bytes = chunk_bytes
         self.device = torch.device("cpu") if coordinator.is_alone else collective_device()
+        self._chunk_bytes = chunk_bytes(config, self.device)
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False

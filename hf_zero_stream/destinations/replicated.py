@@ -10,12 +10,12 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
 from ..planning.plan import Target
-from ..ranks.coordinator import Coordinator, all_gather
+from ..ranks.coordinator import Coordinator, all_gather, serves
+from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, Sourced, allocating, flat_items, host_buffer, replace_lazy
 
 
@@ -70,6 +70,11 @@ def exchanges(
         yield parts, used
 
 
+def chunk_bytes(config: StreamingConfig, device: torch.device) -> int:
+    """Bytes of one exchange, of all ranks together: four times the staging on a device, because each has a meeting."""
+    return config.staging_on(device.type) * (1 if device.type == "cpu" else 4)
+
+
 def exchange_batches(
     parameters: Mapping[str, Sourced], coordinator: Coordinator, chunk_bytes: int, device: torch.device
 ) -> list[Batch]:
@@ -88,7 +93,7 @@ def exchange_batches(
     def buffer(ranks: int) -> torch.Tensor:
         """Memory for so many ranks' buffers, which all exchanges share."""
         # On the device where the default group's collectives want their tensors.
-        on_device = _HOST if "gloo" in dist.get_backend() else device
+        on_device = device if serves(device.type) else _HOST
         return torch.empty(rank_bytes * ranks, dtype=torch.uint8, device=on_device)
 
     def exchange(parts: Sequence[_Part], nbytes: int) -> None:
@@ -122,7 +127,7 @@ class Replicated(Destination):
     """Plain data parallelism: every rank has all of every parameter, in host memory, as in stock.
 
     Args:
-        chunk_bytes: bound of the buffers of all ranks together, through which they exchange what they read.
+        config: bounds the buffers of all ranks together, through which they exchange what they read.
         device: on which this rank will train, and where these buffers are if collectives want them there.
     """
 
@@ -130,10 +135,10 @@ class Replicated(Destination):
 
     exchange_settings = ("staging_bytes",)
 
-    def __init__(self, coordinator: Coordinator, chunk_bytes: int, device: torch.device = _HOST) -> None:
+    def __init__(self, coordinator: Coordinator, config: StreamingConfig, device: torch.device = _HOST) -> None:
         self.device = device
         self._coordinator = coordinator
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = chunk_bytes(config, device)
         self._parameters_on = _HOST
 
     def batches(

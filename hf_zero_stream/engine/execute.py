@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 
 from ..planning.plan import BatchPlan, Read
-from ..ranks.accelerators import settle
 from ..sources.base import ByteSource
 from ..sources.local import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
 from .lanes import Lane, lane_for
@@ -29,6 +28,9 @@ PHASES = ("read", "convert", "copy")
 """What threads do: wait for the source, copy out of staging buffers with a cast, and without."""
 
 
+TELL_S = 0.01
+
+
 def execute_reads(
     plan: BatchPlan,
     destinations: Sequence[torch.Tensor],
@@ -38,7 +40,7 @@ def execute_reads(
     begin: float = 0.0,
     on_bytes: Callable[[int], None] | None = None,
 ) -> tuple[dict[str, float], int]:
-    """Fill `destinations` by the reads of `plan`, and call `on_bytes` with the number of bytes after each.
+    """Fill `destinations` by the reads of `plan`; each thread tells `on_bytes` how many bytes came, every 10 ms.
 
     Returns the wall seconds that it took, divided among `PHASES`, and the size of all staging buffers.
 
@@ -54,21 +56,25 @@ def execute_reads(
         memoryview(d.detach().view(torch.uint8).numpy()) if d.device.type == "cpu" else None for d in destinations
     ]
     pages = HugePages(destinations)
-    settle(destinations)
     by_thread: list[tuple[dict[str, float], int]] = []
 
     def work(reads: Iterator[Read]) -> None:
         seconds = dict.fromkeys(PHASES, 0.0)
+        nbytes, told = 0, time.perf_counter()
         with new_lane() as lane:
             for read in reads:
                 carry_out(read, lane, seconds)
-                if on_bytes is not None:
-                    on_bytes(read.length)
+                nbytes += read.length
+                if on_bytes is not None and time.perf_counter() > told + TELL_S:
+                    on_bytes(nbytes)
+                    nbytes, told = 0, time.perf_counter()
+        if on_bytes is not None:
+            on_bytes(nbytes)
         by_thread.append((seconds, lane.allocated_bytes))
 
     def carry_out(read: Read, lane: Lane, seconds: dict[str, float]) -> None:
         began = time.perf_counter()
-        for piece in read.pieces:
+        for piece in read.pieces if pages.are_wanted else ():
             if piece.box.numel == piece.box.to_extent:  # without holes
                 destination = destinations[piece.target]
                 itemsize = destination.element_size()
@@ -82,12 +88,9 @@ def execute_reads(
         source.read_into(read.shard, read.start, [memoryview(staging.numpy())])
         before = time.perf_counter()
         seconds["read"] += before - began
-        for piece in read.pieces:
-            part = staging[piece.start - read.start : piece.stop - read.start]
-            lane.copy(part, piece, destinations[piece.target])
-            done = time.perf_counter()
-            seconds["convert" if piece.casts else "copy"] += done - before
-            before = done
+        lane.copy(read, staging, destinations)
+        has_casts = any(piece.casts for piece in read.pieces)
+        seconds["convert" if has_casts else "copy"] += time.perf_counter() - before
 
     began = time.perf_counter()
     run_in_threads(chain(plan.reads[first:], plan.reads[:first]), work, threads)
@@ -140,6 +143,10 @@ class HugePages:
         self._large = large if sys.platform == "linux" else []
         self._credit = CREDIT_SECONDS if self._large else 0.0
         self._advise_all(MADV_HUGEPAGE)
+
+    @property
+    def are_wanted(self) -> bool:
+        return self._credit > 0
 
     def populate(self, destination: torch.Tensor, first: int, nbytes: int) -> None:
         """Populate `nbytes` bytes of `destination` from its byte `first` on."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
+from itertools import count
 from typing import Any
 
 import torch
 
-from ..planning.plan import Piece
-from ..ranks.accelerators import is_accelerator, on_device, pinned, side_stream
+from ..planning.plan import Piece, Read
+from ..ranks.accelerators import is_accelerator, on_device, pinned, side_streams, sleeping_event, stream
 
 
 class Lane:
@@ -53,12 +54,11 @@ class Lane:
         """Size of all staging buffers made so far."""
         return self._nbytes * (len(self._filled) + (self._current is not None))
 
-    def copy(self, source: torch.Tensor, piece: Piece, destination: torch.Tensor) -> None:
-        """Copy `piece` out of `source`, the uint8 values of its byte range, with its casts.
-
-        Only the file's bytes cross the bus, in one run: the destination's device casts and scatters, at no cost.
-        """
-        self._submit(destination, lambda: _copy(source, piece, destination))
+    def copy(self, read: Read, staging: torch.Tensor, destinations: Sequence[torch.Tensor]) -> None:
+        """Copy the pieces of `read` out of `staging`, its bytes, into `destinations` by target, with their casts."""
+        for piece in read.pieces:
+            source = staging[piece.start - read.start : piece.stop - read.start]
+            self._submit(partial(_copy, source, piece, destinations[piece.target]))
 
     def finish(self) -> None:
         """Block until every copy that this lane began has reached its destination."""
@@ -68,8 +68,8 @@ class Lane:
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def _submit(self, destination: torch.Tensor, copy: Callable[[], None]) -> None:
-        """Carry out `copy`, or queue it behind all that was submitted before for the device of `destination`."""
+    def _submit(self, copy: Callable[[], None]) -> None:
+        """Carry out `copy`, or queue it behind what was submitted before."""
         copy()
 
     def _mark(self) -> Any:
@@ -84,18 +84,27 @@ class SideLane(Lane):
 
     Each device has a stream of its own: torch copies on a stream of the destination's device, and no event of another
     device's stream says when that is done.
+
+    `number` tells this lane's streams from a neighbour's. Copies begin after the events `begin` of each device.
     """
 
     buffers = 2
 
-    def __init__(self, devices: Sequence[torch.device], nbytes: int) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], nbytes: int, number: int = 0, begin: Sequence[torch.Event] = ()
+    ) -> None:
         super().__init__(devices, nbytes)
-        self._streams = {device: side_stream(device) for device in devices}
+        self._streams = {device: side_streams(device)[number % 2] for device in devices}
+        self._begin = begin
+        self._events: list[Sequence[torch.Event]] = []
+        """Those that marked buffers which are free again."""
         self._on_device = on_device(devices[0])
 
     def __enter__(self) -> Lane:
         # A new thread's device is the first one, which this rank may not use at all.
         self._on_device.__enter__()
+        for side, event in zip(self._streams.values(), self._begin, strict=False):
+            side.stream.wait_event(event)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -104,41 +113,80 @@ class SideLane(Lane):
         finally:
             self._on_device.__exit__(*exception)
 
+    def copy(self, read: Read, staging: torch.Tensor, destinations: Sequence[torch.Tensor]) -> None:
+        """As :meth:`Lane.copy`. What is cast or scattered crosses the bus in one run; the device does the rest.
+
+        Few calls for many pieces: threads wait for Python's lock before each.
+        """
+        by_device: dict[torch.device, list[Piece]] = {}
+        for piece in read.pieces:
+            by_device.setdefault(destinations[piece.target].device, []).append(piece)
+        for device, pieces in by_device.items():
+            if device not in self._streams:  # host memory
+                for piece in pieces:
+                    source = staging[piece.start - read.start : piece.stop - read.start]
+                    _copy(source, piece, destinations[piece.target])
+                continue
+            side = self._streams[device]
+            runs = [piece for piece in pieces if piece.is_run]
+            if runs:
+                with side.stream:
+                    _copy_all(staging, read, runs, destinations)
+            if len(runs) < len(pieces):
+                with side.lock, side.stream:
+                    others = [piece for piece in pieces if not piece.is_run]
+                    _copy_all(staging.to(device, non_blocking=True), read, others, destinations)
+
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return pinned(nbytes)
 
-    def _submit(self, destination: torch.Tensor, copy: Callable[[], None]) -> None:
-        stream = self._streams.get(destination.device)
-        if stream is None:  # host memory
-            copy()
-            return
-        with stream:
-            copy()
-
-    def _mark(self) -> list[torch.Event]:
-        return [stream.record_event() for stream in self._streams.values()]
+    def _mark(self) -> Sequence[torch.Event]:
+        events = self._events.pop() if self._events else [sleeping_event(device) for device in self._streams]
+        for event, side in zip(events, self._streams.values(), strict=True):
+            event.record(side.stream)
+        return events
 
     def _wait(self, mark: Sequence[torch.Event]) -> None:
         for event in mark:
             event.synchronize()
+        self._events.append(mark)
 
 
 def lane_for(destinations: Iterable[torch.Tensor], nbytes: int) -> Callable[[], Lane]:
-    """What makes the lane of each thread that fills `destinations`."""
+    """What makes the lane of each thread that fills `destinations`, after what the caller's streams do now."""
     devices = sorted({each.device for each in destinations if is_accelerator(each.device)}, key=str)
-    return partial(SideLane if devices else Lane, devices, nbytes)
+    if not devices:
+        return partial(Lane, devices, nbytes)
+    begin, numbers = [stream(device).record_event() for device in devices], count()
+    return lambda: SideLane(devices, nbytes, next(numbers), begin)
 
 
 def _copy(source: torch.Tensor, piece: Piece, destination: torch.Tensor) -> None:
-    box = piece.box
-    if not piece.is_run:
-        source = source.to(destination.device, non_blocking=True)
-    if source.storage_offset() % piece.dtype.itemsize:
-        source = source.clone()  # a view in another dtype must begin at a multiple of its size
-    values = source.view(piece.dtype).as_strided(
-        box.sizes, box.at_strides, source.storage_offset() // piece.dtype.itemsize
-    )
-    copy_cast(destination[box.to :].as_strided(box.sizes, box.to_strides), values, piece.casts)
+    """Copy `piece` out of `source`, the uint8 values from its beginning on, with its casts."""
+    copy_cast(*_placed(source, 0, piece, destination), piece.casts)
+
+
+def _copy_all(source: torch.Tensor, read: Read, pieces: Sequence[Piece], destinations: Sequence[torch.Tensor]) -> None:
+    """Copy `pieces` out of `source`, all bytes of `read`, with their casts; queued on the current stream."""
+    places, values = [], []
+    for piece in pieces:
+        to, found = _placed(source, piece.start - read.start, piece, destinations[piece.target])
+        places.append(to)
+        values.append(reduce(torch.Tensor.to, piece.casts[:-1], found))
+    torch._foreach_copy_(places, values, non_blocking=True)
+
+
+def _placed(
+    source: torch.Tensor, at: int, piece: Piece, destination: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where `piece` goes, and its values, which begin at byte `at` of `source`, without any cast."""
+    box, itemsize = piece.box, piece.dtype.itemsize
+    begin = source.storage_offset() + at
+    if begin % itemsize:  # a view in another dtype must begin at a multiple of its size
+        source, begin = source[at : at + piece.stop - piece.start].clone(), 0
+    typed = torch.empty(0, dtype=piece.dtype, device=source.device)
+    typed.set_(source.untyped_storage(), begin // itemsize, box.sizes, box.at_strides)
+    return destination.as_strided(box.sizes, box.to_strides, destination.storage_offset() + box.to), typed
 
 
 TILE_BYTES = 2**20

@@ -255,7 +255,7 @@ class Load:
         self.destination.hints = self.checkpoint.hints
         batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
         self.plan, leaves = self._reader.plan(batches)
-        self.footprint = self.destination.footprint(model, tied, self.config.staging_bytes)
+        self.footprint = self.destination.footprint(model, tied, self.checkpoint.staging_bytes)
         return batches, self.plan, leaves
 
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:

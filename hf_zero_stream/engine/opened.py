@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -65,12 +66,16 @@ class OpenCheckpoint:
         self.coordinator = coordinator
         self._make_source, self._format = make_source, format
         self._device = device
+        self.staging_bytes = config.staging_on(device.type)
         self._is_relayed = False
         self._server: Server | None = None
         self._ahead: ReadAhead | None = None
         self.shards: tuple[Shard, ...] = ()
         self.retries = Retries(RETRIES)
-        local = partial(LocalFiles, cache_bytes=psutil.virtual_memory().total)
+        # What others use is not there for files, whatever the machine has. What is read twice stays.
+        reads_twice = config.verify in ("sample", "full")
+        cache_bytes = sys.maxsize if reads_twice else psutil.virtual_memory().available
+        local = partial(LocalFiles, cache_bytes=cache_bytes)
         self.source = make_source() if make_source else FilesByPath(local(retries=self.retries), self._remote_files)
         """Where this rank reads from; once there are files, that is another rank if that one reads for this one."""
         self._use_hints()
@@ -107,7 +112,7 @@ class OpenCheckpoint:
             return
         with suppress(OSError, RuntimeError):  # ignored here: the reads themselves will raise
             # Files that do not fit would push everything else out of the page cache, and then their own beginnings.
-            fits = sum(map(os.path.getsize, paths)) < psutil.virtual_memory().total
+            fits = sum(map(os.path.getsize, paths)) < psutil.virtual_memory().available
             if fits and self.source.hints(paths).reads_ahead:
                 self._ahead = ReadAhead(paths, topology.position, shares)
 
@@ -203,7 +208,10 @@ class OpenCheckpoint:
         self.hints = self.source.hints([shard.path for shard in self.shards])
         if self._is_relayed:  # holes would be sent to other ranks, too
             self.hints = replace(self.hints, reads_per_exchange=1)
-        self.request_bytes = max(1, min(self.config.staging_bytes // READS_STAGED, self.hints.request_bytes))
+        wanted = self.hints.request_bytes
+        if is_accelerator(self._device):
+            wanted = self.hints.device_request_bytes or wanted
+        self.request_bytes = max(1, min(self.staging_bytes // READS_STAGED, wanted))
         """Largest single read."""
         self.seek_bytes = self.hints.seek_bytes
         """Longest hole that is read through."""
@@ -216,7 +224,7 @@ class OpenCheckpoint:
             self.source,
             request_bytes=self.request_bytes,
             seek_bytes=self.seek_bytes,
-            staging_bytes=self.config.staging_bytes,
+            staging_bytes=self.staging_bytes,
             threads=threads,
             on_bytes=on_bytes,
         )
@@ -265,7 +273,7 @@ class OpenCheckpoint:
 
     def threads(self) -> int:
         lane = SideLane if is_accelerator(self._device) else Lane
-        buffers = self.config.staging_bytes // max(1, self.request_bytes * lane.buffers)
+        buffers = self.staging_bytes // max(1, self.request_bytes * lane.buffers)
         ranks = self.coordinator.topology.sharing_cores
         return choose_threads(self.config.reader_threads, buffers, ranks, self.hints)
 

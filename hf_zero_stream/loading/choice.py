@@ -152,13 +152,13 @@ def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator
     if found:
         from ..destinations.deepspeed.flat import EngineReplicas
 
-        replicas = EngineReplicas(ds_config, coordinator, settings.staging_bytes)
+        replicas = EngineReplicas(ds_config, coordinator, settings)
     else:
         from ..destinations.replicated import Replicated
 
         kind = accelerators.kind()
         device = (kind and accelerators.device_of_rank(kind, announced_local_rank())) or torch.device("cpu")
-        replicas = Replicated(coordinator, settings.staging_bytes, device)
+        replicas = Replicated(coordinator, settings, device)
     return Load(settings, ds_config, coordinator, replicas)
 
 

@@ -138,7 +138,7 @@ def place_into(
         )
         with meeting(LOAD, coordinator=coordinator) as coordinator:
             finish_saves_into(path, config.read_from, coordinator)
-            destination = memory_of(live_model, coordinator, config.staging_bytes, with_masters=with_masters)
+            destination = memory_of(live_model, coordinator, config, with_masters=with_masters)
             load = Load(config, {}, coordinator, destination)
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
                 lazy, missing, tied = lazy_model(load)

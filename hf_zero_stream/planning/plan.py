@@ -259,9 +259,25 @@ def _merge_pieces(pieces: Iterable[Piece], request_bytes: int, seek_bytes: int) 
         if not group:
             shard, start, stop = piece.shard, piece.start, piece.stop
         stop = max(stop, piece.stop)
-        group.append(piece)
+        joined = _joined(group[-1], piece) if group else None
+        if joined is None:
+            group.append(piece)
+        else:
+            group[-1] = joined
     if group:
         yield Read(shard, start, stop, tuple(group))
+
+
+def _joined(first: Piece, second: Piece) -> Piece | None:
+    """The two as one piece, if both are runs, and the second goes on in the shard and in its target."""
+    a, b = first.box, second.box
+    goes_on = first.stop == second.start and first.target == second.target and a.to + a.numel == b.to
+    if not (goes_on and first.dtype == second.dtype and first.casts == second.casts):
+        return None
+    if not a.at_strides == a.to_strides == b.at_strides == b.to_strides == (1,):
+        return None
+    box = Box((a.numel + b.numel,), 0, (1,), a.to, (1,))
+    return first._replace(stop=second.stop, box=box)
 
 
 def _affordable_hole(ordered: Sequence[Piece], seek_bytes: int) -> int:

@@ -48,7 +48,7 @@ class Coordinator:
         self._reported = False  # whether all ranks know of an error
         self._watch: Watch | None = None
         self._connected: set[Any] = set()
-        """Groups whose first collective has been made."""
+        """Groups and the kinds of collectives that have been made in them."""
 
     @classmethod
     def of_default_group(cls, *, alone: bool = False) -> Coordinator:
@@ -242,9 +242,11 @@ class Coordinator:
         begin = partial(collective, *args, group=group, async_op=True)
         with self.naming_dead_rank():
             device = collective_device()
-            if self._watch is not None and group not in self._connected and is_accelerator(device):
+            # NCCL connects ranks at a group's first collective of each kind: sends have ways of their own.
+            kind = group, collective
+            if self._watch is not None and kind not in self._connected and is_accelerator(device):
                 work = _begun_beside(begin, device, self._watch)
-                self._connected.add(group)
+                self._connected.add(kind)
             else:
                 work = begin()
         return partial(self._wait_for, work)
@@ -273,14 +275,22 @@ class Coordinator:
             raise PeerError(f"The connection to another rank is lost, so this rank gives up too: {error}") from error
 
 
+def serves(kind: str) -> bool:
+    """Whether collectives of the default group take tensors of devices of this `kind` from where they are.
+
+    A group may have a backend for each kind of device (``cuda:nccl,cpu:gloo``); gloo copies all through the host.
+    """
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return backends.get(kind, "gloo") != "gloo"
+
+
 def collective_device() -> torch.device:
     """The device on which the default group's collectives need their tensors; the host if there is no group.
 
     Raises a ConfigError if nothing says which of several GPUs is this rank's.
     """
-    on_host = not dist.is_initialized() or "gloo" in dist.get_backend()
-    kind = None if on_host else accelerators.kind()
-    if kind is None:
+    kind = accelerators.kind() if dist.is_initialized() else None
+    if kind is None or not serves(kind):
         return torch.device("cpu")
     bound: torch.device | None = dist.group.WORLD.bound_device_id
     if bound is not None:
@@ -298,7 +308,7 @@ def collective_device() -> torch.device:
 
 
 def _begun_beside(begin: Callable[[], Any], device: torch.device, watch: Watch) -> Any:
-    """Begin a group's first collective in a thread: NCCL blocks in it until all ranks have come, also a dead one."""
+    """Begin a group's first collective of a kind in a thread: NCCL blocks there until all ranks come, dead ones too."""
     stream, outcome = accelerators.stream(device), Future[Any]()
 
     def run() -> None:

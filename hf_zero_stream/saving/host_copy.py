@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..engine.execute import HugePages
-from ..ranks.accelerators import is_accelerator, pinned, synchronise
+from ..ranks.accelerators import is_accelerator, pinned, stream
 from .write import Piece, bytes_of, in_runs
 
 
@@ -69,7 +69,7 @@ class HostCopy:
         self._memory, self._pages = memory, memory.pages
         self._used = start
         self._pieces: list[tuple[int, int, int, int]] = []  # shard, position there, first byte and last in memory
-        self._devices: set[torch.device] = set()
+        self._copied: list[torch.Event] = []
         self._lock = threading.Lock()
 
     def put(self, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
@@ -78,7 +78,6 @@ class HostCopy:
             start = self._used
             self._used = stop = start + sum(piece.nbytes for piece in pieces)
             self._pieces.append((shard, position, start, stop))
-            self._devices.update(piece.device for piece in pieces)
         if self._pages is not None:
             self._pages.populate(self._memory.blocks[0], start, stop - start)
         for piece in pieces:
@@ -87,9 +86,13 @@ class HostCopy:
                 part.copy_(flat[: len(part)], non_blocking=self._memory.is_pinned)
                 flat = flat[len(part) :]
             start += piece.nbytes
+        for device in {piece.device for piece in pieces if is_accelerator(piece.device)}:
+            self._copied.append(stream(device).record_event())
 
     def wait(self) -> None:
-        synchronise(self._devices)
+        for event in self._copied:
+            event.synchronize()
+        self._copied.clear()
 
     def give(self, put: PutBytes, check: Callable[[], None]) -> None:
         """Give `put` everything, in the order of the files; `check` is called in between, and may raise."""

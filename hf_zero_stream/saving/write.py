@@ -14,6 +14,7 @@ from ..engine.execute import run_in_threads
 from ..engine.lanes import copy_strided
 from ..errors import PeerError
 from ..planning.boxes import Box
+from ..ranks.accelerators import to_host
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import IOV_MAX
 from .parameters import Parameters, Values, opened
@@ -246,4 +247,4 @@ def _held(part: Part, values: Values) -> torch.Tensor:
 
 def bytes_of(values: torch.Tensor) -> memoryview:
     """The bytes of a tensor, in row-major order; no copy if they lie so in host memory already."""
-    return memoryview(values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return memoryview(to_host(values.detach()).contiguous().view(-1).view(torch.uint8).numpy())

@@ -25,7 +25,7 @@ _SECTION = "hf_zero_stream"  # the top-level key of a DeepSpeed config that hold
 _PREFIX = "HF_ZERO_STREAM_"  # of environment variables; the field's name in capitals follows
 
 # Numbers that must not be 0; others may, and none may be negative.
-_AT_LEAST_ONE = ("staging_bytes", "peer_timeout_s")
+_AT_LEAST_ONE = ("peer_timeout_s",)
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -50,8 +50,11 @@ class StreamingConfig:
         ConfigError: a value has the wrong type or lies outside its range.
     """
 
-    staging_bytes: int = 64 * 2**20
-    """Bound, in bytes, of all staging buffers of one rank together; a single read takes an eighth of it at most."""
+    staging_bytes: int = 0
+    """Bound, in bytes, of all staging buffers of one rank together; a single read takes an eighth of it at most.
+
+    0: 64 MiB, and 128 MiB of pinned memory where the rank's weights go to an accelerator.
+    """
 
     reader_threads: int = 0
     """Threads that read, per rank; each has a staging buffer, so `staging_bytes` bounds their number too.
@@ -126,6 +129,10 @@ class StreamingConfig:
 
     Where stderr is a log file, rank 0 alone writes it.
     """
+
+    def staging_on(self, device_type: str) -> int:
+        """The bound of staging buffers, in bytes, for weights that go to a device of this type."""
+        return self.staging_bytes or (64 if device_type == "cpu" else 128) * 2**20
 
     def __post_init__(self) -> None:
         for field in fields(self):

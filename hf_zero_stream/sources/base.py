@@ -60,6 +60,8 @@ class Hints:
     """How a source is best read, within the user's settings. The streams count where `is_remote`."""
 
     request_bytes: int
+    device_request_bytes: int = 0
+    """The same where bytes pass through pinned memory to a device, and each request has its price; 0: as there."""
     is_remote: bool = False
     """Each request waits for another machine: more of them in flight give more bytes per second."""
     reads_ahead: bool = False

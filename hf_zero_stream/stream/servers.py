@@ -100,8 +100,10 @@ class Server:
         accelerators.synchronise([self._device])  # what fills them was queued by another thread than sends them
 
         def work() -> None:
-            send()
-            accelerators.synchronise([self._device])
+            # On the default stream, which all threads have in common, it would wait for the training's kernels.
+            with accelerators.on_side_stream(self._device):
+                send()
+                accelerators.synchronise([self._device])
 
         self._sent = self._calls.background(work)
 

@@ -14,7 +14,7 @@ MIB = 2**20
 
 def test_defaults():
     assert StreamingConfig.resolve(environ={}) == StreamingConfig(
-        staging_bytes=64 * MIB,
+        staging_bytes=0,
         reader_threads=0,
         progress=True,
     )
@@ -40,7 +40,7 @@ def test_every_field_is_documented():
         ({"staging_bytes": "64MiB"}, "staging_bytes", "'64MiB'"),
         ({"staging_bytes": True}, "staging_bytes", "True"),
         ({"staging_bytes": 1.0}, "staging_bytes", "1.0"),
-        ({"staging_bytes": 0}, "staging_bytes", "0"),
+        ({"staging_bytes": -1}, "staging_bytes", "-1"),
         ({"reader_threads": -1}, "reader_threads", "-1"),
         ({"reader_threads": None}, "reader_threads", "None"),
         ({"progress": 1}, "progress", "1"),
@@ -144,7 +144,7 @@ def test_unknown_key_suggests_the_nearest_and_lists_the_known():
     [
         ("READ_FROM", "rank1", "one of all, rank0, local_rank0"),
         ("VERIFY", "all", "one of off, sizes, sample, full"),
-        ("STAGING_BYTES", "0", "at least 1"),
+        ("STAGING_BYTES", "1e99", "a whole number of bytes.*"),
         ("KEEP_QUANTIZED", "maybe", 'a boolean .*, no. or "auto"'),
     ],
 )

@@ -34,7 +34,7 @@ class LateLane(Lane):
         self.allocated += 1
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def _submit(self, destination: torch.Tensor, copy: Callable[[], None]) -> None:
+    def _submit(self, copy: Callable[[], None]) -> None:
         self.pending.append(copy)
 
     def _mark(self) -> int:

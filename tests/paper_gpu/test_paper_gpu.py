@@ -147,9 +147,9 @@ def wrong_after_load_into(folder: Path, devices: int, mistake: str = "") -> list
     elif mistake == "no event is waited for":
         lanes.SideLane._wait = lambda self, mark: None
     elif mistake == "the first device's event for all":
-        lanes.SideLane._mark = lambda self: [next(iter(self._streams.values())).record_event()]
+        lanes.SideLane._mark = lambda self: [next(iter(self._streams.values())).stream.record_event()]
     elif mistake == "memory that is still in use":
-        execute.settle = lambda destinations: None
+        lanes.SideLane.__enter__ = lambda self: self._on_device.__enter__() or self
         last = model.lm_head.weight.detach()
         other = torch.ones_like(last)
         for _ in range(10_000):  # a second or more
@@ -183,7 +183,7 @@ def saved_in_the_background(folder: Path, target: Path, devices: int, waited_for
         param.grad = torch.ones_like(param)
     optimizer.step()
     expected = values_of(model)
-    put, wait = host_copy.HostCopy.put, host_copy.synchronise
+    put = host_copy.HostCopy.put
     values = torch.ones(8, device=f"cuda:{devices - 1}")
 
     def put_on_a_busy_device(*args: Any) -> None:
@@ -192,7 +192,9 @@ def saved_in_the_background(folder: Path, target: Path, devices: int, waited_for
         put(*args)
 
     host_copy.HostCopy.put = put_on_a_busy_device
-    host_copy.synchronise = lambda devices: wait(sorted(devices, key=str)[:waited_for])
+    host_copy.HostCopy.wait = lambda self: [
+        event.synchronize() for event in self._copied if event.device.index < waited_for
+    ]
     before = paper.pinned()["locked"]
     pending = hf_zero_stream.save_state(model, target, optimizer=optimizer, asynchronous=True)
     with torch.no_grad():

@@ -32,6 +32,7 @@ from ...checkpoint.lazy import LazyTensor
 from ...holdings.deepspeed import partitions
 from ...ranks.accelerators import free_bytes, is_accelerator, kind
 from ...ranks.coordinator import Coordinator, all_gather
+from ...settings.config import StreamingConfig
 from ...settings.scope import having
 from ..base import Batch
 from ..replicated import Replicated
@@ -49,8 +50,8 @@ _CONSTRUCTOR = inspect.signature(DeepSpeedZeroOptimizer.__init__)
 class EngineReplicas(Replicated):
     """Stages 0 to 2, whose engines move all parameters to the device: there at once, if it has room for them."""
 
-    def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, chunk_bytes: int) -> None:
-        super().__init__(coordinator, chunk_bytes, partitions.local_device())
+    def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, config: StreamingConfig) -> None:
+        super().__init__(coordinator, config, partitions.local_device())
         self._stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
 
     def batches(

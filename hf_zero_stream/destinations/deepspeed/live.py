@@ -18,6 +18,7 @@ from ...holdings.deepspeed.held import is_trained_apart
 from ...holdings.deepspeed.masters import ZENFLOW, masters_of
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
+from ...settings.config import StreamingConfig
 from ..base import Batch, Item, Sourced, flat_items, item_of
 from ..live_whole import LiveWhole
 from ..replicated import exchange_batches
@@ -33,10 +34,10 @@ class LiveModel(LiveWhole):
     """The memory that a model in use has, ZeRO-3's or whole on every rank, and what optimizers train in its place."""
 
     def __init__(
-        self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int, *, with_masters: bool = True
+        self, model: nn.Module, coordinator: Coordinator, config: StreamingConfig, *, with_masters: bool = True
     ) -> None:
         """Without masters, what ZeRO-3 trains in place of parameters keeps its values: the caller fills it."""
-        super().__init__(model, coordinator, chunk_bytes)
+        super().__init__(model, coordinator, config)
         self.device = partitions.local_device()
         self._with_masters = with_masters
         self._loaded: list[Any] = []

@@ -29,6 +29,7 @@ from torch import nn
 
 from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ...holdings.deepspeed.partitions import own_range
+from ...ranks import accelerators
 from ..base import allocating
 
 
@@ -123,9 +124,8 @@ class PartitionedInit(Init):
             remote = self.remote_device if swapper is None else "cpu"
             device = self.local_device if param.ds_persist else torch.device(remote)
             with allocating(param._hf_zero_stream_name, part * param.dtype.itemsize, device, dist.get_rank()):
-                partition = torch.empty(part, dtype=param.dtype, device=device)
-                if device.type == "cpu" and self.pin_memory:
-                    partition = get_accelerator().pin_memory(partition)
+                pins = device.type == "cpu" and self.pin_memory and accelerators.kind() is not None
+                partition = torch.empty(part, dtype=param.dtype, device=device, pin_memory=pins)
             partition[stop - start :].zero_()
         partition.requires_grad = False
         partition.ds_numel = part

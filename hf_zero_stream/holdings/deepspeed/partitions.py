@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 
 from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
+from ...ranks import accelerators
 from ...ranks.coordinator import Coordinator
 from ...settings.config import announced_local_rank
 
@@ -60,4 +61,10 @@ def partitions_equal(first: Any, second: Any, coordinator: Coordinator) -> bool:
 
 def local_device() -> torch.device:
     """The device on which this rank consumes parameters."""
-    return torch.device(get_accelerator().device_name(announced_local_rank()))
+    accelerator = get_accelerator()
+    if not accelerators.is_accelerator(torch.device(accelerator.device_name())):
+        return torch.device(accelerator.device_name(announced_local_rank()))
+    # A launcher may show each rank its own device alone.
+    found = accelerators.device_of_rank(accelerator.device_name(), announced_local_rank())
+    assert found is not None  # a local rank is given
+    return found
