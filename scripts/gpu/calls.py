@@ -32,10 +32,20 @@ CALLS: Mapping[str, Sequence[Group]] = {
         Group("two ranks: sharded", steps.TWO_SHARDED, world_size=2),
     ),
     "b": (
+        Group("reader", reader.STEPS, world_size=0, alone=True, deterministic=False),
         Group("speed", speed.STEPS, alone=True, deterministic=False),
-        Group("memory", steps.MEMORY),
-        Group("offload", steps.OFFLOAD),
+        Group("stock", speed.STOCK, deterministic=False),
+        Group("memory and offload", {**steps.MEMORY, **steps.OFFLOAD, **steps.LANES}),
         Group("two ranks: ZeRO", {**steps.TWO_ZERO, **steps.TWO_RESUMED, **steps.KILLED}, world_size=2),
         Group("two ranks: sharded", {**steps.TWO_SHARDED, **steps.TWO_SHARDED_RESUMED}, world_size=2),
+        Group("two ranks: dies", {**steps.EXCHANGE, **steps.DIES}, world_size=2),
+        Group("two ranks: first send", {**steps.EXCHANGE, **steps.FIRST_SEND}, world_size=2),
+        Group(
+            "two ranks: two backends",
+            {**steps.EXCHANGE, **steps.FEW, **steps.DIES},
+            world_size=2,
+            bound=False,
+            backend="cpu:gloo,cuda:nccl",
+        ),
     ),
 }

@@ -72,6 +72,7 @@ class Group:
         world_size: the number of processes; 0 is one process without a process group.
         alone: whether it times something, so that nothing may run beside it.
         bound: whether the process group is bound to its device, as ``init_process_group(device_id=...)`` does.
+        backend: of the process group.
         own_transformers: whether it runs with the machine's transformers, not with that of the wheels.
         deterministic: whether kernels must give the same result twice.
     """
@@ -81,6 +82,7 @@ class Group:
     world_size: int = 1
     alone: bool = False
     bound: bool = True
+    backend: str = "nccl"
     own_transformers: bool = False
     deterministic: bool = True
 

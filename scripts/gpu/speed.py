@@ -1,9 +1,12 @@
-"""The steps of `speed`: loads and saves onto a GPU, against loops that do nothing but copy the same bytes."""
+"""Loads and saves onto a GPU, against loops that do nothing but copy the same bytes."""
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ def pinned_copies(setting: Setting) -> tuple[dict[str, Any], bool]:
     targets = [torch.empty(shard.stat().st_size, dtype=torch.uint8, device="cuda") for shard in shards]
     threads = min(12, len(os.sched_getaffinity(0)))
     rates = [_rate(folder, timed(lambda: copy_files(shards, targets, REQUEST_BYTES, threads))[1]) for _ in range(3)]
+    targets.clear()
+    torch.cuda.empty_cache()
     return {"first, second, third": rates}, True
 
 
@@ -50,8 +55,9 @@ def zero3(setting: Setting) -> tuple[dict[str, Any], bool]:
 
     folder = setting.large()
     _shards(folder)
-    rates, beyond = [], []
-    for _ in range(2):
+    rates, beyond, phases = [], [], []
+    reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with hf_zero_stream.streaming():
@@ -61,33 +67,85 @@ def zero3(setting: Setting) -> tuple[dict[str, Any], bool]:
         held = torch.cuda.memory_allocated() - before
         beyond.append(round((torch.cuda.max_memory_allocated() - before - held) / 2**20))
         rates.append(_rate(folder, seconds))
+        phases.append({phase: round(s, 2) for phase, s in model.streaming_report.ranks[0].seconds.items()})
         del model
-    return {"first, second": rates, "peak beyond the partitions, MiB": beyond}, max(beyond) <= 64
+        gc.collect()
+        torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - reserved
+    figures = {"first, second, third": rates, "phases": phases, "peak beyond the partitions, MiB": beyond}
+    return {**figures, "reserved afterwards, MiB": reserved >> 20}, max(beyond) <= 64
 
 
-def asynchronous_save(setting: Setting) -> tuple[dict[str, Any], bool]:
-    """How long a training stands still while its weights are copied to the host, and how long they are written."""
-    from transformers import AutoModelForCausalLM
+def sharded(setting: Setting) -> tuple[dict[str, Any], bool]:
+    """The same into shards of FSDP2 of one rank, whose memory is there."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     import hf_zero_stream
 
-    folder, target = setting.large(), setting.new_folder("asynchronous")
+    folder = setting.large()
+    _shards(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    for layer in (*model.model.layers, model):
+        fully_shard(layer)
+    model.to_empty(device="cuda")
+    rates = []
+    for _ in range(2):
+        with hf_zero_stream.streaming():
+            rates.append(_rate(folder, timed(lambda: hf_zero_stream.load_into(model, str(folder)))[1]))
+    return {"load_into, first, second": rates}, True
+
+
+def saves(setting: Setting) -> tuple[dict[str, Any], bool]:
+    """Weights from the device into files, at once and in the background: how long a training stands still."""
+    from transformers import AutoModelForCausalLM
+
+    import hf_zero_stream
+    from tests.support.parity import ds_config
+
+    folder = setting.large()
+    with hf_zero_stream.streaming():
+        model = AutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config(torch.bfloat16))
+    rates = []
+    for _ in range(2):
+        target = setting.new_folder("saved")
+        rates.append(_rate(folder, timed(lambda: hf_zero_stream.save_pretrained(model, target))[1]))
+    shutil.rmtree(target)
+    del model
+    gc.collect()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     stalls, totals = [], []
-    for number in range(2):  # the second finds the memory of the first
-        save = lambda: hf_zero_stream.save_state(  # noqa: E731
-            model, target, optimizer=optimizer, batch_size=1, tag=f"{number}", asynchronous=True
-        )
+    for _ in range(2):  # the second finds the memory of the first
+        target = setting.new_folder("asynchronous")
+        save = partial(hf_zero_stream.save_state, model, target, optimizer=optimizer, batch_size=1, asynchronous=True)
         pending, stall = timed(save)
         _, rest = timed(pending.wait)
         stalls.append(_rate(folder, stall))
         totals.append(_rate(folder, stall + rest))
-    return {"stands still, first, second": stalls, "in all": totals}, True
+    shutil.rmtree(target)
+    return {"save_pretrained": rates, "asynchronous: stands still": stalls, "in all": totals}, True
+
+
+def stock(setting: Setting) -> tuple[dict[str, Any], bool]:
+    """The same load by transformers and DeepSpeed alone."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from tests.support.parity import ds_config
+
+    folder = setting.large()
+    keep = HfDeepSpeedConfig(ds_config(torch.bfloat16))
+    model, seconds = timed(lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    del keep, model
+    return {"ZeRO-3": _rate(folder, seconds)}, True
 
 
 STEPS: Mapping[str, Step] = {
     "pinned copies": pinned_copies,
     "load under ZeRO-3": zero3,
-    "asynchronous save": asynchronous_save,
+    "load into FSDP2": sharded,
+    "saves": saves,
 }
+STOCK: Mapping[str, Step] = {"stock": stock}

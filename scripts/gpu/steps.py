@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -132,24 +132,29 @@ def exchange(setting: Setting) -> tuple[dict[str, Any], bool]:
     return figures, is_right
 
 
-def dies(setting: Setting) -> tuple[dict[str, Any], bool]:
-    """Rank 1 dies while rank 0 is in a collective: rank 0 says so in 15 s, and its process goes on. A last step."""
+def dies(setting: Setting, collective: Callable[..., Any] | None = None) -> tuple[dict[str, Any], bool]:
+    """Rank 1 dies while rank 0 is in a `collective`, by default one that has run before; a last step.
+
+    Rank 0 says so in 15 s, its process goes on, and its device can be used.
+    """
     from hf_zero_stream.errors import PeerError
     from hf_zero_stream.ranks.coordinator import Coordinator, all_gather
 
     who = Coordinator.of_default_group()
     mine = torch.ones(2**26, dtype=torch.uint8, device="cuda")
-    everyone = torch.empty(2**26 * dist.get_world_size(), dtype=torch.uint8, device="cuda")
+    everyone = torch.empty(2**26 * (1 if collective else dist.get_world_size()), dtype=torch.uint8, device="cuda")
     began = time.perf_counter()
     try:
         with who.watched():
             if dist.get_rank() == 1:
                 time.sleep(1)
                 os._exit(9)
-            who.run(all_gather, everyone, mine)
+            who.run(collective or all_gather, everyone, mine)
     except PeerError as error:
         seconds = time.perf_counter() - began
         time.sleep(5)  # the watchdog of NCCL would have ended the process
+        if mine.cpu()[0] != 1:
+            return {"said": "the device is lost"}, False
         return {"said": str(error).partition("\n")[0], "seconds": round(seconds, 1)}, seconds < 15
     return {"said": "nothing"}, False
 
@@ -176,11 +181,13 @@ OFFLOAD: Mapping[str, Step] = {
     "ZeRO-3 with pinned parameters": Training("zero", (3, {"offload_param": PINNED})),
     "ZeRO-3 with a pinned optimizer": Training("zero", (3, {"offload_optimizer": PINNED})),
 }
-ZERO: Mapping[str, Step] = {"lanes": lanes, **FEW, **OFFLOAD}
+LANES: Mapping[str, Step] = {"lanes": lanes}
+ZERO: Mapping[str, Step] = {**LANES, **FEW, **OFFLOAD}
 FSDP2: Mapping[str, Step] = {"FSDP2": fsdp2}
 RESUMED: Mapping[str, Step] = {"ZeRO-3 resumed": Resuming("zero_states", (3, {}))}
 MEMORY: Mapping[str, Step] = {"plan": planned}
 EXCHANGE: Mapping[str, Step] = {"exchange": exchange}
+FIRST_SEND: Mapping[str, Step] = {"dies at a first send": partial(dies, collective=dist.all_to_all_single)}
 DIES: Mapping[str, Step] = {"dies in a collective": dies}
 KILLED: Mapping[str, Step] = {"killed": killed}
 TWO_ZERO: Mapping[str, Step] = {**FEW, **RESUMED}

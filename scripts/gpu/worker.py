@@ -32,7 +32,7 @@ def main(call: str, name: str, results: str, folder: str, gigabytes: float, only
     torch.cuda.set_device(device)
     if group.world_size:
         bound = {"device_id": device} if group.bound else {}
-        dist.init_process_group("nccl", timeout=timedelta(minutes=3), **bound)  # type: ignore[arg-type]
+        dist.init_process_group(group.backend, timeout=timedelta(minutes=3), **bound)  # type: ignore[arg-type]
     for number, (step, run) in enumerate(group.steps.items()):
         if only and step not in only:
             continue
