@@ -26,6 +26,7 @@ from ..errors import LoadError, UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import Target
 from ..ranks import accelerators
+from ..settings.config import StreamingConfig
 from ..sources.base import Hints
 
 
@@ -156,7 +157,7 @@ class Destination(Protocol):
         """
         ...
 
-    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint | None:
+    def footprint(self, model: nn.Module, tied: set[str], config: StreamingConfig) -> MemoryFootprint | None:
         """The memory that this rank needs to load and train `model`, as :meth:`batches` left it; None: not known."""
         return None
 

@@ -25,6 +25,7 @@ from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
+from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, columns_of, exchange_batches
 from .whole import WholeParameters
@@ -136,7 +137,7 @@ class DTensors(Destination):
             return nn.Parameter(local, requires_grad=requires_grad)
         return fsdp.with_local(sharded, local, requires_grad=requires_grad)
 
-    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
+    def footprint(self, model: nn.Module, tied: set[str], config: StreamingConfig) -> MemoryFootprint:
         def held(name: str, param: nn.Parameter) -> HeldShard:
             if (managed := self._managed.get(name)) is not None:
                 return fsdp.held_shard(managed, param, self.trains_on)
@@ -148,7 +149,8 @@ class DTensors(Destination):
             fsdp.gathers(model),
             device=self.trains_on,
             buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-            staging_bytes=staging_bytes,
+            staging_bytes=config.staging_on(self.trains_on),
+            temporary_bytes=config.temporary_on(self.trains_on),
             adamw=self._adamw,
         )
 

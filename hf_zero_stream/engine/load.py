@@ -22,7 +22,7 @@ from ..checkpoint.nodes import HostTensor, Leaf, View
 from ..destinations.base import Batch, Destination, is_out_of_memory, lacks_values, refuse_wrapped
 from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..planning.plan import LoadPlan
-from ..ranks.accelerators import peak_bytes, used_bytes
+from ..ranks.accelerators import peak_bytes, reserved_bytes, used_bytes
 from ..ranks.coordinator import Coordinator
 from ..reports.load import PHASES, LoadReport, RankReport
 from ..reports.measures import AnonymousMemory, PhaseClock
@@ -255,7 +255,7 @@ class Load:
         self.destination.hints = self.checkpoint.hints
         batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
         self.plan, leaves = self._reader.plan(batches)
-        self.footprint = self.destination.footprint(model, tied, self.checkpoint.staging_bytes)
+        self.footprint = self.destination.footprint(model, tied, self.config)
         return batches, self.plan, leaves
 
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
@@ -284,6 +284,7 @@ class Load:
             staging_bytes=self._reader.staging_bytes,
             anonymous_growth_peak=self.memory.growth_peak,
             device_peak=self._device_peak(),
+            device_reserved=reserved_bytes(self.destination.device),
             materialised=plan.materialised,
             footprint=self.footprint,
         )

@@ -22,7 +22,7 @@ from ..checkpoint.nodes import View
 from ..errors import ReadError
 from ..ranks.accelerators import is_accelerator
 from ..ranks.coordinator import Coordinator
-from ..settings.config import StreamingConfig
+from ..settings.config import READS_STAGED, StreamingConfig
 from ..sources.base import RETRIES, ByteSource, FilesByPath, Hints, Retries
 from ..sources.local import LocalFiles, ReadAhead
 from .execute import run_in_threads
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from ..sources.remote import RemoteFiles
     from .compute import Evaluator
 
-
-READS_STAGED = 8
-"""For how many reads at once there is a buffer at least, so that several threads share what is to be read."""
 
 SAMPLES, SAMPLE_BYTES = 8, 4096
 """How many pieces of a file are compared with those of its copy on another host, and how large each is."""

@@ -155,7 +155,7 @@ def _forecast(path: str, load: Load, arguments: Mapping[str, Any], lora: Any = N
 def _with_adapters(load: Load, model: Any, tied: set[str], lora: Any) -> MemoryFootprint:
     """What the planned `model` needs if adapters are put on it after the load."""
     put_adapters_on(model, lora)
-    trained = load.destination.footprint(model, tied, load.checkpoint.staging_bytes)
+    trained = load.destination.footprint(model, tied, load.config)
     assert trained is not None and load.footprint is not None
     return replace(trained, load_peak=load.footprint.load_peak)
 

@@ -182,6 +182,7 @@ def memory_footprint(
     *,
     buffer_bytes: int = 0,
     staging_bytes: int = 0,
+    temporary_bytes: int = 0,
     leaf_modules: Collection[str] = (),
     with_cures: bool = True,
 ) -> MemoryFootprint:
@@ -190,6 +191,7 @@ def memory_footprint(
     Args:
         parameters: all of the model's, in the order of the optimizer; one group of optimizer parameters is assumed
             (several only make sub-groups smaller).
+        temporary_bytes: memory of the device through which values pass in a load.
         leaf_modules: names of the modules that ZeRO-3 gathers whole, with all modules in them.
         with_cures: whether to look for what would lower the peak of a step.
     """
@@ -202,6 +204,7 @@ def memory_footprint(
     ledger.hold("buffers", device, buffer_bytes)
     ledger.hold("swap_buffers", HOST, settings.parameter_swap_bytes)
     ledger.pass_through(HOST, staging_bytes)
+    ledger.pass_through(device, temporary_bytes)
     load_peak = ledger.end_stage()
 
     _initialize_engine(ledger, own, groups, settings)

@@ -34,6 +34,7 @@ def sharded_footprint(
     device: str,
     buffer_bytes: int = 0,
     staging_bytes: int = 0,
+    temporary_bytes: int = 0,
     adamw: AdamW | None = None,
 ) -> MemoryFootprint:
     """Follow one rank's memory from the load through the steps of AdamW.
@@ -41,6 +42,7 @@ def sharded_footprint(
     Args:
         shards: of all parameters, each once.
         gathers: name and bytes of each group of parameters that FSDP2 gathers together.
+        temporary_bytes: memory of the device through which values pass in a load.
         device: the type of the device that trains: "cpu", "cuda", ...
         adamw: how AdamW steps; default: as torch chooses for the place of the shards.
     """
@@ -71,7 +73,7 @@ def sharded_footprint(
         largest_gather_of=gather_of,
         gradients=dict(gradients),
         optimizer_states=dict(+states),
-        load_peak=dict(loaded + Counter({HOST: staging_bytes})),
+        load_peak=dict(loaded + Counter({HOST: staging_bytes}) + Counter({device: temporary_bytes})),
         start_peak=dict(loaded),
         held=dict(held),
         step_peak=peak,

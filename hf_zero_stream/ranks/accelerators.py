@@ -130,6 +130,11 @@ def peak_bytes(device: torch.device) -> int:
     return torch.get_device_module(device).max_memory_allocated(device) if is_accelerator(device) else 0
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """Memory of `device` that torch's allocator has taken, in use or kept for later; 0 of the host."""
+    return torch.get_device_module(device).memory_reserved(device) if is_accelerator(device) else 0
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory of this accelerator that no process uses; of the current one, if `device` has no index."""
     return torch.get_device_module(device).mem_get_info(device)[0]

@@ -308,7 +308,7 @@ def collective_device() -> torch.device:
 
 
 def _begun_beside(begin: Callable[[], Any], device: torch.device, watch: Watch) -> Any:
-    """Begin a group's first collective of a kind in a thread: NCCL blocks there until all ranks come, dead ones too."""
+    """Begin a group's first collective of a kind in a thread: NCCL blocks it until all ranks come, also a dead one."""
     stream, outcome = accelerators.stream(device), Future[Any]()
 
     def run() -> None:

@@ -54,6 +54,7 @@ class RankReport:
         anonymous_growth_peak: most anonymous host memory during the load, over what it was before.
         device_peak: most memory of the device during the load, what was there before included; if there was more at
             some time before it, what was in use when it ended. 0 without an accelerator.
+        device_reserved: memory of the device that torch's allocator has taken when the load ends, in use or not.
         retries: opens and reads that failed for a passing reason and were tried again.
         materialised: parameters whose sources were read whole, and why their conversion could not stay lazy.
         footprint: the memory that this rank needs, computed: partitions, the largest gather, what training adds.
@@ -68,6 +69,7 @@ class RankReport:
     staging_bytes: int
     anonymous_growth_peak: int
     device_peak: int
+    device_reserved: int = 0
     retries: int = 0
     verification: Verification = Verification(how="off")
     materialised: Mapping[str, str] = field(default_factory=dict)

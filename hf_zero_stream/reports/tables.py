@@ -54,6 +54,7 @@ def _memory(rank: RankReport) -> dict[str, float]:
         "Staging": rank.staging_bytes,
         "Host growth": rank.anonymous_growth_peak,
         "Device peak": rank.device_peak,
+        "Reserved": rank.device_reserved,
     }
 
 

@@ -22,6 +22,7 @@ from typing import BinaryIO
 import psutil
 
 from ..errors import CheckpointError, ReadError
+from ..settings.config import DEVICE_REQUEST_BYTES
 from .base import Hints, Retries, SourceFile, advance
 
 
@@ -144,8 +145,7 @@ class LocalFiles:
         # staging buffers gives 32 streams: Linux asks a server for 128 to 256 KiB of each at a time.
         return Hints(
             request_bytes=2 * 2**20,
-            # An H100 gets 12 GB/s by requests of 2 MiB, and 39 by 8 MiB: threads wait for Python's lock.
-            device_request_bytes=0 if on_network else 8 * 2**20,
+            device_request_bytes=0 if on_network else DEVICE_REQUEST_BYTES,
             is_remote=on_network,
             reads_ahead=not on_network,
             streams_per_host=64,  # Lustre gives an H100 node 2.0 GiB/s for 1 stream, 8.5 for 32 (transformers #48227)

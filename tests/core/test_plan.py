@@ -8,15 +8,19 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import hf_zero_stream
 from hf_zero_stream.bindings.install import Moment
 from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.planning.plan import Target, plan_batch
 from hf_zero_stream.sources.local import _HeaderFile
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8
@@ -126,3 +130,25 @@ def test_headers_are_all_that_is_read(zoo_checkpoint: Callable[..., Path], monke
         first = 8 + int.from_bytes(Path(shard.path).read_bytes()[:8], "little")
         assert ends[shard.path] == first
         assert all(read.start >= first for read in plan if read.shard == number)
+
+
+def test_neighbours_in_the_file_and_in_the_target_are_one_piece(tmp_path: Path) -> None:
+    """Experts' projections lie side by side in both, and each piece has its price."""
+    tensors = {name: torch.randn(4, 8) for name in ("a", "b", "c")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    lazy = {
+        name: item[...]
+        for name, item in read_map([tmp_path / "model.safetensors"]).slices(lambda _: torch.empty(0)).items()
+    }
+    fused = torch.cat([lazy["a"], lazy["b"], lazy["c"]])
+
+    def pieces(target: Target, view: Any, **how: int) -> list[int]:
+        plan, _ = plan_batch([(target, view)], **{"request_bytes": 2**20, "seek_bytes": 0, **how})
+        return [piece.stop - piece.start for read in plan.reads for piece in read.pieces]
+
+    whole = Target("x", torch.float32, 96, 0, 96)
+    assert pieces(whole, fused.view_of_node) == [384]
+    assert pieces(whole, fused.view_of_node, request_bytes=256) == [256, 128]
+    assert pieces(Target("x", torch.bfloat16, 96, 0, 96), fused.view_of_node) == [384], "with the same cast"
+    turned = torch.cat([lazy["b"], lazy["a"], lazy["c"]])
+    assert pieces(whole, turned.view_of_node) == [128, 128, 128], "not in this order in the target"

@@ -61,6 +61,7 @@ def test_json_structure():
                 "staging_bytes": 64 * 2**20,
                 "anonymous_growth_peak": 2**40,
                 "device_peak": 0,
+                "device_reserved": 0,
                 "retries": 0,
                 "verification": {
                     "how": "off",
@@ -109,7 +110,7 @@ def test_table_units_and_throughput():
     seconds_row, reading_row, memory_row = rows(load_report(1).table())
     assert seconds_row == ["0", *(f"{number}.00" for number in range(9))]
     assert reading_row == ["0", "1000 B", "6.0 GiB", "12", "1.5 GiB/s"]
-    assert memory_row == ["0", "1.5 KiB", "64.0 MiB", "1.0 TiB", "0 B"]
+    assert memory_row == ["0", "1.5 KiB", "64.0 MiB", "1.0 TiB", "0 B", "0 B"]
     assert "1.0 MiB" in load_report(1, bytes_needed=2**20 - 1).table()
     assert "0 B/s" in load_report(1, seconds=dict.fromkeys(PHASES, 0.0)).table()
 

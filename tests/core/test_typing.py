@@ -1,6 +1,7 @@
 """Code of users that calls the public functions passes ``mypy --strict``, with the types that it expects."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -60,7 +61,11 @@ def check(folder: Path, source: str) -> tuple[int, str]:
     pytest.importorskip("mypy")
     (folder / "uses.py").write_text(source)
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", folder / "cache", "uses.py"]
-    done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    # mypy does not see packages that are installed in editable mode by a hook on imports.
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     return done.returncode, done.stdout
 
 

@@ -42,4 +42,5 @@ def test_peaks_are_those_of_the_plan(found: tuple[int, list[dict[str, Any]]], na
     for rank in outcome(ranks, name):
         for stage, (planned, seen) in rank.items():
             slack = slack_bytes if name != "FSDP2" and stage in ("step", "held") else 0
-            assert planned <= seen <= 1.03 * planned + slack, (stage, planned, seen)
+            passing = 2 * 2**16 if stage == "load" else 0  # if values pass through the device
+            assert planned - passing <= seen <= 1.03 * planned + slack, (stage, planned, seen)

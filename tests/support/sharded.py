@@ -78,7 +78,7 @@ def sharded_differences(sharded: nn.Module, plain: nn.Module) -> list[str]:
 
 
 def _whole(mine: DTensor) -> torch.Tensor:
-    """The whole tensor, as torch gathers it (all ranks); by hand where torch 2.11 refuses its own ``_StridedShard``."""
+    """The whole tensor, as torch gathers it (all ranks); by hand where torch 2.11 refuses its ``_StridedShard``."""
     try:
         return mine.full_tensor()
     except ValueError:

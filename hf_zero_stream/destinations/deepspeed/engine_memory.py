@@ -23,6 +23,7 @@ from ...planning.footprint import (
     adamw_copies,
     memory_footprint,
 )
+from ...settings.config import StreamingConfig
 from . import zero3
 
 
@@ -60,7 +61,7 @@ def model_footprint(
     ds_config: Mapping[str, Any],
     tied: set[str],
     world_size: int,
-    staging_bytes: int,
+    config: StreamingConfig,
     device: str,
     adamw: AdamW | None,
 ) -> MemoryFootprint:
@@ -86,7 +87,8 @@ def model_footprint(
         parameters,
         _engine_settings(ds_config, zero, dtype, device, adamw),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        staging_bytes=staging_bytes,
+        staging_bytes=config.staging_on(device),
+        temporary_bytes=config.temporary_on(device),
         leaf_modules=_leaf_modules(model, zero),
     )
 

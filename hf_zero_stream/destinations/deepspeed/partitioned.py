@@ -18,6 +18,7 @@ from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
+from ...settings.config import StreamingConfig
 from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_what_is_touched
 from . import zero3
 
@@ -115,12 +116,12 @@ class Partitioned(Destination):
         requires_grad = param.requires_grad if isinstance(param, LazyTensor) else param.is_floating_point()
         return zero3.placeholder(name, param.shape, dtype, self.device, requires_grad)
 
-    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
+    def footprint(self, model: nn.Module, tied: set[str], config: StreamingConfig) -> MemoryFootprint:
         from . import engine_memory
 
         world_size = self._coordinator.world_size
         return engine_memory.model_footprint(
-            model, self._ds_config, tied, world_size, staging_bytes, self._trains_on, self._adamw
+            model, self._ds_config, tied, world_size, config, self._trains_on, self._adamw
         )
 
     def check(self, targets: Sequence[Target]) -> None:

@@ -1,0 +1,153 @@
+"""What a GPU must not wait for, and where copies and collectives go: streams, pinned memory, backends."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero_stream
+from tests.paper_gpu.trials import plain_model, zero_config, zero_model
+from tests.support.cluster import PAPER_GPUS, run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("paper_gpus")
+
+
+def waits_for_whole_devices(checkpoint: Path, target: Path) -> tuple[list[str], int]:
+    """Who of ours waits until a device has done all, in a load, a save, a state; and how many streams there are."""
+    from hf_zero_stream.ranks import accelerators
+
+    model = plain_model(checkpoint).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    seen: list[str] = []
+    for module in (torch.cuda, torch.accelerator):
+        module.synchronize = lambda *_: seen.append("synchronize")  # type: ignore[attr-defined]
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+        for _ in range(3):
+            hf_zero_stream.load_into(model, str(checkpoint))
+    hf_zero_stream.save_pretrained(model, target / "weights")
+    for background in (False, True):
+        pending = hf_zero_stream.save_state(
+            model, target / f"{background}", optimizer=optimizer, batch_size=1, asynchronous=background
+        )
+        if background:
+            pending.wait()
+    return seen, len(accelerators.side_streams(torch.device("cuda", 0)))
+
+
+def test_nothing_waits_for_a_whole_device(even_checkpoint: Path, tmp_path: Path) -> None:
+    """A collective of somebody else, whose ranks do not come, would hold it for ever."""
+    assert run_ranks(1, waits_for_whole_devices, even_checkpoint, tmp_path, on=PAPER_GPUS) == [([], 2)]
+
+
+def reserved_by_loads(checkpoint: Path) -> list[int]:
+    """What the allocator has taken after each of several loads that cast on the device."""
+    model = plain_model(checkpoint).cuda().float()
+    found = []
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False, reader_threads=8)):
+        for _ in range(4):
+            report = hf_zero_stream.load_into(model, str(checkpoint))
+            assert report.ranks[0].device_reserved == torch.cuda.memory_reserved()
+            found.append(torch.cuda.memory_reserved())
+    return found
+
+
+def test_streams_are_kept_from_load_to_load(even_checkpoint: Path) -> None:
+    """The allocator keeps memory for each stream apart: new ones for each thread and load would take ever more."""
+    (found,) = run_ranks(1, reserved_by_loads, even_checkpoint, on=PAPER_GPUS)
+    assert found[1:] == found[:1] * 3
+
+
+def stream_of_a_send() -> tuple[bool, bool]:
+    """Whether a background send is on the stream of the training, and whether the next one waits for it."""
+    from hf_zero_stream.ranks.accelerators import side_streams
+    from hf_zero_stream.stream.servers import Server
+
+    device, streams = torch.device("cuda", 0), []
+
+    def background(work: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work())
+        return future
+
+    waited: list[Any] = []
+    calls = SimpleNamespace(background=background, wait=lambda *futures: waited.append(futures))
+    server = Server(calls, 2**20, lambda info: None, device)  # type: ignore[arg-type]
+    for _ in range(2):
+        server._send_in_background(lambda: streams.append(torch.cuda.current_stream().stream_id))
+    ours = side_streams(device)[0].stream.stream_id
+    return streams == [ours, ours] and ours != torch.cuda.current_stream().stream_id, len(waited) == 1
+
+
+def test_a_background_send_has_a_stream_of_its_own() -> None:
+    assert run_ranks(1, stream_of_a_send, on=PAPER_GPUS) == [(True, True)]
+
+
+def pinned_by_a_load(checkpoint: Path) -> tuple[int, bool]:
+    """How often memory that exists is pinned, which takes a copy, in a load; and whether all partitions are pinned."""
+    copies: list[Any] = []
+    torch.Tensor.pin_memory = lambda self, *_: copies.append(self) or self  # type: ignore[assignment, method-assign]
+    model = zero_model(checkpoint, zero_config(3, {"offload_param": {"device": "cpu", "pin_memory": True}}), {})
+    on_host = [param.ds_tensor for param in model.parameters() if param.ds_tensor.device.type == "cpu"]
+    return len(copies), bool(on_host) and all(each.is_pinned() for each in on_host)
+
+
+def test_offloaded_partitions_are_pinned_once(even_checkpoint: Path) -> None:
+    assert run_ranks(1, pinned_by_a_load, even_checkpoint, on=PAPER_GPUS) == [(0, True)]
+
+
+def where_collectives_go(backend: str) -> tuple[str, str]:
+    """The device of the collectives of a group of this backend, and where an exchange of whole models is made."""
+    from hf_zero_stream.destinations import replicated
+    from hf_zero_stream.ranks import coordinator
+
+    dist.get_backend_config = lambda group=None: str(dist.BackendConfig(backend))
+    made: list[str] = []
+    empty = torch.empty
+
+    def noted(*sizes: Any, **options: Any) -> torch.Tensor:
+        made.append(torch.device(options.get("device", "cpu")).type)
+        return empty(*sizes, **options)
+
+    device = torch.device("cuda", 0)
+    tensors = {"a": (torch.nn.Parameter(empty(4)), object())}
+    who = SimpleNamespace(is_alone=False, world_size=2, rank=0)
+    (batch,) = replicated.exchange_batches(tensors, who, 64, device)  # type: ignore[arg-type]
+    torch.empty = noted  # type: ignore[assignment]
+    try:
+        batch.items[0].memory()
+    finally:
+        torch.empty = empty
+    return coordinator.collective_device().type, made[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("nccl", "cuda"), ("cuda:nccl,cpu:gloo", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("gloo", "cpu")],
+)
+def test_collectives_go_where_the_backend_serves_them(backend: str, expected: str) -> None:
+    assert run_ranks(1, where_collectives_go, backend, on=PAPER_GPUS) == [(expected, expected)]
+
+
+def device_of_one_shown(local_rank: str) -> str:
+    """Where ZeRO consumes parameters, where the launcher shows this rank one GPU and says that it is not the first."""
+    import os
+
+    os.environ["LOCAL_RANK"] = local_rank
+    from hf_zero_stream.holdings.deepspeed.partitions import local_device
+
+    torch.accelerator.device_count = lambda: 1  # type: ignore[method-assign]
+    return str(local_device())
+
+
+def test_a_launcher_that_shows_each_rank_one_gpu() -> None:
+    assert run_ranks(1, device_of_one_shown, "1", on=PAPER_GPUS) == ["cuda:0"]
