@@ -16,7 +16,7 @@ from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ..own_names import named_parameters
-from ..slots import MASTER, Member, Slot, slots_of_parameters
+from ..slots import MASTER, Member, Slot, entries_of, slots_of_parameters
 from ..training import STEPS, Training
 from . import partitions
 from .masters import ZENFLOW, fragments_of
@@ -164,7 +164,7 @@ def _stage_3(model: nn.Module, wrapper: Any) -> Iterator[Slot]:
         yield Slot(
             wrapper.sub_group_to_group_id[number],
             flat,
-            wrapper.optimizer.state[flat],
+            entries_of(wrapper.optimizer, flat),
             members,
             is_apart=True,
             is_swapped=is_swapped,
@@ -195,6 +195,6 @@ def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> 
         member = Member(names[id(param)], ParameterBox.whole(param.shape), first, start, stop, is_whole)
         members.setdefault(id(part), (part, []))[1].append(member)
     return [
-        Slot(groups[key], part, wrapper.optimizer.state[part], of_part, is_apart=True)
+        Slot(groups[key], part, entries_of(wrapper.optimizer, part), of_part, is_apart=True)
         for key, (part, of_part) in members.items()
     ]
