@@ -7,7 +7,7 @@ None, strings, dtypes, and tuples, lists and dicts of these. Whatever is none of
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +219,12 @@ class Recorded:
         words = self._kinds.get((key, name), "").split()
         return " ".join(word for word in words if word != str(slot.values.dtype).removeprefix("torch."))
 
+    def of_parameter(self, name: str, slot: Slot) -> dict[str, str]:
+        """What must be the same for all parameters of `slot`."""
+        found = {key: json.dumps(value) for key, value in self._numbers(name).items()}
+        found |= {key: json.dumps(written) for key, written in self.others_of(name).items()}
+        return found | {key: f"{found.get(key, '')} {self.kind(key, slot, name)}" for key in self.group.tensors}
+
     def of_slot(self, slot: Slot) -> dict[str, str]:
         """What `slot` keeps when this is loaded, as :func:`_described` says it."""
         if self.is_untrained(_first(slot)):
@@ -276,20 +282,11 @@ def refuse_lost(
 def refuse_unlike(slots: Sequence[Slot], recorded: Recorded, number: int, place: Path) -> None:
     """Raise a ConfigError if parameters differ in what is kept of them, and are trained as one tensor now."""
     for slot in slots:
-        seen: dict[str, Mapping[str, Any]] = {}
-        for member in slot.members:
-            name = member.name
-            kinds = {key: recorded.kind(key, slot, name) for key in recorded.group.tensors}
-            seen[name] = {
-                **recorded._numbers(name),
-                **recorded.others_of(name),
-                **{f"{k} ": v for k, v in kinds.items()},
-            }
-        first = seen[_first(slot)] if seen else {}
+        seen = {member.name: recorded.of_parameter(member.name, slot) for member in slot.members}
         for name, kept in seen.items():
-            if different := [key for key in {**first, **kept} if first.get(key, ...) != kept.get(key, ...)]:
+            first = seen[_first(slot)]
+            if different := [key for key in {**first, **kept} if first.get(key) != kept.get(key)]:
                 raise ConfigError(
-                    f"{place}: group {number} of the optimizer: {different[0].strip()} differs between "
-                    f"{_first(slot)} and {name}, which are trained as one tensor now. Go on in the kind of training "
-                    "that saved the state."
+                    f"{place}: group {number} of the optimizer: {different[0]} differs between {_first(slot)} and "
+                    f"{name}, which are trained as one tensor now. Go on in the kind of training that saved the state."
                 )

@@ -64,7 +64,7 @@ def is_same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         alike = one.dtype == other.dtype and one.shape == other.shape and one.device == other.device
-        return alike and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        return alike and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     if isinstance(one, (np.ndarray, np.generic)):
         return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, Mapping):
