@@ -138,16 +138,16 @@ def saved_again(folder: Path, target: Path, sources: Sequence[str], homes: Seque
             training.save(target / f"{source} by {home}")
 
 
-HOMES = ["ZeRO-3", "ZeRO-2", "ZeRO-1", "DeepSpeed, stage 0", FSDP2]
+EVERY_HOME = ["ZeRO-3", "ZeRO-2", "ZeRO-1", "DeepSpeed, stage 0", FSDP2]
 
 
 def test_every_home(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """With as many ranks all is as it was, and losses are those of training that never stopped."""
     folder = zoo_checkpoint("llama")
-    saved = run_ranks(2, saved_in, folder, tmp_path, HOMES, timeout=200)
-    resumed = run_ranks(2, resumed_in, folder, tmp_path, HOMES, timeout=200)
+    saved = run_ranks(2, saved_in, folder, tmp_path, EVERY_HOME, timeout=200)
+    resumed = run_ranks(2, resumed_in, folder, tmp_path, EVERY_HOME, timeout=200)
     for of_saved, of_resumed in zip(saved, resumed, strict=True):
-        for home, (kept, losses), (kept_then, losses_then) in zip(HOMES, of_saved, of_resumed, strict=True):
+        for home, (kept, losses), (kept_then, losses_then) in zip(EVERY_HOME, of_saved, of_resumed, strict=True):
             assert kept and len(kept[0]) == 17, home
             assert is_same(kept_then, kept), home
             assert losses_then == losses, home
@@ -372,3 +372,24 @@ def test_a_state_dict_of_its_own(cluster: None, zoo_checkpoint: Checkpoint, tmp_
             expected = "has failed.*RuntimeError: not now" if "an error" in name else "keeps history beside its groups"
             assert re.search(expected, message), (name, message)
     assert not (tmp_path / "refused").exists()
+
+
+def saved_by_deepspeed(folder: Path, target: Path) -> None:
+    training = training_in("ZeRO-3", folder, lambda model: OnlyNew(model.parameters()))
+    training.steps(range(2))
+    training.engine.save_checkpoint(str(target))
+
+
+def loaded_from_deepspeeds(folder: Path, source: Path) -> list[Any]:
+    training = training_in("ZeRO-2", folder, lambda model: OnlyNew(model.parameters()))
+    training.load(source)
+    return [{**state, "sum": float(state["sum"].abs().sum())} for state in training.inner.state.values()]
+
+
+def test_none_in_a_folder_of_deepspeeds(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Comes back at another number of ranks, where we read the folder."""
+    folder = zoo_checkpoint("llama")
+    run_ranks(2, saved_by_deepspeed, folder, tmp_path)
+    for states in run_ranks(3, loaded_from_deepspeeds, folder, tmp_path):
+        assert [state["unset"] for state in states] == [None] and all(state["sum"] for state in states)
+        assert all(state.keys() == {"sum", "unset"} for state in states)

@@ -184,6 +184,12 @@ def _swapped_in(wrapper: Any, number: int) -> Iterator[None]:
 
 def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> list[Slot]:
     """DeepSpeed trains this rank's part of each group's flat buffer; at stage 0 all of it, or of each parameter."""
+    is_muon = any(group.get("use_muon") for group in wrapper.optimizer.param_groups)
+    if is_muon and hasattr(wrapper, "real_dp_process_group") and not getattr(wrapper, "cpu_offload", False):
+        raise UnsupportedError(
+            "Muon keeps the momentum of whole matrices at stages 1 and 2, and not that of this rank's part of them. "
+            "Use stage 3, offload the optimizer to the CPU, or DeepSpeed's own checkpoints."
+        )
     names = {id(param): name for name, param in named_parameters(model)}
     trained = enumerate(group["params"] for group in wrapper.optimizer.param_groups)
     groups = {id(part): number for number, parts in trained for part in parts}
