@@ -91,5 +91,5 @@ def training_of_model(
 
 
 def _steps_of(slot: Slot) -> int:
-    step = slot.entries.get("step")
+    step: Any = slot.entries.get("step")
     return int(step) if is_number(step) else 0
