@@ -33,6 +33,9 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 ZERO = {"ZeRO-3": 3, "ZeRO-2": 2, "ZeRO-1": 1, "DeepSpeed, stage 0": 0}
 FSDP2, ONE = "FSDP2", "one process"
+TIMEOUT = 400
+"""Seconds for all rows on one number of ranks."""
+
 HOMES = (FSDP2, "ZeRO-3", "ZeRO-2")
 
 
@@ -278,13 +281,13 @@ def run(names: Sequence[str], homes: Sequence[str], target: Path, ranks: int = 2
 
     folder = make_checkpoint("llama", target / "checkpoint")
     rows = [(name, home) for name in names for home in homes]
-    saved = run_ranks(ranks, save_rows, folder, target, rows, timeout=1200)[0]
+    saved = run_ranks(ranks, save_rows, folder, target, rows, timeout=TIMEOUT)[0]
     found: dict[Any, Any] = dict(zip(rows, saved, strict=True))
     good = [row for row in rows if isinstance(found[row], dict)]
     for again, count in (("same", ranks), ("others", others)):
         mine = [row for row in good if again == "same" or not found[row]["refused"]]
         for row, result in zip(
-            mine, run_ranks(count, resume_rows, folder, target, mine, again, timeout=1200)[0], strict=True
+            mine, run_ranks(count, resume_rows, folder, target, mine, again, timeout=TIMEOUT)[0], strict=True
         ):
             found[row][again] = result
             place = _place(target, *row)
@@ -294,23 +297,21 @@ def run(names: Sequence[str], homes: Sequence[str], target: Path, ranks: int = 2
 
 
 def verdict(row: Any) -> str:
-    """What the table says."""
+    """What the table says of what :func:`run` found."""
     if isinstance(row, str):
         return f"does not train: {row[:160]}"
+    same, losses = row["same"], row["losses"]
+    stock = same.get("stock") if row["stock"] is True else row["stock"]
     if row["refused"]:
-        stock = row["same"].get("stock") if row["stock"] is True else row["stock"]
-        goes_on = (
-            "goes on" if stock == row["losses"] else f"goes on with other losses or not at all: {str(stock)[:120]}"
-        )
-        return f"refused ({row['refused'][:200]}); DeepSpeed's own: {goes_on}"
+        reason = f"refused ({row['refused'][:200]})"
+        if row["stock"] is None:  # no engine's
+            return f"{reason}; accelerate's own"
+        return f"{reason}; DeepSpeed's own: {'goes on' if stock == losses else f'{str(stock)[:120]} for {losses}'}"
     faults = [f"{again}: {row[again]['ours']}" for again in ("same", "others") if isinstance(row[again]["ours"], str)]
     faults += [f"{key}: {row[key]}" for key in row if key.startswith("different") and row[key]]
-    if row["same"]["ours"] != row["losses"] and not faults:
-        faults.append(f"losses {row['same']['ours']} for {row['losses']}")
-    stock = row["same"].get("stock")
-    said = (
-        "" if stock in (None, row["losses"]) else f" (DeepSpeed's own resume: {str(stock)[:120]}, for {row['losses']})"
-    )
+    if same["ours"] != losses and not faults:
+        faults.append(f"losses {same['ours']} for {losses}")
+    said = "" if stock in (None, losses) else f" (DeepSpeed's own resume: {str(stock)[:120]} for {losses})"
     return ("FAULT " + "; ".join(faults)[:400] if faults else "any number of ranks") + said
 
 
