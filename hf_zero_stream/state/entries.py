@@ -15,6 +15,7 @@ import torch
 
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..holdings.slots import MASTER, Slot, is_number, kind_of, make_entries
+from ..holdings.training import Training
 from .groups import option_of, with_kind
 from .record import GroupRecord, StateRecord, is_plain_number
 
@@ -225,19 +226,26 @@ class Recorded:
         found |= {key: json.dumps(written) for key, written in self.others_of(name).items()}
         return found | {key: f"{found.get(key, '')} {self.kind(key, slot, name)}" for key in self.group.tensors}
 
-    def of_slot(self, slot: Slot) -> dict[str, str]:
+    def of_slot(self, slot: Slot, with_numbers: bool) -> dict[str, str]:
         """What `slot` keeps when this is loaded, as :func:`_described` says it."""
         if self.is_untrained(_first(slot)):
             return {}
         others = self.others_of(_first(slot))
         numbers = self.numbers_of(_first(slot))
         found = {key: f"a tensor {self.kind(key, slot, _first(slot))}" for key in self._keys - {MASTER}}
-        found |= {key: f"{self.group.kinds.get(key, '')} {json.dumps(value)}" for key, value in numbers.items()}
+        found |= {
+            key: _number_text(self.group.kinds.get(key, ""), value, with_numbers) for key, value in numbers.items()
+        }
         found |= {key: json.dumps(written) for key, written in others.items()}
         return {key: text for key, text in found.items() if not self.is_lacking(key, slot)}
 
 
-def _described(slot: Slot, keys: Collection[str]) -> dict[str, str]:
+def _number_text(kind: str, value: Any, with_numbers: bool) -> str:
+    return f"{kind} {json.dumps(value)}" if with_numbers else "a number"
+
+
+def _described(slot: Slot, keys: Collection[str], with_numbers: bool) -> dict[str, str]:
+    """What is kept, by name: how tensors are, and small values, numbers only if they are asked for."""
     found = {}
     small = _small(slot, keys)
     for key, value in slot.entries.items():
@@ -245,30 +253,31 @@ def _described(slot: Slot, keys: Collection[str]) -> dict[str, str]:
             found[key] = f"a tensor {kind_of(value, slot.values)}"
         elif _is_recorded_number(value):
             kind = _type_of(value, slot) if isinstance(value, torch.Tensor) else ""
-            found[key] = f"{kind} {json.dumps(_plain(value))}"
+            found[key] = _number_text(kind, _plain(value), with_numbers)
         else:
             found[key] = json.dumps(with_kind(value, key, small=True))
     return found
 
 
-def refuse_lost(
-    slots: Sequence[Slot], record: StateRecord, place: Path, *, exactly: bool, is_new: bool = False
-) -> None:
+def refuse_lost(training: Training, record: StateRecord, place: Path, *, is_new: bool = False) -> None:
     """Compare what the optimizer keeps with the `record` of it, when that is made and when it has been loaded.
 
-    If not `exactly`, it is another maker's optimizer, and the names are compared alone.
+    Of another maker's optimizer, which goes on, the names are compared alone.
 
     Raises:
         CheckpointError: anything is missing, is there in addition, or is something else. When it `is_new`, an
             UnsupportedError.
     """
+    is_same = type(training.optimizer).__name__ == record.optimizer
+    with_numbers = is_new or is_exact(training.optimizer)
     found = [Recorded(group, record.keys) for group in record.groups]
-    for slot in slots:
+    for slot in training.slots:
         if slot.is_swapped or not slot.members:
             continue
-        wanted, kept = found[slot.group].of_slot(slot), _described(slot, record.keys)
+        wanted = found[slot.group].of_slot(slot, with_numbers)
+        kept = _described(slot, record.keys, with_numbers)
         different = sorted(wanted.keys() ^ kept.keys())
-        if exactly:
+        if is_same:
             different += sorted(key for key in wanted.keys() & kept.keys() if wanted[key] != kept[key])
         if different:
             key = different[0]

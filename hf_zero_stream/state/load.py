@@ -28,7 +28,7 @@ from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
 from ..sources.local import LocalFiles
 from . import adapters, schedules
-from .entries import Recorded, is_exact, prepare_entries, refuse_lost, set_entries
+from .entries import Recorded, prepare_entries, refuse_lost, set_entries
 from .groups import drop_options, set_group, set_option
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
@@ -139,9 +139,8 @@ def load_state(
                 set_entries(training.optimizer, number, Recorded(recorded, record.keys), of_group)
                 if rates is not None:
                     set_option(training.optimizer.param_groups[number], "lr", rates[number])
-            is_same = isinstance(found, StateRecord) and record.optimizer == type(training.optimizer).__name__
-            exactly = is_same and is_exact(training.optimizer)
-            coordinator.run_on_all(partial(refuse_lost, training.slots, record, place, exactly=exactly))
+            if isinstance(found, StateRecord):
+                coordinator.run_on_all(partial(refuse_lost, training, record, place))
     if with_rng and isinstance(found, ZeroFolder):
         logger.warning_once(f"{place}: DeepSpeed saves no random numbers, so those of all ranks are new.")
     elif with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):

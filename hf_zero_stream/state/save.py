@@ -136,7 +136,7 @@ def save_state(
         exact = _exact(training.model, coordinator)
         data = plain(data, "data", exactly=True, with_tensors=True)
         record = _record(training, keys, exact, data, coordinator.world_size)
-        refuse_lost(training.slots, record, folder, exactly=True, is_new=True)
+        refuse_lost(training, record, folder, is_new=True)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
