@@ -140,7 +140,7 @@ OPTIMIZERS: dict[str, Make | str] = {
     "Prodigy": of_module("prodigyopt", "Prodigy", lr=1.0),
     **{
         f"pytorch_optimizer {name}": of_module("pytorch_optimizer", name)
-        for name in ("SOAP", "Shampoo", "ScalableShampoo", "Lion", "CAME", "StableAdamW", "Muon", "Adan", "Prodigy")
+        for name in ("SOAP", "Shampoo", "Lion", "CAME", "StableAdamW", "Muon", "Adan", "Prodigy")
     },
 }
 """By its name: how it is made, or its type in DeepSpeed's config."""
