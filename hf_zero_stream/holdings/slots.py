@@ -3,6 +3,9 @@
 An optimizer of torch has an entry of state for each tensor that it trains. That tensor is a parameter, the local shard
 of one, or a flat buffer in which parts of many parameters lie: a *slot*. What is kept for each element, such as Adam's
 moments, is laid out as the slot is. So where an element of a parameter lies in a slot says where its moments are.
+
+An entry is *elementwise*, or small (a number, None, a string, a dtype, and tuples, lists and dicts of these), or
+refused by name: nothing that an optimizer keeps is passed over.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ from .shards import held_of
 MASTER = "fp32"
 """The name of the masters among the states of a slot."""
 
+EXACT = "exact"
+"""What stands for the name of a state in the names of files with values that no weights have as they are."""
+
 _ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
 
 
@@ -55,7 +61,7 @@ class Slot:
     Attributes:
         group: number of the optimizer's group.
         values: what is trained.
-        entries: the optimizer's own entry of state for it: elementwise tensors, `step`, other numbers; may be empty.
+        entries: the optimizer's own entry of state for it; an empty dict if it has none (see :func:`make_entries`).
         members: parts of parameters that lie in it; on each rank the same parameters, some without elements.
         is_apart: `values` are masters of parameters in 16 bit.
         is_swapped: the tensors are in memory inside :attr:`opened` only.
@@ -73,8 +79,17 @@ class Slot:
 
     def flat(self, key: str) -> torch.Tensor:
         """The elementwise state `key`, or the masters, as a flat tensor; zeros, if no step has made it yet."""
-        value = self.values if key == MASTER else self.entries.get(key)
+        value = self.elementwise(key)
         return torch.zeros_like(local_of(self.values).view(-1)) if value is None else local_of(value).view(-1)
+
+    def elementwise(self, key: str) -> torch.Tensor | None:
+        """The elementwise state `key`, or the masters; None if there is none for this slot."""
+        value = self.values if key == MASTER else self.entries.get(key)
+        return value if _is_laid_out(value, self.values) else None
+
+    def sole_elements(self) -> bool:
+        """Whether one element is all that is trained, so that the shape of an entry does not tell what it is."""
+        return self.values.numel() == 1
 
 
 def slots_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, coordinator: Coordinator) -> list[Slot]:
@@ -93,37 +108,72 @@ def slots_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, coor
             held = held_of(name, param, records.get(id(param)), coordinator)
             members = [Member(name, held.box, 0, *held.share, is_whole=held.copies > 1)]
             # What is frozen for a while keeps the moments that it has.
-            is_frozen = not (param.requires_grad or optimizer.state[param])
-            slots.append(Slot(number, param, optimizer.state[param], members, is_frozen=is_frozen))
+            entries = entries_of(optimizer, param)
+            is_frozen = not (param.requires_grad or entries)
+            slots.append(Slot(number, param, entries, members, is_frozen=is_frozen))
     return slots
 
 
-def elementwise_keys(slots: Iterable[Slot]) -> list[str]:
+def entries_of(optimizer: Any, trained: torch.Tensor) -> dict[str, Any]:
+    """What `optimizer` keeps for `trained`; an empty dict if that is nothing: looking must not leave an entry behind.
+
+    Some optimizers begin with a tensor that has no entry, and take an empty one for an old one.
+    """
+    return optimizer.state[trained] if trained in optimizer.state else {}
+
+
+def elementwise_keys(slots: Sequence[Slot]) -> list[str]:
     """The names of the elementwise states, masters last where there are any.
 
     Raises:
-        UnsupportedError: a slot keeps something that is neither elementwise nor a number.
+        UnsupportedError: a slot keeps a tensor that a state has no place for.
     """
     keys: dict[str, None] = {}
-    has_masters = False
     for slot in slots:
-        has_masters = has_masters or slot.is_apart
         for key, value in slot.entries.items():
-            if is_number(value) or value is None:
-                continue
-            if not isinstance(value, torch.Tensor):
-                raise UnsupportedError(
-                    f"The optimizer keeps {key}, a {type(value).__name__}, for {_names(slot)}. Only numbers, and "
-                    f"state that has one floating-point number for an element, can be saved. {_ELSE}"
-                )
-            if local_of(value).numel() != local_of(slot.values).numel() or not value.is_floating_point():
-                raise UnsupportedError(
-                    f"The optimizer keeps {key}, {value.dtype} of shape {tuple(value.shape)}, for {_names(slot)}, of "
-                    f"shape {tuple(slot.values.shape)}. Only state that has one floating-point number for an element "
-                    f"can be cut for another number of ranks. {_ELSE}"
-                )
-            keys[key] = None
-    return [*keys, *([MASTER] if has_masters else [])]
+            if _is_laid_out(value, slot.values) and not slot.sole_elements():
+                keys[key] = None
+    for slot in slots:
+        for key, value in slot.entries.items():
+            _refuse_key(key, slot, is_elementwise=key in keys)
+            if isinstance(value, torch.Tensor):
+                _refuse_tensor(key, value, slot)
+    return [*keys, *([MASTER] if any(slot.is_apart for slot in slots) else [])]
+
+
+def _is_laid_out(value: Any, values: torch.Tensor) -> bool:
+    """Whether `value` is a tensor that has an element where `values` have one."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    whole = value.shape == values.shape or (isinstance(values, DTensor) and not isinstance(value, DTensor))
+    return whole and local_of(value).shape == local_of(values).shape
+
+
+def _refuse_key(key: Any, slot: Slot, *, is_elementwise: bool) -> None:
+    """Raise an UnsupportedError unless `key` can be the name of a state, which may be a part of files' names."""
+    if not isinstance(key, str) or (is_elementwise and (not key.isidentifier() or key in (MASTER, EXACT))):
+        raise UnsupportedError(
+            f"The optimizer keeps {key!r} for {_names(slot)}: a state of this name cannot be saved. {_ELSE}"
+        )
+
+
+def _refuse_tensor(key: str, value: torch.Tensor, slot: Slot) -> None:
+    """Raise an UnsupportedError unless `value` is elementwise, or has one element."""
+    local = local_of(value)
+    what = f"The optimizer keeps {key}, {value.dtype} of shape {tuple(value.shape)}, for {_names(slot)}"
+    if type(local) not in (torch.Tensor, nn.Parameter):
+        raise UnsupportedError(f"{what}. It is a {type(local).__name__}, whose memory is not known. {_ELSE}")
+    if local.layout != torch.strided or local.is_quantized or local.is_complex() or local.is_meta:
+        raise UnsupportedError(f"{what}. It is sparse, quantised, complex or on the meta device. {_ELSE}")
+    if not _is_laid_out(value, slot.values):
+        if value.numel() == 1:
+            return
+        raise UnsupportedError(
+            f"{what}, of shape {tuple(slot.values.shape)}. Only state that has one number for an element can be cut "
+            f"for another number of ranks. {_ELSE}"
+        )
+    if not (local.is_contiguous() and local_of(slot.values).is_contiguous()):
+        raise UnsupportedError(f"{what}. Its elements are not in row-major order (contiguous). {_ELSE}")
 
 
 def is_number(value: Any) -> bool:
@@ -148,10 +198,10 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     found = {}
     for slot in slots:
         for member in slot.members:
-            kept = slot.values if key == MASTER else slot.entries.get(key)
+            kept = slot.elementwise(key)
             found[member.name] = Holding(
                 member.box,
-                torch.float32 if slot.is_swapped or kept is None else kept.dtype,
+                torch.float32 if slot.is_swapped else (slot.values if kept is None else kept).dtype,
                 member.start,
                 member.stop,
                 partial(opened, slot, member),
@@ -161,18 +211,56 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     return found
 
 
-def make_entries(slots: Iterable[Slot], keys: Sequence[str]) -> None:
-    """Make the elementwise states `keys` of zeros where an optimizer, which has made no step yet, has none."""
+KindOf = Callable[[Slot, str], str]
+"""The :func:`kind_of` that a state is to be for a slot."""
+
+
+def kind_of(value: torch.Tensor, values: torch.Tensor) -> str:
+    """How an elementwise `value` differs from what is trained: its dtype, ``host``, ``local``; "" if it does not."""
+    words = [] if value.dtype == values.dtype else [str(value.dtype).removeprefix("torch.")]
+    is_paged = getattr(value, "is_paged", False)  # bitsandbytes': in memory that the GPU sees too
+    if value.device.type == "cpu" and values.device.type != "cpu" and not is_paged:
+        words.append("host")
+    if isinstance(values, DTensor) and not isinstance(value, DTensor):
+        words.append("local")
+    return " ".join(words)
+
+
+def is_kind(text: str) -> bool:
+    """Whether :func:`kind_of` can have given `text`."""
+    first, *others = text.split(" ") if text else ["host"]
+    is_dtype = isinstance(getattr(torch, first, None), torch.dtype)
+    return all(word in ("host", "local") for word in (others if is_dtype else [first, *others]))
+
+
+def make_entries(optimizer: Any, slots: Iterable[Slot], keys: Sequence[str], kinds: KindOf) -> None:
+    """Make the elementwise states `keys` of zeros where an optimizer has none, or has them of another kind."""
     for slot in slots:
+        if slot.entries is not optimizer.state.get(slot.values):
+            optimizer.state[slot.values] = slot.entries
         with slot.opened():
             for key in keys:
-                if key != MASTER and key not in slot.entries:
-                    slot.entries[key] = _zeros_like(slot.values)
+                if key == MASTER:
+                    continue
+                found, kind = slot.elementwise(key), kinds(slot, key)
+                if found is None or (kind_of(found, slot.values) != kind and not slot.is_swapped):
+                    slot.entries[key] = _zeros_of(kind, slot.values)
 
 
-def _zeros_like(values: torch.Tensor) -> torch.Tensor:
+def _zeros_of(kind: str, values: torch.Tensor) -> torch.Tensor:
+    words = kind.split()
+    if "local" in words:
+        values = local_of(values)
+    if "host" in words:
+        values = torch.empty(values.shape, dtype=values.dtype)
+    dtypes = [getattr(torch, word) for word in words if word not in ("host", "local")]
+    return _zeros_like(values, *dtypes)
+
+
+def _zeros_like(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    dtype = dtype or values.dtype
     if isinstance(values, DTensor) or values.device.type != "cpu" or values.is_pinned() or not values.is_contiguous():
-        return torch.zeros_like(values, memory_format=torch.preserve_format)
+        return torch.zeros_like(values, dtype=dtype, memory_format=torch.preserve_format)
     # The system gives numpy zeros when they are first touched; torch would write them, and they will be overwritten.
-    nothing = torch.from_numpy(numpy.zeros(values.nbytes, dtype=numpy.uint8))
-    return nothing.view(values.dtype).view(values.shape)
+    nothing = torch.from_numpy(numpy.zeros(values.numel() * dtype.itemsize, dtype=numpy.uint8))
+    return nothing.view(dtype).view(values.shape)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..ranks.coordinator import Coordinator
 from . import fsdp
-from .slots import Slot, slots_of_parameters
+from .slots import Slot, is_number, slots_of_parameters
 
 
 STEPS = "global_steps"
@@ -85,6 +85,11 @@ def training_of_model(
         scheduler=scheduler,
         scaler_state=None if scaler is None else scaler.state_dict(),
         set_scaler_state=lambda state: scaler.load_state_dict(dict(state)),
-        counters={STEPS: max((int(slot.entries.get("step", 0)) for slot in slots), default=0)},
+        counters={STEPS: max((_steps_of(slot) for slot in slots), default=0)},
         device=device,
     )
+
+
+def _steps_of(slot: Slot) -> int:
+    step: Any = slot.entries.get("step")
+    return int(step) if is_number(step) else 0

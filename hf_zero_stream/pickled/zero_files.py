@@ -44,12 +44,14 @@ class Flat(NamedTuple):
         values: the fp32 values.
         moments: what has as many elements, by name.
         numbers: what is one number, as ``step``.
+        nothing: the names of what is None.
         swap_name: what the names of its swap files end in; "" if values and moments are in the file itself.
     """
 
     values: TensorEntry
     moments: Mapping[str, TensorEntry]
     numbers: Mapping[str, bool | int | float]
+    nothing: Sequence[str]
     swap_name: str = ""
 
     def swap_file(self, key: str | None) -> str:
@@ -254,9 +256,11 @@ def _flat(objects: TorchObjects, what: str, values: Any, state: Any, padding: in
         )
     moments: dict[str, TensorEntry] = {}
     numbers: dict[str, bool | int | float] = {}
+    nothing: list[str] = []
     for key, value in entries.items():
         name = objects.name(key, f"a name in the state of {what}")
         if value is None:
+            nothing.append(name)
             continue
         if isinstance(value, (bool, int, float)):
             numbers[name] = value
@@ -274,7 +278,7 @@ def _flat(objects: TorchObjects, what: str, values: Any, state: Any, padding: in
             raise UnsupportedError(f"{objects.path}: {name} of {what}: expected floating-point numbers.")
         else:
             moments[name] = place
-    return Flat(stored, moments, numbers, mark if is_swapped else "")
+    return Flat(stored, moments, numbers, nothing, mark if is_swapped else "")
 
 
 def _gaps(objects: TorchObjects, wrapper: Mapping[Any, Any]) -> list[Sequence[int]]:

@@ -39,11 +39,15 @@ _THREADS = 8
 
 @dataclass(frozen=True)
 class ZeroGroup:
-    """A group of the optimizer: options, names of its parameters, and by name, numbers that it keeps of each."""
+    """A group of the optimizer: options, names of its parameters, and by name, numbers that it keeps of each.
+
+    `nothing`: what it keeps of some of them that is None: their names, by its name.
+    """
 
     options: Mapping[str, Any]
     parameters: Sequence[str]
     numbers: Mapping[str, Sequence[bool | int | float | None]]
+    nothing: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,14 @@ class ZeroFolder:
 
         return replace(
             self,
-            groups=[replace(group, parameters=[*map(rename, group.parameters)]) for group in self.groups],
+            groups=[
+                replace(
+                    group,
+                    parameters=[*map(rename, group.parameters)],
+                    nothing={key: [*map(rename, names)] for key, names in group.nothing.items()},
+                )
+                for group in self.groups
+            ],
             shared={rename(alias): rename(name) for alias, name in self.shared.items()},
             lacking=[*map(rename, self.lacking)],
             _trained=keys(self._trained),
@@ -302,7 +313,11 @@ def _group(group: Group, flats: Sequence[Flat], sub_groups: Sequence[Mapping[str
     numbers = {
         key: [flats[number].numbers.get(key) for number in group.flats for _ in sub_groups[number]] for key in keys
     }
-    return ZeroGroup(group.options, parameters, numbers)
+    nothing = {
+        key: [name for number in group.flats if key in flats[number].nothing for name in sub_groups[number]]
+        for key in dict.fromkeys(key for number in group.flats for key in flats[number].nothing)
+    }
+    return ZeroGroup(group.options, parameters, numbers, nothing)
 
 
 def _optimizer_names(folder: Path) -> list[str]:

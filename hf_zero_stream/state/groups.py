@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..checkpoint.format import excerpt
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
 from ..holdings.slots import Slot, is_number
-from .plain import plain, restored
+from .plain import is_same, plain, restored
 from .record import GroupRecord, StateRecord
 
 
@@ -43,16 +43,45 @@ def recorded_options(optimizer: Any, number: int) -> dict[str, Any]:
     what, defaults = f"group {number} of the optimizer", getattr(optimizer, "defaults", {})
     options = {name: value for name, value in optimizer.param_groups[number].items() if name not in _NOT_RECORDED}
     return {
-        name: plain(value, what) if name in defaults else _with_kind(value, f"{what}: {name}")
+        name: plain(value, what) if name in defaults else with_kind(value, f"{what}: {name}")
         for name, value in options.items()
     }
 
 
-def _with_kind(value: Any, what: str) -> Any:
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        return plain(value, what, exactly=True)
-    dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-    return {_TENSOR: {"value": value.item(), "dtype": dtype, "shape": shape, "on_host": value.device.type == "cpu"}}
+def with_kind(value: Any, what: str, *, small: bool = False) -> Any:
+    """`value` as JSON has it, such that :func:`option_of` gives it as it is.
+
+    If it is to be `small`, tensors and arrays in it have one element at most; and dtypes and paths may be in it.
+
+    Raises:
+        UnsupportedError: it would come back as something else, or not at all.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+        return {
+            _TENSOR: {"value": value.item(), "dtype": dtype, "shape": shape, "on_host": value.device.type == "cpu"}
+        }
+    if small and not _is_small(value):
+        raise UnsupportedError(
+            f"{what}, a {type(value).__name__}, has tensors in it. Only numbers, and state that has one number for an "
+            "element, can be cut for another number of ranks. Use an optimizer like AdamW, or the checkpoints of "
+            "DeepSpeed or accelerate."
+        )
+    written = plain(value, what, exactly=True, with_tensors=small)
+    if small and not is_same(restored(written), value):
+        raise UnsupportedError(
+            f"{what}, a {type(value).__name__}, would not come back as it is. Use numbers, None, strings, dtypes, and "
+            "tuples, lists and dicts of these, or the checkpoints of DeepSpeed or accelerate."
+        )
+    return written
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_small, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_small, value))
+    return not (isinstance(value, torch.Tensor) and value.numel() > 1)
 
 
 def options_of(recorded: GroupRecord, device: torch.device | None = None) -> dict[str, Any]:
@@ -61,10 +90,11 @@ def options_of(recorded: GroupRecord, device: torch.device | None = None) -> dic
     Raises:
         CheckpointError: an option is not as :func:`recorded_options` writes it.
     """
-    return {name: _option(name, value, device) for name, value in recorded.options.items()}
+    return {name: option_of(name, value, device) for name, value in recorded.options.items()}
 
 
-def _option(name: str, value: Any, device: torch.device | None) -> Any:
+def option_of(name: str, value: Any, device: torch.device | None) -> Any:
+    """What :func:`with_kind` has written, tensors on `device`, or on the host if they were there."""
     if not isinstance(value, Mapping) or list(value) != [_TENSOR]:
         return restored(value)
     try:
@@ -78,22 +108,18 @@ def _option(name: str, value: Any, device: torch.device | None) -> Any:
         ) from error
 
 
-def drop_entries(optimizer: Any, slots: Sequence[Slot], record: StateRecord) -> None:
-    """Drop what the optimizer keeps, of steps that it has made already, and did not keep when the state was saved."""
+def drop_options(optimizer: Any, record: StateRecord) -> None:
+    """Drop what steps have put into the groups, and had not when the state was saved."""
     if any(optimizer.state.values()):
         kept = {*_NOT_RECORDED, *getattr(optimizer, "defaults", {}), "initial_lr"}  # the last is a scheduler's
         for group, recorded in zip(optimizer.param_groups, record.groups, strict=True):
             for name in group.keys() - kept - recorded.options.keys():
                 if is_number(group[name]) and not isinstance(group[name], bool):
                     del group[name]
-    for slot in slots:
-        known = {*record.keys, *record.groups[slot.group].numbers}
-        for key in () if slot.is_swapped else slot.entries.keys() - known:
-            del slot.entries[key]
 
 
 def set_group(optimizer: Any, number: int, recorded: GroupRecord, slots: Sequence[Slot]) -> None:
-    """Set the options of the optimizer's group of this `number`, and what it keeps of its slots that is a number.
+    """Set the options of the optimizer's group of this `number`, which trains `slots`.
 
     All that was recorded is set, but for what :mod:`.refusals` has found to make no difference to another Adam.
     """
@@ -106,20 +132,6 @@ def set_group(optimizer: Any, number: int, recorded: GroupRecord, slots: Sequenc
             set_option(group, name, value)
         elif not is_adam or name not in _OF_NO_OTHER_ADAM:
             group[name] = value
-    positions = {name: position for position, name in enumerate(recorded.parameters)}
-    for slot in slots:
-        first = positions[slot.members[0].name]  # the others of a slot have the same numbers
-        for key, values in recorded.numbers.items():
-            value = values[first] if isinstance(values, list) else values
-            if value is None:  # it had never been trained
-                slot.entries.clear()
-                break
-            slot.entries[key] = _number_like(
-                slot.entries.get(key), value, optimizer, group, slot, recorded.kinds.get(key)
-            )
-        for key, names in recorded.lacking.items():
-            if all(member.name in names for member in slot.members):
-                slot.entries.pop(key, None)
 
 
 def set_option(group: dict[str, Any], name: str, value: Any) -> None:
@@ -128,25 +140,3 @@ def set_option(group: dict[str, Any], name: str, value: Any) -> None:
         mine.fill_(value)
     else:
         group[name] = tuple(value) if isinstance(mine, tuple) and isinstance(value, list) else value
-
-
-def kinds_of(slots: Sequence[Slot]) -> dict[str, str]:
-    """Of the numbers that the optimizer keeps of the slots, those that are tensors: their dtypes, by name."""
-    numbers = {key: value for slot in slots for key, value in slot.entries.items() if is_number(value)}
-    tensors = {key: value for key, value in numbers.items() if isinstance(value, torch.Tensor)}
-    return {key: str(value.dtype).removeprefix("torch.") for key, value in tensors.items()}
-
-
-def _number_like(old: Any, value: Any, optimizer: Any, group: Any, slot: Slot, kind: str | None) -> Any:
-    """`value` as the optimizer keeps such a number; a new tensor for each slot."""
-    if isinstance(old, torch.Tensor):
-        return torch.full_like(old, value)
-    if old is not None:
-        return type(old)(value)
-    module = type(optimizer).__module__
-    if module.startswith("torch.optim"):
-        on_device = group.get("capturable") or group.get("fused")
-        return torch.tensor(float(value), dtype=torch.float32, device=slot.values.device if on_device else None)
-    if kind is None or module.startswith("deepspeed"):  # whose Adams go on from torch's, and count in whole numbers
-        return type(value)(value)
-    return torch.tensor(value, dtype=getattr(torch, kind))

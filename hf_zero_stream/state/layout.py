@@ -21,13 +21,10 @@ from ..destinations.skeleton import filled, of_same_shape, skeleton_of, stand_in
 from ..engine.load import Load
 from ..holdings.marks import has_converted_experts, is_adapted
 from ..holdings.own_names import own_names, own_or_clean
+from ..holdings.slots import EXACT
 from ..loading.dry_load import lazily_loaded_like
 from ..saving.parameters import NewParameters
 from ..seams.session import LazyModel
-
-
-EXACT = "exact"
-"""What stands for the key of a state in the name of the file with :attr:`.record.StateRecord.exact`."""
 
 
 def index_name(key: str | None) -> str:

@@ -16,7 +16,7 @@ from ..checkpoint.format import excerpt
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.marks import is_adapted
 from ..holdings.own_names import own_names, own_or_clean
-from ..holdings.slots import MASTER, make_entries
+from ..holdings.slots import EXACT
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
 from ..pickled.deepspeed_names import entries_of_deepspeed
@@ -28,8 +28,8 @@ from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
 from ..sources.local import LocalFiles
 from . import adapters, schedules
-from .groups import drop_entries, set_group, set_option
-from .layout import EXACT
+from .entries import Recorded, prepare_entries, refuse_lost, set_entries
+from .groups import drop_options, set_group, set_option
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
 from .refusals import (
@@ -108,7 +108,7 @@ def load_state(
     with expected_at(LOAD):
         read_from = settings_in_force().read_from
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
-        refuse_optimizer(training.optimizer)
+        refuse_optimizer(training)
         if is_adapted(training.model):
             adapters.refuse_unreachable(training)
         if not training.is_between_steps:
@@ -126,8 +126,8 @@ def load_state(
                 needs_all = not values or bool(swapped)
                 coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
         with training.changing():
-            drop_entries(training.optimizer, training.slots, record)
-            make_entries(training.slots, [key for key in record.keys if key != MASTER])
+            drop_options(training.optimizer, record)
+            prepare_entries(training.optimizer, training.slots, record)
             if isinstance(found, ZeroFolder):
                 load_zero(training, found, coordinator)
             else:
@@ -136,8 +136,11 @@ def load_state(
             for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the rate
                 of_group = [slot for slot in training.slots if slot.group == number]
                 set_group(training.optimizer, number, recorded, of_group)
+                set_entries(training.optimizer, number, Recorded(recorded, record.keys), of_group)
                 if rates is not None:
                     set_option(training.optimizer.param_groups[number], "lr", rates[number])
+            if isinstance(found, StateRecord):
+                coordinator.run_on_all(partial(refuse_lost, training, record, place))
     if with_rng and isinstance(found, ZeroFolder):
         logger.warning_once(f"{place}: DeepSpeed saves no random numbers, so those of all ranks are new.")
     elif with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):

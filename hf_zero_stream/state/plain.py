@@ -58,6 +58,22 @@ def restored(value: Any) -> Any:
     return value
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, with the types of all that is in them; NaN is the same as NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape and one.device == other.device
+        return alike and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    if isinstance(one, (np.ndarray, np.generic)):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, Mapping):
+        return len(one) == len(other) and all(map(is_same, one.items(), other.items()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return repr(one) == repr(other) if isinstance(one, float) else bool(one == other)
+
+
 def _is_marked(value: Mapping[Any, Any]) -> bool:
     """Whether a dict stands for something else than itself."""
     return len(value) == 1 and next(iter(value)) in (_PAIRS, _TUPLE, *_KINDS)

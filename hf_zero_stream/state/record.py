@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 
 from ..checkpoint.format import parse_object
 from ..errors import CheckpointError
-from ..holdings.slots import MASTER, Slot, is_number
+from ..holdings.slots import MASTER, Slot, is_kind
 from ..sources.base import is_plain_name
-from .plain import plain, restored
+from .plain import restored
 
 
 FILE = "training_state.json"
@@ -39,8 +40,12 @@ class GroupRecord:
         numbers: what the optimizer keeps of each of them that is one number, as `step`: by name, one for all
             parameters, or a list with one for each.
         shapes: of the parameters; may be empty if they are not known.
-        lacking: elementwise states that the optimizer keeps of some of the parameters only, by name: the others.
-        kinds: the dtypes of those `numbers` that are tensors, by name.
+        lacking: what the optimizer keeps of some of the parameters only, by name: the others.
+        kinds: of those `numbers` that are tensors, their dtypes, and ``host`` if only they are there, by name.
+        others: what it keeps beside, such as None, by name: each value that there is, and the names of the parameters
+            that have it; None for all of them.
+        tensors: elementwise states that differ from what is trained, by name: how (:func:`.slots.kind_of`), and of
+            which parameters.
     """
 
     options: Mapping[str, Any]
@@ -49,6 +54,25 @@ class GroupRecord:
     shapes: Sequence[Sequence[int]] = ()
     lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+
+    def renamed(self, rename: Callable[[str], str]) -> GroupRecord:
+        """This record with other names of parameters."""
+
+        def names(of: Sequence[str]) -> list[str]:
+            return [*map(rename, of)]
+
+        return replace(
+            self,
+            parameters=names(self.parameters),
+            lacking={key: names(of) for key, of in self.lacking.items()},
+            others={
+                key: [[written, None if of is None else names(of)] for written, of in values]
+                for key, values in self.others.items()
+            },
+            tensors={key: {kind: names(of) for kind, of in of_key.items()} for key, of_key in self.tensors.items()},
+        )
 
     def faults(self) -> Iterable[str]:
         """The fields that are not what they must be, in a record from anywhere."""
@@ -58,9 +82,9 @@ class GroupRecord:
         if not isinstance(self.parameters, list) or not all(isinstance(name, str) for name in self.parameters):
             yield "parameters"
         if not _is_dict(self.numbers, object) or not all(
-            all(map(_is_plain_number, values)) and len(values) == sizes
+            all(map(is_plain_number, values)) and len(values) == sizes
             if isinstance(values, list)
-            else _is_plain_number(values)
+            else is_plain_number(values)
             for values in self.numbers.values()
         ):
             yield "numbers"
@@ -70,10 +94,16 @@ class GroupRecord:
             or not all(map(_is_shape, self.shapes))
         ):
             yield "shapes"
-        if not _is_dict(self.lacking, list) or not all(set(map(type, it)) <= {str} for it in self.lacking.values()):
+        if not _is_dict(self.lacking, list) or not all(map(_are_names, self.lacking.values())):
             yield "lacking"
-        if not _is_dict(self.kinds, str) or not all(map(_is_dtype, self.kinds.values())):
+        if not _is_dict(self.kinds, str) or not all(map(_is_kind_of_number, self.kinds.values())):
             yield "kinds"
+        if not _is_dict(self.others, list) or not all(map(_is_other, chain.from_iterable(self.others.values()))):
+            yield "others"
+        if not _is_dict(self.tensors, dict) or not all(
+            is_kind(kind) and _are_names(names) for of_key in self.tensors.values() for kind, names in of_key.items()
+        ):
+            yield "tensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +149,7 @@ class StateRecord:
 
     def renamed(self, rename: Callable[[str], str]) -> StateRecord:
         """This record with other names of parameters."""
-        groups = [
-            replace(
-                group,
-                parameters=[*map(rename, group.parameters)],
-                lacking={key: [*map(rename, names)] for key, names in group.lacking.items()},
-            )
-            for group in self.groups
-        ]
+        groups = [group.renamed(rename) for group in self.groups]
         return replace(self, groups=groups, exact=[*map(rename, self.exact)])
 
     def with_data_of(self, ranks: Sequence[Any]) -> StateRecord:
@@ -173,9 +196,8 @@ class StateRecord:
         if len(set(names)) != len(names) or len(set(self.keys)) != len(self.keys):
             raise CheckpointError(f"{path}: expected names of parameters, each in one group, and of states, each once")
         try:
-            restored(
-                [self.data, self.data_of_ranks, self.scheduler, self.scaler, [group.options for group in self.groups]]
-            )
+            groups = [[group.options, group.others] for group in self.groups]
+            restored([self.data, self.data_of_ranks, self.scheduler, self.scaler, groups])
         except (TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{path}: expected dicts as save_state writes them: {error}") from error
 
@@ -188,7 +210,8 @@ def _is_integer(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**63
 
 
-def _is_plain_number(value: Any) -> bool:
+def is_plain_number(value: Any) -> bool:
+    """Whether `value` is None, or a number that JSON has as it is."""
     return value is None or isinstance(value, bool) or _is_integer(value) or _is_no_nan(value)
 
 
@@ -196,8 +219,16 @@ def _is_no_nan(value: Any) -> bool:
     return isinstance(value, float) and not math.isnan(value)
 
 
-def _is_dtype(value: str) -> bool:
-    return isinstance(getattr(torch, value, None), torch.dtype)
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_kind_of_number(value: str) -> bool:
+    return isinstance(getattr(torch, value.removesuffix(" host"), None), torch.dtype)
+
+
+def _is_other(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and (value[1] is None or _are_names(value[1]))
 
 
 def _is_shape(value: Any) -> bool:
@@ -244,38 +275,6 @@ def write_latest(folder: Path, tag: str) -> None:
     draft = folder / f"{LATEST}.draft"
     draft.write_text(tag, encoding="utf-8")
     os.replace(draft, folder / LATEST)
-
-
-def numbers_of(slots: Iterable[Slot]) -> dict[str, Any]:
-    """What the slots of one group keep that is one number."""
-    of_slots = []
-    for slot in slots:
-        numbers = {key: value for key, value in slot.entries.items() if is_number(value)}
-        of_slots += [numbers] * len(slot.members)
-    found: dict[str, Any] = {}
-    for key in {key: None for entries in of_slots for key in entries}:
-        values = [plain(entries.get(key), key) for entries in of_slots]
-        found[key] = values[0] if all(value == values[0] for value in values) else values
-    return found
-
-
-def lacking_in(slots: Iterable[Slot]) -> dict[str, list[str]]:
-    """The elementwise states that some of the slots of one group have: those of their parameters that have none.
-
-    An optimizer without a step counter tells by this whether a parameter has been trained (SGD: its first momentum).
-    """
-    found: dict[str, list[str]] = {}
-    slots = [slot for slot in slots if slot.members]
-    has = [
-        {key for key, value in slot.entries.items() if value is not None and not is_number(value)} for slot in slots
-    ]
-    for key in sorted(set().union(*has)):
-        names = [
-            member.name for slot, keys in zip(slots, has, strict=True) if key not in keys for member in slot.members
-        ]
-        if names:
-            found[key] = names
-    return found
 
 
 def dtype_of(slots: Iterable[Slot]) -> str | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from ..holdings.training import Training, training_of_model
 from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
 from . import schedules
+from .entries import Recorded, refuse_unlike
 from .groups import ADAMS, OF_SOME_ADAMS, options_of
 from .layout import files_of
 from .record import LATEST, GroupRecord, StateRecord
@@ -30,46 +33,96 @@ logger = logging.get_logger(__name__)
 
 Digests = Mapping[tuple[int, str], bytes]
 
-_NOT_ELEMENTWISE = {
-    "MuonWithAuxAdam": "momentum that is orthogonalised a matrix at a time, in buffers of its own",
-    "OnebitAdam": "errors of compression, which belong to the ranks and not to parameters",
-    "OnebitLamb": "errors of compression, which belong to the ranks and not to parameters",
-    "ZeroOneAdam": "errors of compression, which belong to the ranks and not to parameters",
-}
-"""DeepSpeed's optimizers whose state cannot be cut for other ranks, and what they keep."""
+_NOT_ELEMENTWISE = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+"""DeepSpeed's optimizers that keep errors of compression, which belong to the ranks and not to parameters."""
+
+_ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
 
 
-def refuse_optimizer(optimizer: Any) -> None:
+def refuse_optimizer(training: Training) -> None:
     """Raise an UnsupportedError for an optimizer that keeps what a state has no place for, as far as can be told."""
+    optimizer = training.optimizer
     kind = type(optimizer).__name__
-    if kept := _NOT_ELEMENTWISE.get(kind):
+    if kind in _NOT_ELEMENTWISE:
         raise UnsupportedError(
-            f"{kind} keeps {kept}: its state cannot be cut for another number of ranks. Use an optimizer like AdamW, "
-            "or DeepSpeed's checkpoints."
+            f"{kind} keeps errors of compression, which belong to the ranks and not to parameters: its state cannot "
+            f"be cut for another number of ranks. {_ELSE}"
         )
-    more = [key for key, kept in optimizer.state.items() if not isinstance(key, torch.Tensor) and kept]
-    if _has_own_state_dict(optimizer):
-        more += optimizer.state_dict().keys() - {"state", "param_groups"}
-    if more:
+    trained = {id(slot.values) for slot in training.slots}
+    more = [
+        f"a state of a tensor of shape {tuple(key.shape)} that is in none of its groups"
+        if isinstance(key, torch.Tensor)
+        else str(key)
+        for key, kept in optimizer.state.items()
+        if id(key) not in trained and kept != {}
+    ]
+    if more := [*more, *(_only_in_state_dict(training) if _has_own_state_dict(optimizer) else ())]:
         raise UnsupportedError(
-            f"{kind} keeps {', '.join(sorted(map(str, more)))} beside its groups and the state of its parameters, and "
-            "a training state has no place for it. Use an optimizer like AdamW, or the checkpoints of DeepSpeed or "
-            "accelerate."
+            f"{kind} keeps {', '.join(sorted(more)[:8])} beside its groups and the state of its parameters, and a "
+            f"training state has no place for it. {_ELSE}"
         )
 
 
 def _has_own_state_dict(optimizer: Any) -> bool:
     stock = torch.optim.Optimizer.state_dict
-    return type(optimizer).state_dict is not stock or bool(optimizer._optimizer_state_dict_post_hooks)
+    hooks = (*optimizer._optimizer_state_dict_post_hooks, *optimizer._optimizer_state_dict_pre_hooks)
+    return type(optimizer).state_dict is not stock or "state_dict" in vars(optimizer) or bool(hooks)
+
+
+def _only_in_state_dict(training: Training) -> list[str]:
+    """The names of what a ``state_dict()`` of the optimizer's own has, and its groups and its state have not.
+
+    Raises:
+        UnsupportedError: it fails, so that this cannot be known.
+    """
+    optimizer = training.optimizer
+    kept = [entries for entries in optimizer.state.values() if isinstance(entries, dict)]
+    live = {name for entries in (*kept, *optimizer.param_groups) for name in entries}
+    try:
+        with _with_parameters(training):
+            found = optimizer.state_dict()
+        entries = [*found["state"].values(), *found["param_groups"]]
+        names = {name for each in entries for name in _leaves(each, live)}
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.state_dict(), which is not torch's, has failed, so that what it adds is not "
+            f"known: {type(error).__name__}: {error}. {_ELSE}"
+        ) from error
+    return [*(found.keys() - {"state", "param_groups"}), *(names - live - {"params", "param_names"})]
+
+
+def _leaves(entries: Mapping[Any, Any], live: AbstractSet[Any]) -> Iterator[str]:
+    """The names in `entries`; of dicts that hold what is `live` one level deeper (bitsandbytes), those in it."""
+    for name, value in entries.items():
+        if name not in live and isinstance(value, dict) and value.keys() <= live:
+            yield from value
+        else:
+            yield str(name)
+
+
+@contextmanager
+def _with_parameters(training: Training) -> Iterator[None]:
+    """Inside, the optimizer's groups have what they train: DeepSpeed's stage 3 takes it out between steps."""
+    groups = training.optimizer.param_groups
+    kept = [group["params"] for group in groups]
+    try:
+        for number, group in enumerate(groups):
+            group["params"] = kept[number] or [slot.values for slot in training.slots if slot.group == number]
+        yield
+    finally:
+        for group, params in zip(groups, kept, strict=True):
+            group["params"] = params
 
 
 def digests_of(groups: Sequence[GroupRecord]) -> Digests:
-    """A digest of each number that the optimizer of this rank keeps, by its group's number and its name."""
-    return {
-        (number, name): hashlib.sha256(json.dumps(value).encode()).digest()
-        for number, group in enumerate(groups)
-        for name, value in {**group.options, **group.numbers}.items()
-    }
+    """A digest of all that the optimizer of this rank keeps and is small, by its group's number and its name."""
+    found = {}
+    for number, group in enumerate(groups):
+        fields = (group.options, group.numbers, group.kinds, group.others, group.lacking, group.tensors)
+        for name in {name for kept in fields for name in kept}:
+            text = json.dumps([kept.get(name) for kept in fields])
+            found[number, name] = hashlib.sha256(text.encode()).digest()
+    return found
 
 
 def refuse_ranks_apart(of_ranks: Sequence[Digests]) -> None:
@@ -124,7 +177,8 @@ def refuse_other_training(training: Training, record: StateRecord, place: Path) 
         if kind in ADAMS:
             _refuse_other_adam(training.optimizer, groups[number], recorded, number, place)
         _refuse_other_options(groups[number], recorded, number, place)
-        _refuse_other_numbers(training, recorded, number, place)
+        of_group = [slot for slot in training.slots if slot.group == number]
+        refuse_unlike(of_group, Recorded(recorded, record.keys), number, place)
 
 
 def _refuse_other_amsgrad(
@@ -192,18 +246,6 @@ def _refuse_other_options(group: Mapping[str, Any], recorded: GroupRecord, numbe
                 f"{place}: group {number} of the optimizer: {name}: expected something like {excerpt(mine)}; found "
                 f"{excerpt(value)}. Go on with the optimizer that was saved."
             )
-
-
-def _refuse_other_numbers(training: Training, recorded: GroupRecord, number: int, place: Path) -> None:
-    """Raise a ConfigError if parameters differ in steps and are trained as one tensor now."""
-    positions = {name: position for position, name in enumerate(recorded.parameters)}
-    for slot in training.slots:
-        for key, values in recorded.numbers.items() if slot.group == number else ():
-            if isinstance(values, list) and len({values[positions[member.name]] for member in slot.members}) > 1:
-                raise ConfigError(
-                    f"{place}: group {number} of the optimizer: {key} differs between {slot.members[0].name} and "
-                    "others, which are trained as one tensor now. Go on in the kind of training that saved the state."
-                )
 
 
 def has_its_weights(record: StateRecord, folder: Path) -> bool:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
 from ..holdings.marks import is_adapted, is_peft_model
-from ..holdings.slots import elementwise_keys, holdings_of
+from ..holdings.slots import EXACT, elementwise_keys, holdings_of
 from ..holdings.training import STEPS, Training
 from ..pickled.deepspeed_names import entries_of_deepspeed, write_signs
 from ..ranks.coordinator import Coordinator, expected_at, meeting
@@ -41,8 +41,9 @@ from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Beside, Content, Ending, LayOut, refuse_other_tensors
 from ..saving.save import Save
 from . import adapters, rng, schedules, zero_tools
-from .groups import kinds_of, recorded_options
-from .layout import EXACT, index_name, lay_out, lay_out_exact, shard_of
+from .entries import recorded_entries, refuse_lost
+from .groups import recorded_options
+from .layout import index_name, lay_out, lay_out_exact, shard_of
 from .plain import plain
 from .record import (
     FILE,
@@ -51,8 +52,6 @@ from .record import (
     StateRecord,
     dtype_of,
     is_tag,
-    lacking_in,
-    numbers_of,
 )
 from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart, training_of
 from .resumable import changed_in_weights, fingerprint, fingerprint_of_new, refuse_unloadable
@@ -125,7 +124,7 @@ def save_state(
         refuse_unknown(kwargs, ("dtype",))
         folder = Path(folder)
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).of_trained()
-        refuse_optimizer(training.optimizer)
+        refuse_optimizer(training)
         if not training.is_between_steps:
             raise UnsupportedError(
                 "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
@@ -137,6 +136,7 @@ def save_state(
         exact = _exact(training.model, coordinator)
         data = plain(data, "data", exactly=True, with_tensors=True)
         record = _record(training, keys, exact, data, coordinator.world_size)
+        refuse_lost(training, record, folder, is_new=True)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
@@ -233,7 +233,7 @@ def _record(training: Training, keys: list[str], exact: list[str], data: Any, wo
         members = [member for slot in slots for member in slot.members]
         names, shapes = [member.name for member in members], [list(member.box.shape) for member in members]
         options = recorded_options(training.optimizer, number)
-        groups.append(GroupRecord(options, names, numbers_of(slots), shapes, lacking_in(slots), kinds_of(slots)))
+        groups.append(GroupRecord(options, names, shapes=shapes, **recorded_entries(slots, keys)))
     scheduler = training.scheduler
     return StateRecord(
         optimizer=type(training.optimizer).__name__,

@@ -19,14 +19,14 @@ from ..engine.load import Load
 from ..errors import LoadError
 from ..holdings.marks import has_partition, is_adapted
 from ..holdings.own_names import named_parameters
-from ..holdings.slots import MASTER
+from ..holdings.slots import EXACT, MASTER
 from ..holdings.training import Training
 from ..loading.into import load_some_into, place_into
 from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
-from .layout import EXACT, opened, opened_from_hub_layout, persistent_buffers
+from .layout import opened, opened_from_hub_layout, persistent_buffers
 from .record import StateRecord
 
 

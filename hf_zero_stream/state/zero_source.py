@@ -67,7 +67,8 @@ def _group_record(group: ZeroGroup, views: Mapping[str, View]) -> GroupRecord:
         for key, values in group.numbers.items()
     }
     shapes = [list(views[name].sizes) for name in group.parameters]
-    return GroupRecord(dict(group.options), list(group.parameters), numbers, shapes)
+    others = {key: [[None, list(names)]] for key, names in group.nothing.items()}
+    return GroupRecord(dict(group.options), list(group.parameters), numbers, shapes, others=others)
 
 
 def _refuse_other_optimizer(zero: ZeroFolder, training: Training) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def message_of(work: Callable[[], Any]) -> str:
 
 
 def with_state(
-    optimizer: torch.optim.Optimizer, key: str, value: Callable[[torch.Tensor], Any], on: list[int]
+    optimizer: torch.optim.Optimizer, key: Any, value: Callable[[torch.Tensor], Any], on: list[int]
 ) -> None:
     """Have the optimizer keep `value` too, of its first parameter, on some ranks only."""
     if dist.get_rank() in on:
@@ -53,18 +54,25 @@ def with_state(
         optimizer.state[param][key] = value(param)
 
 
-class MuonWithAuxAdam(torch.optim.AdamW):
-    """DeepSpeed's has this name."""
+class PackedBits(torch.Tensor):
+    """As torchao's states of 8 bits: it says that it is as the parameter, and keeps codes and scales."""
 
 
 def refused_saves(folder: Path, target: Path) -> dict[str, str]:
     import hf_zero_stream
 
     found = {}
-    cases: dict[str, tuple[str, Callable[[torch.Tensor], Any], list[int]]] = {
+    cases: dict[str, tuple[Any, Callable[[torch.Tensor], Any], list[int]]] = {
         "blocks": ("absmax", lambda param: torch.zeros(3), [0, 1]),
         "blocks on one rank": ("absmax", lambda param: torch.zeros(3), [1]),
-        "8 bit": ("state1", lambda param: torch.zeros(param.to_local().shape, dtype=torch.uint8), [0, 1]),
+        "8 bit": ("state1", lambda param: torch.zeros(param.to_local().shape).as_subclass(PackedBits), [0, 1]),
+        "sparse": ("mask", lambda param: torch.zeros(param.to_local().shape).to_sparse(), [0, 1]),
+        "complex": ("phase", lambda param: torch.zeros_like(param, dtype=torch.complex64), [0, 1]),
+        "columns first": ("rows", lambda param: torch.zeros(param.to_local().t().shape).t(), [0, 1]),
+        "a name of ours": ("fp32", lambda param: torch.zeros_like(param), [0, 1]),
+        "no name": (3, lambda param: torch.zeros_like(param), [0, 1]),
+        "an object": ("projector", lambda param: object(), [0, 1]),
+        "another kind of dict": ("counts", lambda param: Counter(a=1), [0, 1]),
         "lists": ("preconditioners", lambda param: [torch.eye(2)], [0, 1]),
         "a rank's own": ("rms", lambda param: float(dist.get_rank()), [0, 1]),
         "a number on one rank": ("rms", lambda param: 1.0, [1]),
@@ -76,8 +84,8 @@ def refused_saves(folder: Path, target: Path) -> dict[str, str]:
         found[name] = message_of(lambda: hf_zero_stream.save_state(model, target, optimizer=optimizer))
         for state in optimizer.state.values():
             state.pop(key, None)
-    muon = MuonWithAuxAdam(model.parameters())
-    found["Muon"] = message_of(lambda: hf_zero_stream.save_state(model, target, optimizer=muon))
+    optimizer.state[torch.nn.Parameter(torch.ones(2))] = {"step": 1}
+    found["another tensor"] = message_of(lambda: hf_zero_stream.save_state(model, target, optimizer=optimizer))
     return found
 
 
@@ -113,11 +121,18 @@ def test_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> Non
     expected = {
         "blocks": r"UnsupportedError: The optimizer keeps absmax, torch.float32 of shape \(3,\), for model",
         "blocks on one rank": "UnsupportedError: .*The optimizer keeps absmax",
-        "8 bit": "UnsupportedError: The optimizer keeps state1, torch.uint8",
-        "lists": "UnsupportedError: The optimizer keeps preconditioners, a list",
+        "8 bit": "UnsupportedError: The optimizer keeps state1, .*It is a PackedBits",
+        "sparse": "UnsupportedError: The optimizer keeps mask, .*It is sparse",
+        "complex": "UnsupportedError: The optimizer keeps phase, .*complex",
+        "columns first": "UnsupportedError: The optimizer keeps rows, .*row-major order",
+        "a name of ours": "UnsupportedError: The optimizer keeps 'fp32' for model",
+        "no name": "UnsupportedError: The optimizer keeps 3 for model",
+        "an object": "UnsupportedError: the optimizer's projector of model.*: expected numbers",
+        "another kind of dict": "UnsupportedError: the optimizer's counts of .* would not come back as it is",
+        "lists": "UnsupportedError: the optimizer's preconditioners of .*, a list, has tensors in it",
+        "another tensor": "UnsupportedError: AdamW keeps a state of a tensor of shape .*in none of its groups",
         "a rank's own": "UnsupportedError: The optimizer keeps rms in group 0, which differs between ranks",
         "a number on one rank": "UnsupportedError: The optimizer keeps rms in group 0, which differs between ranks",
-        "Muon": "UnsupportedError: MuonWithAuxAdam keeps momentum that is orthogonalised",
     }
     for found in run_ranks(2, refused_saves, zoo_checkpoint("llama"), tmp_path / "state"):
         for name, pattern in expected.items():

@@ -16,7 +16,7 @@ from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ..own_names import named_parameters
-from ..slots import MASTER, Member, Slot, slots_of_parameters
+from ..slots import MASTER, Member, Slot, entries_of, slots_of_parameters
 from ..training import STEPS, Training
 from . import partitions
 from .masters import ZENFLOW, fragments_of
@@ -164,7 +164,7 @@ def _stage_3(model: nn.Module, wrapper: Any) -> Iterator[Slot]:
         yield Slot(
             wrapper.sub_group_to_group_id[number],
             flat,
-            wrapper.optimizer.state[flat],
+            entries_of(wrapper.optimizer, flat),
             members,
             is_apart=True,
             is_swapped=is_swapped,
@@ -184,6 +184,12 @@ def _swapped_in(wrapper: Any, number: int) -> Iterator[None]:
 
 def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> list[Slot]:
     """DeepSpeed trains this rank's part of each group's flat buffer; at stage 0 all of it, or of each parameter."""
+    is_muon = any(group.get("use_muon") for group in wrapper.optimizer.param_groups)
+    if is_muon and hasattr(wrapper, "real_dp_process_group") and not getattr(wrapper, "cpu_offload", False):
+        raise UnsupportedError(
+            "Muon keeps the momentum of whole matrices at stages 1 and 2, and not that of this rank's part of them. "
+            "Use stage 3, offload the optimizer to the CPU, or DeepSpeed's own checkpoints."
+        )
     names = {id(param): name for name, param in named_parameters(model)}
     trained = enumerate(group["params"] for group in wrapper.optimizer.param_groups)
     groups = {id(part): number for number, parts in trained for part in parts}
@@ -195,6 +201,6 @@ def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> 
         member = Member(names[id(param)], ParameterBox.whole(param.shape), first, start, stop, is_whole)
         members.setdefault(id(part), (part, []))[1].append(member)
     return [
-        Slot(groups[key], part, wrapper.optimizer.state[part], of_part, is_apart=True)
+        Slot(groups[key], part, entries_of(wrapper.optimizer, part), of_part, is_apart=True)
         for key, (part, of_part) in members.items()
     ]
