@@ -12,7 +12,7 @@ import torch
 from ..checkpoint.nodes import Blockwise, HostTensor, Leaf, Opaque, Pointwise, View
 from ..planning.boxes import Axis, Placed, box_of_view, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
-from ..ranks.accelerators import settle
+from ..ranks.accelerators import is_accelerator, settle
 from ..sources.base import ByteSource
 from .execute import execute_reads, run_in_threads
 from .lanes import copy_cast
@@ -57,6 +57,9 @@ class Evaluator:
 
     def place(self, plan: BatchPlan, leaves: Sequence[Leaf], destinations: Sequence[torch.Tensor]) -> None:
         """Carry out the placements of `plan`, which refer to `leaves` by number, in flat `destinations` by target."""
+        if not plan.placements:
+            return
+        settle(destinations)  # threads have streams of their own
         shared: list[tuple[Pointwise | Blockwise, Placement]] = []
         for placement in plan.placements:
             leaf = leaves[placement.leaf]
@@ -69,12 +72,12 @@ class Evaluator:
         def work(parts: Iterator[tuple[Pointwise | Blockwise, Placement, Placed]]) -> None:
             for leaf, placement, part in parts:
                 self._place_part(leaf, placement, part, destinations[placement.target])
+            settle(destinations)
 
         if shared:
             parts = ((leaf, placement, part) for leaf, placement in shared for part in self._parts(leaf, placement))
             run_in_threads(parts, work, self.threads)
-        if plan.placements:
-            settle(destinations)
+        settle(destinations)
 
     def _place(self, leaf: Leaf, placement: Placement, destination: torch.Tensor) -> None:
         match leaf:
@@ -96,6 +99,8 @@ class Evaluator:
         self, leaf: Pointwise | Blockwise, placement: Placement, part: Placed, destination: torch.Tensor
     ) -> None:
         values = self._elementwise(leaf, part) if isinstance(leaf, Pointwise) else self._blockwise(leaf, part)
+        if is_accelerator(destination.device) and not is_accelerator(values.device):
+            values = values.pin_memory()  # else the thread waits for the copy
         sizes, strides = [axis.size for axis in part.axes], [axis.to_stride for axis in part.axes]
         copy_cast(destination[part.to :].as_strided(sizes, strides), values, placement.casts)
 

@@ -30,6 +30,13 @@ from ..ranks import accelerators
 Managed = Any
 """FSDP2's record of a parameter that it shards, an ``FSDPParam``."""
 
+RELIED_ON = (
+    *("_module_info", "_sharded_param_data", "_sharding_spec", "device", "fsdp_placement", "mesh_info", "mp_policy"),
+    *("offload_to_cpu", "padded_sharded_param_size", "pin_memory", "sharded_param", "sharded_size"),
+    "_unsharded_dtensor_spec|_tp_spec",
+)
+"""The attributes of a record that this module reads, or one of several; `tests.drift` looks for them in versions."""
+
 
 @functools.cache
 def _param_class() -> Any:

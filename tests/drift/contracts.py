@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -15,9 +15,20 @@ from packaging.version import Version
 
 from hf_zero_stream.bindings.install import Row, Weight
 from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.holdings import fsdp
 
 
-PACKAGES = ("transformers", "accelerate", "deepspeed", "peft")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
+
+PYTHON_OF_TORCH = (
+    *("--only-binary=:all:", "--python-version", "3.12"),
+    *("--platform", "macosx_14_0_arm64", "--platform", "macosx_11_0_arm64"),
+)
+"""Has pip download torch's wheel for macOS: its Python is that of all others, which are gigabytes."""
+
+ATTRIBUTES = {"torch": ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", fsdp.RELIED_ON)}
+"""By package: a class of a module, and what we read of its objects; with "|" between names one is enough."""
+
 FOLDER = Path(".drift") / "sources"
 
 
@@ -28,7 +39,8 @@ def released(package: str, allowed: SpecifierSet) -> list[str]:
     )
     line = next(line for line in listing.stdout.splitlines() if line.startswith("Available versions:"))
     newest: dict[tuple[int, ...], Version] = {}
-    for version in map(Version, line.partition(":")[2].replace(" ", "").split(",")):
+    for each in line.partition(":")[2].replace(" ", "").split(","):
+        version = Version(Version(each).public)  # a build for CPUs has another name
         minor = version.release[:2]
         if version in allowed and version > newest.get(minor, Version("0")):
             newest[minor] = version
@@ -41,6 +53,7 @@ def source_of(package: str, version: str) -> Path:
     pattern = f"{package}-{version}[-.]*"
     if not list(FOLDER.glob(pattern)):
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+        pip += PYTHON_OF_TORCH if package == "torch" else ()
         subprocess.run([*pip, "--dest", str(FOLDER), f"{package}=={version}"], check=True)
     return next(FOLDER.glob(pattern))
 
@@ -118,6 +131,17 @@ def lacking(sources: Sources, row: Row) -> str:
     return ""
 
 
+def without_attributes(sources: Sources, module: str, name: str, wanted: Sequence[str]) -> list[str]:
+    """What no code of a class of these sources gives its objects, of the names that are `wanted`."""
+    tree = sources.module(module)
+    owner = None if tree is None else _found(tree, name)
+    if owner is None:
+        return [f"{module}:{name}"]
+    known = {name for node in ast.walk(owner) for name in _names(node)}
+    known |= {node.attr for node in ast.walk(owner) if isinstance(node, ast.Attribute)}
+    return [f"{name}.{each}" for each in wanted if known.isdisjoint(each.split("|"))]
+
+
 def faults(package: str, version: str) -> dict[Weight, list[str]]:
     """What a version lacks that the table says it has, by what that means."""
     sources = Sources(source_of(package, version))
@@ -126,4 +150,6 @@ def faults(package: str, version: str) -> dict[Weight, list[str]]:
         for row in rows:
             if row.package == package and row.is_of(version) and (what := lacking(sources, row)):
                 found.setdefault(row.weight, []).append(what)
+    if package in ATTRIBUTES and (names := without_attributes(sources, *ATTRIBUTES[package])):
+        found.setdefault(Weight.ESSENTIAL, []).extend(names)
     return found
