@@ -22,6 +22,9 @@ PACKED = "_hf_zero_stream_packed"
 CONVERTED = "_hf_zero_stream_origin"
 """The attribute of a converted layer of experts that says what it was; see :mod:`.deepspeed.original_experts`."""
 
+LOADED_FROM = "_hf_zero_stream_loaded_from"
+"""The attribute of a model with the path that it was loaded from, and arguments that say which checkpoint that is."""
+
 
 def has_partition(param: Any) -> bool:
     """Whether `param` is one of ZeRO-3's."""
