@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -252,6 +253,9 @@ def _own_part(
     settings = settings_in_force()
     found: dict[tuple[str, str, str], int] = {}
     loaded_in = getattr(module.config, "dtype", None)
+    kinds = {dtype_named(digest.dtype) for digests in sought.values() for digest in digests} | {loaded_in}
+    floating = [dtype for dtype in kinds if isinstance(dtype, torch.dtype) and dtype.is_floating_point]
+    widest = reduce(torch.promote_types, floating, torch.bfloat16)  # nothing is rounded on the way
 
     def see(name: str, first: int, values: torch.Tensor) -> None:
         dtypes = {dtype_named(digest.dtype) for digest in sought[name]}
@@ -270,7 +274,7 @@ def _own_part(
     path, arguments = place
     with closing(load), quiet(is_main=False), torch.no_grad():
         lazy, missing, _ = lazily_loaded_like(
-            module, path, load, dtype=torch.float32, is_quiet=True, ignore_mismatched_sizes=True, **arguments
+            module, path, load, dtype=widest, is_quiet=True, ignore_mismatched_sizes=True, **arguments
         )
         convert_lazy(module, lazy, missing)
         views = {
