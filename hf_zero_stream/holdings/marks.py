@@ -31,6 +31,12 @@ def has_partition(param: Any) -> bool:
     return hasattr(param, "ds_tensor")
 
 
+def lacks_values(model: nn.Module) -> bool:
+    """Whether ranks share the values of `model`, so that one rank alone has not got all of them."""
+    is_shared = any(map(has_partition, model.parameters())) or is_sharded(model)
+    return is_shared or is_packed(model) or has_converted_experts(model)
+
+
 def has_gathered(model: nn.Module) -> bool:
     """Whether any of the model's ZeRO-3 parameters are inside a ``GatheredParameters`` now."""
     if not any(map(has_partition, model.parameters())):
