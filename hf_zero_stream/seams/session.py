@@ -167,6 +167,10 @@ def get_init_context(session: Session, original: Original, cls: Any, *args: Any)
         modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
         # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
         contexts.append(modeling_utils.set_zero3_state())
+        if session.load.config.random_numbers == "stock" and not session.is_dry:
+            from .drawing import drawing
+
+            contexts += [modeling_utils.init.no_init_weights(), drawing(session.load.destination.device)]
         if is_users(cls):
             contexts = [each for each in contexts if not isinstance(each, torch.device)]
             from .building import parameters_on_meta

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
+from tests.support.changed_models import whole_values
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, count_lazy, make_accelerator
 from tests.support.parity import ds_config
@@ -53,22 +57,35 @@ def test_as_stock_under_fsdp2(cluster: None, zoo_checkpoint: Checkpoint, efficie
     assert has_drawn == [True, not efficient]
 
 
-def under_zero3(folder: Path) -> list[str]:
-    """The generators after a plain load and after ours, of a model whose ``__init__`` calls ``torch.randn``."""
+def under_zero3(folder: Path) -> list[Any]:
+    """Generators and the new head after a plain load, ours, stock's, and ours as stock's.
+
+    The model's ``__init__`` calls ``torch.randn``.
+    """
+    as_stock = hf_zero_stream.StreamingConfig(random_numbers="stock")
     found = []
-    for how in ({}, {"ds_config": ds_config(torch.float32)}):
+    for is_zero3, block in (
+        (False, nullcontext()),
+        (True, hf_zero_stream.streaming()),
+        (True, nullcontext()),
+        (True, hf_zero_stream.streaming(as_stock)),
+    ):
+        config = HfDeepSpeedConfig(ds_config(torch.float32)) if is_zero3 else None
         seed(5)
         before = generators()
-        with hf_zero_stream.streaming() if how else nullcontext():
-            transformers.ViTForImageClassification.from_pretrained(folder, dtype=torch.float32, **how)
-        found.append(generators())
-        assert found[-1] != before, "the head is new"
+        with block:
+            model = transformers.ViTForImageClassification.from_pretrained(folder, dtype=torch.float32)
+        assert generators() != before, "the head is new"
+        found.append((generators(), whole_values(model)["classifier.weight"].tolist()))
+        del model, config
+        gc.collect()
     return found
 
 
 def test_as_a_plain_load_under_zero3(cluster: None, tmp_path: Path) -> None:
+    """Or, if it is asked for, as stock's under ZeRO-3, which draws more."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8)
     transformers.ViTModel(config).save_pretrained(tmp_path)
-    for plain, ours in run_ranks(2, under_zero3, tmp_path):
-        assert ours == plain
+    for plain, ours, stock, as_stock in run_ranks(2, under_zero3, tmp_path):
+        assert ours == plain and as_stock == stock != plain
