@@ -43,7 +43,7 @@ _OURS = frozenset({"ds_config", "strict", "distributed_config", "tp_plan", "tp_s
 """Arguments of ``from_pretrained`` that stock does not know, or by which models are sharded."""
 
 _OF_CHECKPOINT = (
-    *("revision", "subfolder", "variant", "token", "cache_dir", "local_files_only"),
+    *("revision", "subfolder", "variant", "cache_dir", "local_files_only"),
     *("key_mapping", "use_safetensors", "gguf_file", "weights_only"),
 )
 """Those that say which checkpoint is loaded."""
@@ -72,11 +72,18 @@ def of_model(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def note_source(model: Any, path: Any, kwargs: Mapping[str, Any]) -> None:
-    """Note on `model` which checkpoint it has been loaded from, so that its values can be compared with it later."""
+    """Note on `model` which checkpoint it has been loaded from, so that its values can be compared with it later.
+
+    Without a token: a model may be pickled. What was downloaded is found by its commit, and needs none.
+    """
     if path is None:
         return
-    path = os.path.abspath(path) if os.path.exists(path) else str(path)
-    vars(model)[LOADED_FROM] = path, {name: kwargs[name] for name in _OF_CHECKPOINT if name in kwargs}
+    found = {name: kwargs[name] for name in _OF_CHECKPOINT if name in kwargs}
+    if os.path.exists(path):
+        path = os.path.abspath(path)
+    elif commit := getattr(getattr(model, "config", None), "_commit_hash", None):
+        found["revision"] = commit
+    vars(model)[LOADED_FROM] = str(path), found
 
 
 def _is_stocks(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:

@@ -159,3 +159,10 @@ def test_frozen_adapters_come_back(bases: Path, tmp_path: Path) -> None:
     hf_zero_stream.load_state(model, tmp_path, optimizer=optimizer)
     after = dict(model.named_parameters())
     assert before and all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_no_token_is_kept(bases: Path) -> None:
+    """A model that knows where it came from may be pickled, and sent elsewhere."""
+    with hf_zero_stream.streaming():
+        model = transformers.AutoModelForCausalLM.from_pretrained(bases, token="hf_secret", dtype=torch.float32)
+    assert str(bases) in str(vars(model)) and "hf_secret" not in str(vars(model))
