@@ -22,10 +22,19 @@ PACKED = "_hf_zero_stream_packed"
 CONVERTED = "_hf_zero_stream_origin"
 """The attribute of a converted layer of experts that says what it was; see :mod:`.deepspeed.original_experts`."""
 
+LOADED_FROM = "_hf_zero_stream_loaded_from"
+"""The attribute of a model with the path that it was loaded from, and arguments that say which checkpoint that is."""
+
 
 def has_partition(param: Any) -> bool:
     """Whether `param` is one of ZeRO-3's."""
     return hasattr(param, "ds_tensor")
+
+
+def lacks_values(model: nn.Module) -> bool:
+    """Whether ranks share the values of `model`, so that one rank alone has not got all of them."""
+    is_shared = any(map(has_partition, model.parameters())) or is_sharded(model)
+    return is_shared or is_packed(model) or has_converted_experts(model)
 
 
 def has_gathered(model: nn.Module) -> bool:

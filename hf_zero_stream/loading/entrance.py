@@ -6,6 +6,7 @@ of what streams, which takes longer than such a load.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..bindings.table import refuse_lacking
-from ..holdings.marks import accelerator_state, is_dequantised
+from ..holdings.marks import LOADED_FROM, accelerator_state, is_dequantised
 from ..seams.ds_config import found_config
 from ..settings import scope
 from ..settings.config import StreamingConfig, announces_fsdp2, announces_zero3
@@ -41,6 +42,12 @@ PROCESSOR_FILES = (
 _OURS = frozenset({"ds_config", "strict", "distributed_config", "tp_plan", "tp_size", "device_mesh"})
 """Arguments of ``from_pretrained`` that stock does not know, or by which models are sharded."""
 
+_OF_CHECKPOINT = (
+    *("revision", "subfolder", "variant", "cache_dir", "local_files_only"),
+    *("key_mapping", "use_safetensors", "gguf_file", "weights_only"),
+)
+"""Those that say which checkpoint is loaded."""
+
 _LOADS = f"{__package__}.integration"
 """What streams. Once it is there, a load may be inside another one."""
 
@@ -56,11 +63,27 @@ def of_model(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
         result = from_pretrained(original, cls, *args, **kwargs)
     model = result[0] if isinstance(result, tuple) else result
+    note_source(model, args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
     if is_dequantised(model):
         from ..seams.dequantised import forget_quantizer
 
         forget_quantizer(model)
     return result
+
+
+def note_source(model: Any, path: Any, kwargs: Mapping[str, Any]) -> None:
+    """Note on `model` which checkpoint it has been loaded from, so that its values can be compared with it later.
+
+    Without a token: a model may be pickled. What was downloaded is found by its commit, and needs none.
+    """
+    if path is None:
+        return
+    found = {name: kwargs[name] for name in _OF_CHECKPOINT if name in kwargs}
+    if os.path.exists(path):
+        path = os.path.abspath(path)
+    elif commit := getattr(getattr(model, "config", None), "_commit_hash", None):
+        found["revision"] = commit
+    vars(model)[LOADED_FROM] = str(path), found
 
 
 def _is_stocks(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:

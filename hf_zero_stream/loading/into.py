@@ -31,6 +31,7 @@ from ..seams.wrappers import unwrapped
 from ..settings.config import refuse_settings
 from .choice import refuse_sharding
 from .dry_load import lazily_loaded_like
+from .entrance import note_source
 from .integration import finish_saves_into
 
 
@@ -72,7 +73,9 @@ def load_into(model: Any, path: str, *, strict: bool = True, **kwargs: Any) -> L
         >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)
         >>> hf_zero_stream.load_into(engine, "checkpoints/best")
     """
-    return load_some_into(model, path, set(), strict=strict, **kwargs)
+    report = load_some_into(model, path, set(), strict=strict, **kwargs)
+    note_source(_inside(model), path, kwargs)
+    return report
 
 
 def load_some_into(
@@ -115,17 +118,19 @@ def place_into(
     strict: bool = False,
     with_masters: bool = True,
     coordinator: Coordinator | None = None,
+    takes_packed: bool = False,
 ) -> LoadReport:
     """Stream what `lazy_model` gives, which is in the folder `path`, into a model, but not parameters `without`.
 
-    `live_model` may be any module. `lazy_model` is called by all ranks together, with the load that reads for them.
-    What it gives has, under own names, lazy parameters and buffers. For `coordinator` see :func:`load_some_into`.
-    Raises what :func:`load_into` raises.
+    `live_model` may be any module; if it `takes_packed`, also one with packed weights, of which nothing is given.
+    `lazy_model` is called by all ranks together, with the load that reads for them. What it gives has, under own
+    names, lazy parameters and buffers. For `coordinator` see :func:`load_some_into`. Raises what :func:`load_into`
+    raises.
     """
     with _before_meeting(coordinator):
         config = replace(settings_in_force(), strict=strict)
         fill_whole(live_model)
-        if is_packed(live_model):
+        if is_packed(live_model) and not takes_packed:
             raise UnsupportedError(
                 "load_into(model): the model's weights are packed as in the checkpoint that it was loaded from "
                 "(keep_quantized). Load it anew with from_pretrained."

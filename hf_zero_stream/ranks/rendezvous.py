@@ -262,11 +262,9 @@ class Round:
 
     def _remind(self, absent: Sequence[int], waited_s: float) -> None:
         text = f"Waiting since {waited_s:.0f} s for {_ranks(absent)} to {self._occasion.name}. "
-        if self._occasion.is_optional:
-            text += self._strangers(absent) + self._occasion.advice
-        elif waited_s > STRANGER_S:
+        if self._occasion.is_optional or waited_s > STRANGER_S:
             text += self._strangers(absent)
-        logger.warning(text.strip())
+        logger.warning(text + self._occasion.advice)
 
     def _strangers(self, absent: Sequence[int]) -> str:
         """What it may mean that some of these ranks have made no contact, if so."""

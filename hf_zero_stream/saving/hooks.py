@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 from ..bindings.install import standing_in
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
-from ..holdings.marks import is_gathered_whole
+from ..holdings.marks import is_gathered_whole, lacks_values
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
@@ -54,6 +54,8 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
     if not active_configs() or not shares_its_model(model):
         return original(self, model, *args, **kwargs)
     inner = unwrapped(model)
+    if not lacks_values(inner) and not calls.is_led():  # rank 0 may be the only one to ask, as in stock
+        return original(self, model, *args, **kwargs)
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
         return inner.state_dict() if dist.get_rank() == 0 else None
     why = _asked_by.get() or _not_its_own(replaced_methods_of(self))
@@ -80,10 +82,13 @@ def _not_its_own(methods: Sequence[str]) -> str:
 def save_model(
     original: Callable[..., Any], self: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """As accelerate's function: save weights and no config, under the model's own names."""
+    """As accelerate's function: save weights and no config, under the model's own names.
+
+    Where each rank has the whole model, this is accelerate's: rank 0 may be the only one to call it.
+    """
     call = inspect.signature(original).bind(self, model, save_directory, *args, **kwargs)
     call.apply_defaults()
-    is_ours = active_configs() and shares_its_model(model)
+    is_ours = active_configs() and shares_its_model(model) and lacks_values(unwrapped(model))
     if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, model, save_directory, *args, **kwargs)
     why = _not_its_own(replaced_methods_of(self) + ([] if is_of_accelerate(original) else ["save_model"]))

@@ -92,7 +92,7 @@ class Preparation:
     def _circumstances(self, content: Content) -> Any:
         """What plans depend on beside what is held: names, ties, buffers, the configs that are written."""
         settings = (self.single_writer, self.coordinator.world_size, self.settings)
-        return circumstances(self.model), content.dtype, len(content.beside), settings
+        return circumstances(self.model), content.dtype, len(content.beside), content.buffers, settings
 
     def _planned_as_before(self, place: Path, content: Content, kept: _Kept | None) -> list[Planned] | None:
         """By the plan of the last save; None if anything but values is another on any rank."""
@@ -207,6 +207,7 @@ class Content:
         check: raises if what is laid out cannot be loaded; called on rank 0, with a folder where shards have their
             headers and no values yet.
         beside: what is held as this is, and is saved by the same plan.
+        buffers: the names of those that are saved with what is held.
     """
 
     lay_out: LayOut
@@ -216,6 +217,7 @@ class Content:
     held: Held | None = None
     check: Callable[[Path], None] | None = None
     beside: Sequence[Beside] = ()
+    buffers: frozenset[str] = frozenset()
 
     def planned(self, parameters: Sequence[Parameters], shards: list[ShardToWrite], plan: SavePlan) -> list[Planned]:
         """What is written of this by one plan, and of what is beside it, for each from its `parameters`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..bindings.table import keep_watching
 from ..checkpoint.formats import check_files, distributed_file, is_always_map, read_index_file, row_of
-from ..destinations.base import refuse_wrapped
+from ..destinations.base import random_state, refuse_wrapped, set_random_state
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..holdings.marks import has_partition, keeping_groups
 from ..ranks.coordinator import Coordinator
@@ -349,12 +349,31 @@ def initialize_weights(
         if not session.builds_values:  # the parameters are on the meta device still
             original(self, module, *args, **kwargs)
     elif session.inside is None:  # else the outer model's load initialises it
-        session.load.destination.initialise(lambda: original(self, module, *args, **kwargs), module)
+        with _drawing_apart(session) if session.draws_apart else nullcontext():
+            session.load.destination.initialise(lambda: original(self, module, *args, **kwargs), module)
+
+
+@contextmanager
+def _drawing_apart(session: Session) -> Iterator[None]:
+    """Inside, random numbers go on from those of the session; the caller's stay what they are."""
+    mine = random_state()
+    if session.random_state is not None:
+        set_random_state(session.random_state)
+    try:
+        yield
+    finally:
+        session.random_state = random_state()
+        set_random_state(mine)
 
 
 @in_session
 def is_fsdp_enabled(session: Session, original: Original) -> bool:
-    """Ignore the environment variable by which FSDP loads on rank 0 alone: this load streams."""
+    """Ignore the environment variable by which FSDP loads on rank 0 alone: this load streams.
+
+    By it, other ranks of a host draw no random numbers in stock's load. Here they initialise what the checkpoint
+    lacks, so they draw apart: what their programs draw next is what it is in stock.
+    """
+    session.draws_apart = session.draws_apart or (original() and not modeling_utils.is_local_dist_rank_0())
     return False
 
 

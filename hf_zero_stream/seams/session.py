@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, modeling_utils
 
 from ..bindings.install import Moment, Replacement
 from ..bindings.table import TABLE
+from ..destinations.base import RandomState
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError
 from .ds_config import zero3_hidden
@@ -67,6 +68,8 @@ class Session:
         placing: places the lazy model's values, once transformers knows which of them are missing.
         called: the names of the functions of ours that transformers has called, each in place of its own.
         lacks: whether its checkpoint lacks parameters or buffers, which transformers initialises.
+        draws_apart: whether this rank draws no random numbers in stock's load, where it initialises nothing.
+        random_state: those that it initialises from then, once it has begun.
         spares, chains: caches of :mod:`.keys`.
     """
 
@@ -88,6 +91,8 @@ class Session:
     placing: Callable[[], None] | None = field(default=None, init=False)
     called: set[str] = field(default_factory=set, init=False)
     lacks: bool = field(default=False, init=False)
+    draws_apart: bool = field(default=False, init=False)
+    random_state: RandomState | None = field(default=None, init=False)
     spares: dict[int, tuple[Any, Any]] = field(default_factory=dict, init=False)
     chains: dict[int, Any] = field(default_factory=dict, init=False)
 
@@ -162,6 +167,10 @@ def get_init_context(session: Session, original: Original, cls: Any, *args: Any)
         modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
         # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
         contexts.append(modeling_utils.set_zero3_state())
+        if session.load.config.random_numbers == "stock" and not session.is_dry:
+            from .drawing import drawing
+
+            contexts += [modeling_utils.init.no_init_weights(), drawing(session.load.destination.device)]
         if is_users(cls):
             contexts = [each for each in contexts if not isinstance(each, torch.device)]
             from .building import parameters_on_meta

@@ -49,9 +49,9 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 class StreamingConfig:
     """How a streaming load or save uses memory, disks, threads and the terminal.
 
-    None of the settings but `keep_quantized` changes what is loaded, only how, and what `strict` refuses. Each rank
-    may have its own settings, except for `read_from`, `share_reads`, `strict`, `verify`, `keep_quantized` and, where
-    ranks share the reading, `staging_bytes`.
+    None of the settings but `keep_quantized` and `random_numbers` changes what is loaded, only how, and what `strict`
+    refuses. Each rank may have its own settings, except for `read_from`, `share_reads`, `strict`, `verify`,
+    `keep_quantized`, `random_numbers` and, where ranks share the reading, `staging_bytes`.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
@@ -93,6 +93,13 @@ class StreamingConfig:
     formats. So are those that a `BitsAndBytesConfig` quantises while they are loaded. A `quantization_config` with
     `dequantize=True` counts more. False dequantises where transformers would, and leaves the rest to stock. True
     raises where weights cannot be kept so in a sharded model; `"auto"` warns, and loads as with False.
+    """
+
+    random_numbers: Literal["plain", "stock"] = "plain"
+    """Under ZeRO-3, which load uses up as many random numbers as this one: a plain one, or stock's under ZeRO-3.
+
+    They differ for models whose `__init__` draws values that the checkpoint replaces (CLIP, ViT, SigLIP, DINOv2,
+    BLIP): stock draws them, and a plain load does not. Loaded values are equal; what is drawn next is not.
     """
 
     strict: bool = False

@@ -7,7 +7,6 @@ from functools import partial
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..holdings.marks import is_adapted, is_packed
 from ..holdings.own_names import adapter_names, named_parameters, own_names
 from ..holdings.slots import MASTER
 from ..holdings.training import Training
@@ -15,22 +14,11 @@ from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import held_values
 from ..saving.preparation import Content
 from ..seams.adapted import lay_out_adapters
-from .layout import persistent_buffers
 
 
 def keys_of(keys: list[str]) -> list[str]:
     """The states `keys`, and the values that are trained: no file of weights has them under the model's names."""
     return [*(key for key in keys if key != MASTER), MASTER]
-
-
-def buffers_of(model: nn.Module) -> set[str]:
-    """The persistent buffers of a model of PEFT's: a training may change them, and no file of weights has them.
-
-    None of a quantised one, whose layers keep the frozen base in buffers.
-    """
-    if not is_adapted(model) or getattr(model, "hf_quantizer", None) is not None or is_packed(model):
-        return set()
-    return set(persistent_buffers(model).values())
 
 
 def refuse_unreachable(training: Training) -> None:

@@ -21,7 +21,6 @@ from ..destinations.skeleton import filled, of_same_shape, skeleton_of, stand_in
 from ..engine.load import Load
 from ..holdings.marks import has_converted_experts, is_adapted
 from ..holdings.own_names import own_names, own_or_clean
-from ..holdings.slots import EXACT
 from ..loading.dry_load import lazily_loaded_like
 from ..saving.parameters import NewParameters
 from ..seams.session import LazyModel
@@ -33,13 +32,20 @@ def index_name(key: str | None) -> str:
 
 
 def lay_out(
-    key: str | None, max_shard_size: int | str, folder: Path, parameters: NewParameters, *, others: Sequence[str] = ()
+    key: str | None,
+    max_shard_size: int | str,
+    folder: Path,
+    parameters: NewParameters,
+    *,
+    others: Sequence[str] = (),
+    buffers: Collection[str] = (),
 ) -> list[NotedShard]:
-    """Shards with the state `key`, or with weights.
+    """Shards with the state `key`, or with weights; and those of the model's `buffers`, of which rank 0's are written.
 
     Their index, if there are several, is written into `folder`, and for `others`, states that are laid out alike, too.
     """
-    entries = {name: it for name, it in parameters.own_entries().items() if isinstance(it, torch.Tensor)}
+    entries = parameters.own_entries(buffers=buffers)
+    entries = {name: it for name, it in entries.items() if isinstance(it, torch.Tensor)}
     stem = "model" if key is None else f"model.{key}"
     split = split_torch_state_dict_into_shards(
         entries, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
@@ -57,11 +63,6 @@ def lay_out(
 def shard_of(key: str | None, first: str | None, shard: str) -> str:
     """The name of the shard that has of the state `key` what the one named `shard` has of the state `first`."""
     return shard.replace(f".{first}", f".{key}", 1)
-
-
-def lay_out_exact(names: Collection[str], folder: Path, parameters: NewParameters) -> list[NotedShard]:
-    """A shard with the `parameters`, and the buffers among `names`, of which rank 0's values are written."""
-    return [NotedShard(f"model.{EXACT}.safetensors", parameters.own_entries(buffers=names), {"format": "pt"})]
 
 
 def files_of(place: Path, key: str | None) -> list[Path]:

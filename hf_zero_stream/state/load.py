@@ -28,6 +28,7 @@ from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
 from ..sources.local import LocalFiles
 from . import adapters, schedules
+from .base import refuse_other_base
 from .entries import Recorded, prepare_entries, refuse_lost, set_entries
 from .groups import drop_options, set_group, set_option
 from .plain import restored
@@ -120,11 +121,13 @@ def load_state(
             names = own_names(training.model)
             found = found.renamed(partial(own_or_clean, names))
             record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place))
-            training = training.of_trained({name for group in record.groups for name in group.parameters})
+            training = training.of_trained(_trained_in(record))
             swapped, values = training.swapped_masters, record.with_masters
             if isinstance(found, StateRecord) and has_more(training.model, values - swapped):
                 needs_all = not values or bool(swapped)
                 coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
+            if isinstance(found, StateRecord) and is_adapted(training.model):
+                refuse_other_base(training.model, record, place, coordinator, _trained_in(record))
         with training.changing():
             drop_options(training.optimizer, record)
             prepare_entries(training.optimizer, training.slots, record)
@@ -182,11 +185,17 @@ def load_without_optimizer(
         if has_more(model, values):
             needs_all = has_its_own or not record.with_masters
             coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
+        if is_adapted(model):
+            refuse_other_base(model, record, place, coordinator, _trained_in(record))
         load_model_values(model, folder, place, record, values, coordinator, strict=strict)
     if not only_weights and engine.optimizer is not None:
         training = training_of(engine, None, scheduler, None, None, coordinator)
         _set_rest(training, record if with_scheduler else replace(record, scheduler=None))
     return record.data_for(coordinator.rank)
+
+
+def _trained_in(record: StateRecord) -> set[str]:
+    return {name for group in record.groups for name in group.parameters}
 
 
 def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRecord | ZeroFolder]:

@@ -17,6 +17,7 @@ from ..checkpoint.format import parse_object
 from ..errors import CheckpointError
 from ..holdings.slots import MASTER, Slot, is_kind
 from ..sources.base import is_plain_name
+from .digests import Digest
 from .plain import restored
 
 
@@ -114,6 +115,9 @@ class StateRecord:
         optimizer: its class.
         keys: the elementwise states, each in files of its own.
         exact: own names of buffers and parameters whose values are in the state, as no weights have them as they are.
+        base: of adapters, digests of what is not trained and not in the state, by own names (:mod:`.base`); None: they
+            are not known.
+        base_of: where that was loaded from.
         scheduler: its class and its state.
         data: what the user gave; on rank 0, if ranks gave different things.
         data_of_ranks: what each of them gave then, else None.
@@ -126,6 +130,8 @@ class StateRecord:
     keys: Sequence[str]
     groups: Sequence[GroupRecord]
     exact: Sequence[str] = ()
+    base: Mapping[str, Sequence[Any]] | None = None
+    base_of: str = ""
     scheduler: Mapping[str, Any] | None = None
     scaler: Mapping[str, Any] | None = None
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -143,6 +149,10 @@ class StateRecord:
         return {name for group in self.groups for name in group.parameters} if MASTER in self.keys else set()
 
     @property
+    def base_digests(self) -> dict[str, Digest] | None:
+        return None if self.base is None else {name: Digest.of_json(value) for name, value in self.base.items()}
+
+    @property
     def is_in_hub_layout(self) -> bool:
         """Whether the states lie as weights do in the hub's checkpoint, and not as the parameters themselves."""
         return self.version == _HUB_LAYOUT
@@ -150,7 +160,8 @@ class StateRecord:
     def renamed(self, rename: Callable[[str], str]) -> StateRecord:
         """This record with other names of parameters."""
         groups = [group.renamed(rename) for group in self.groups]
-        return replace(self, groups=groups, exact=[*map(rename, self.exact)])
+        base = None if self.base is None else {rename(name): value for name, value in self.base.items()}
+        return replace(self, groups=groups, exact=[*map(rename, self.exact)], base=base)
 
     def with_data_of(self, ranks: Sequence[Any]) -> StateRecord:
         """This record of rank 0's with the data that all ranks gave."""
@@ -206,6 +217,13 @@ def _is_dict(value: Any, kind: type) -> bool:
     return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
 
 
+def _is_base(value: Any) -> bool:
+    try:
+        return value is None or all(isinstance(Digest.of_json(it), Digest) for it in value.values())
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
 def _is_integer(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**63
 
@@ -253,6 +271,8 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "optimizer": lambda value: isinstance(value, str),
     "keys": lambda value: isinstance(value, list) and all(map(_is_key, value)),
     "exact": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
+    "base": _is_base,
+    "base_of": lambda value: isinstance(value, str),
     "scheduler": _is_scheduler,
     "scaler": lambda value: value is None or _is_dict(value, object),
     "counters": lambda value: _is_dict(value, int) and all(map(_is_integer, value.values())),

@@ -41,9 +41,11 @@ from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Beside, Content, Ending, LayOut, refuse_other_tensors
 from ..saving.save import Save
 from . import adapters, rng, schedules, zero_tools
+from .base import split_base
+from .digests import places_of
 from .entries import recorded_entries, refuse_lost
 from .groups import recorded_options
-from .layout import index_name, lay_out, lay_out_exact, shard_of
+from .layout import index_name, lay_out, shard_of
 from .plain import plain
 from .record import (
     FILE,
@@ -133,7 +135,7 @@ def save_state(
         if is_adapted(training.model):
             adapters.refuse_unreachable(training)
             keys = adapters.keys_of(keys)
-        exact = _exact(training.model, coordinator)
+        exact = sorted(changed_in_weights(training.model, coordinator)) if not is_adapted(training.model) else []
         data = plain(data, "data", exactly=True, with_tensors=True)
         record = _record(training, keys, exact, data, coordinator.world_size)
         refuse_lost(training, record, folder, is_new=True)
@@ -146,6 +148,10 @@ def save_state(
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
         refuse_ranks_apart(digests)
         record = record.with_data_of(data)
+        if is_adapted(training.model):
+            exact, digests_of_base = split_base(training, coordinator)
+            base = {name: digest.to_json() for name, digest in digests_of_base.items()}
+            record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
         name, replaced = coordinator.broadcast(partial(_name, folder, tag, keep_older))
         contents: list[Content] = []
         in_state = record.with_masters | {*exact}
@@ -159,8 +165,12 @@ def save_state(
         contents += [_contents(training, name, group, max_shard_size) for group in together]
         if exact:
             held = partial(held_values, training.model, exact, coordinator)
-            laid_out = partial(lay_out_exact, exact)
-            contents.append(Content(lay_out=laid_out, index_name=index_name(EXACT), folder=name, held=held))
+            laid_out = partial(lay_out, EXACT, max_shard_size, buffers=exact)
+            contents.append(
+                Content(
+                    lay_out=laid_out, index_name=index_name(EXACT), folder=name, held=held, buffers=frozenset(exact)
+                )
+            )
 
         def fingerprinted(folder: Path) -> str | None:
             if not with_weights:
@@ -169,7 +179,7 @@ def save_state(
             return None if is_adapted(training.model) else fingerprint_of_new(folder)
 
         act = save.start if asynchronous else save.run
-        names = zero_tools.names_of(training, keys) if coordinator.is_main else {}  # rank 0 writes them
+        names = zero_tools.names_of(training, keys, exact) if coordinator.is_main else {}  # rank 0 writes them
         beside = partial(
             _write_record, name, record, random_states, fingerprinted, names, zero_tools.has_zero(trained)
         )
@@ -196,13 +206,6 @@ def _laid_out(lay_out: LayOut, folder: Path, parameters: Any) -> list[NotedShard
         raise
     except RuntimeError as error:  # transformers', of tensors that share memory; DeepSpeed saves these
         raise UnsupportedError(f"transformers does not save the weights of this model: {error}") from error
-
-
-def _exact(model: nn.Module, coordinator: Coordinator) -> list[str]:
-    """What no file of weights has as it is: the buffers beside adapters, and what conversions compute with."""
-    if is_adapted(model):
-        return sorted(adapters.buffers_of(model))
-    return sorted(changed_in_weights(model, coordinator))
 
 
 def _of_same_dtypes(training: Training, keys: Sequence[str]) -> list[list[str]]:

@@ -107,7 +107,7 @@ def _load_laid_out(
         _refuse_lacking(place, found, needed if strict else set())
         return found
 
-    place_into(model, str(place), lazy_model, without, **how)
+    place_into(model, str(place), lazy_model, without, takes_packed=True, **how)
 
 
 def _refuse_lacking(place: Path, found: LazyModel, needed: set[str]) -> None:

@@ -24,6 +24,7 @@ from ..loading.into import place_into
 from ..pickled.zero_folder import FP32, ZeroFolder, ZeroGroup
 from ..ranks.coordinator import Coordinator
 from ..seams.session import LazyModel
+from .base import quantised_names
 from .groups import ADAMS
 from .record import GroupRecord, StateRecord
 from .schedules import class_of
@@ -118,7 +119,19 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
         first = load.checkpoint.add(zero.shards)
         return lazy(load, {f"{key}.{name}": view for key in keys for name, view in zero.views(key, first).items()})
 
-    if is_adapted(training.model):  # its base is what it was
+    place = partial(place_into, training.model, zero.path, coordinator=coordinator)
+    if is_adapted(training.model):
+        quantised = quantised_names(training.model)  # which do not lie there as they do in memory
+
+        def base(load: Load) -> LazyModel:
+            first = load.checkpoint.add(zero.shards)
+            frozen, buffers = (
+                lazy(load, {name: view for name, view in views.items() if name not in quantised})
+                for views in (zero.frozen(first), zero.buffers(first))
+            )
+            return StandIn(frozen, buffers), set(), set()
+
+        place(base, set(), with_masters=False, takes_packed=True)
         load_states(training, [*zero.keys, MASTER], states, coordinator, with_masters=True)
         training.copy_masters()
         return
@@ -132,7 +145,6 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
         return StandIn(lazy(load, {**trained, **frozen}), lazy(load, buffers)), set(), set()
 
     # Masters that are in swap files come as moments do, after the weights that belong to them.
-    place = partial(place_into, training.model, zero.path, coordinator=coordinator)
     place(partial(weights, without=set()), set(), with_masters=not swapped)
     if swapped and swapped != zero.views().keys():
         place(partial(weights, without=swapped), set())
@@ -142,7 +154,13 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
 def _say_what_is_not_there(training: Training, zero: ZeroFolder) -> None:
     known = {*zero.views(), *zero.frozen(), *zero.shared}
     unknown = [name for name, _ in named_parameters(training.model) if name not in known]
-    if unknown and not is_adapted(training.model):
+    if unknown and is_adapted(training.model):
+        logger.warning(
+            f"{zero.path}: DeepSpeed was told to leave out what is not trained, so it has no values for "
+            f"{len(unknown)} parameters of the base, among them {unknown[0]}. They stay as they are: nothing shows "
+            "whether they are those that the adapters were trained with."
+        )
+    elif unknown:
         logger.warning(
             f"{zero.path}: it has no values for {len(unknown)} parameters, among them {unknown[0]}, which is not "
             "trained either. They stay as they are."

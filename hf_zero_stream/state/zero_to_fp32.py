@@ -90,7 +90,7 @@ def state_dict_of(
     buffers, frozen = names.get("buffers", {}), names.get("frozen", {})
     wanted = {**buffers, **({} if exclude_frozen_parameters else frozen)}
     wanted |= {name: names.get("trained", {}).get(name, [name, None]) for name in trained if name not in masters}
-    exact = _Tensors(place, "model.exact", "") if record.get("exact") else None
+    exact = _Tensors(place, "model.exact", "model.safetensors.index.exact.json") if record.get("exact") else None
     left_out_frozen = frozen if exclude_frozen_parameters else {}
     found: dict[str, torch.Tensor] = {
         name: exact[name] for name in record.get("exact", ()) if exact is not None and name not in left_out_frozen

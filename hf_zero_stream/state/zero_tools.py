@@ -10,7 +10,7 @@ import io
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def has_zero(trained: Any) -> bool:
     return bool(getattr(trained, "zero_optimization", bool)())
 
 
-def names_of(training: Training, keys: Sequence[str]) -> Mapping[str, Any]:
+def names_of(training: Training, keys: Sequence[str], exact: Collection[str] = ()) -> Mapping[str, Any]:
     """What :mod:`.zero_to_fp32` and a conversion must know to give all tensors of the model, by DeepSpeed's names.
 
     That is, by the model's name for it, the name in the files of weights and the shape: of buffers, of what is frozen,
@@ -78,8 +78,9 @@ def names_of(training: Training, keys: Sequence[str]) -> Mapping[str, Any]:
     }
     named = named_buffers(model, remove_duplicate=False)
     buffers = {name: list(buffer.shape) for name, buffer in named if persistent.get(name) == name}
-    if is_adapted(model):  # the base is not saved
-        return {"shared": shared, "live": live, "left_out": len(frozen)}
+    if is_adapted(model):  # of the base, only what is `exact`ly in the state is saved
+        in_state = {name: [None, shape] for name, shape in frozen.items() if name in exact}
+        return {"shared": shared, "live": live, "frozen": in_state, "left_out": len(frozen) - len(in_state)}
     noted = {"buffers": buffers, "frozen": frozen, "trained": {} if MASTER in keys else trained}
     stored = stored_names(model, {name: shape for shapes in noted.values() for name, shape in shapes.items()})
     found: dict[str, Any] = {

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving.calls import led
 from tests import sampling
+from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different, trainer_arguments
@@ -179,6 +181,56 @@ def saved_by_one(checkpoint: Path, folder: Path) -> None:
 def test_saving_is_for_all_ranks(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     run_ranks(2, saved_by_one, zoo_checkpoint("qwen3_moe", torch.bfloat16), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["together"]
+
+
+def by_rank_0_alone(checkpoint: Path, folder: Path, stage: int) -> None:
+    """What needs no other rank, while these train on."""
+    import hf_zero_stream
+
+    accelerator, engine = prepared(checkpoint, stage)
+    for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
+        with context:
+            if accelerator.is_main_process:
+                values = accelerator.get_state_dict(engine)
+                accelerator.unwrap_model(engine).save_pretrained(folder / name, state_dict=values)
+                torch.save(values, folder / name / "model.pt")
+                accelerator.save_model(engine, folder / name / "save_model")
+            accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_rank_0_alone(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, stage: int) -> None:
+    """At stages 1 and 2 each rank has the whole model, and its state dict has values."""
+    run_ranks(2, by_rank_0_alone, zoo_checkpoint("llama", torch.bfloat16), tmp_path, stage, timeout=60)
+    for name in ("", "save_model"):
+        assert different(tmp_path / "ours" / name, tmp_path / "stock" / name) == []
+    ours, stock = (torch.load(tmp_path / name / "model.pt") for name in ("ours", "stock"))
+    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], value) for name, value in stock.items())
+
+
+def reminded(checkpoint: Path, folder: Path) -> str:
+    """What rank 0 says when it begins to wait for a save that ranks must make together."""
+    import hf_zero_stream
+    from hf_zero_stream.saving import save as saving
+
+    saving.ARRIVAL_S = 3.0
+    saving.SAVE = replace(saving.SAVE, reminder_s=0.5)
+    accelerator, engine = prepared(checkpoint)
+    with hf_zero_stream.streaming(), warnings_of("hf_zero_stream.ranks.rendezvous") as said:
+        state_dict = accelerator.get_state_dict(engine)
+        if accelerator.is_main_process:
+            with pytest.raises(SaveError):
+                accelerator.unwrap_model(engine).save_pretrained(folder, state_dict=state_dict)
+        accelerator.wait_for_everyone()
+    return "".join(said)
+
+
+def test_the_first_reminder_says_what_to_change(
+    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    said, _ = run_ranks(2, reminded, zoo_checkpoint("llama", torch.bfloat16), tmp_path)
+    assert "for rank 1 to save. All of them must call save_pretrained" in said
+    assert "take it out of `if accelerator.is_main_process:`" in said
 
 
 def values_of_a_state_dict(checkpoint: Path) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 import json
+import pickle
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, core_model_loading
@@ -21,7 +25,7 @@ from tests.support.streams import change, differing, patched, saved, taken
 from tests.sweep.fixes import NO_LOADING_INFO
 
 
-__all__ = ["class_of", "info_differences", "load", "load_plain", "recorded_ops", "saved_differences"]
+__all__ = ["class_of", "generators", "info_differences", "load", "load_plain", "recorded_ops", "saved_differences"]
 
 SAVED_SHARD_SIZE = "100KB"
 """Most tiny models then have several shards."""
@@ -41,6 +45,8 @@ def load(loader: Any, folder: Path, dtype: torch.dtype, **kwargs: Any) -> tuple[
     """Load; every load starts from the same random numbers, and memory nobody wrote to reads as NaN, not as chance."""
     gc.collect()
     torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         if json.loads((folder / "config.json").read_text())["architectures"][0] in NO_LOADING_INFO:
@@ -48,6 +54,12 @@ def load(loader: Any, folder: Path, dtype: torch.dtype, **kwargs: Any) -> tuple[
         return loader.from_pretrained(folder, dtype=dtype, output_loading_info=True, **kwargs)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def generators() -> str:
+    """A digest of the states of all random number generators."""
+    states = torch.get_rng_state().tolist(), numpy.random.get_state(), random.getstate()
+    return hashlib.sha256(pickle.dumps(states)).hexdigest()
 
 
 def info_differences(info: dict[str, Any], expected: dict[str, Any]) -> list[str]:

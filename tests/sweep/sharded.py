@@ -10,7 +10,7 @@ from transformers.distributed import DistributedConfig
 
 from tests.support.sharded import moved, sharded_differences
 from tests.sweep.destinations import Destination
-from tests.sweep.loads import class_of, info_differences, load, load_plain, recorded_ops, saved_differences
+from tests.sweep.loads import class_of, generators, info_differences, load, load_plain, recorded_ops, saved_differences
 
 
 __all__ = ["ours", "stock"]
@@ -23,6 +23,7 @@ def ours(case: dict[str, Any], folder: Path, dtype: torch.dtype, destination: De
     model_class = class_of(case)
     with recorded_ops() as ops:
         plain, plain_info = load_plain(model_class, folder, dtype)
+    drawn = generators()
     try:
         with hf_zero_stream.streaming():
             streamed, info = load(
@@ -33,7 +34,8 @@ def ours(case: dict[str, Any], folder: Path, dtype: torch.dtype, destination: De
         if refusal != f"{type(error).__name__}: {error}":
             raise
         return {"refused": refusal, "differences": [], "ops": sorted(ops)}
-    found = [*info_differences(info, plain_info), *sharded_differences(streamed, plain), *moved(streamed)]
+    found = [] if generators() == drawn else ["the random number generators are not as after a plain load"]
+    found += [*info_differences(info, plain_info), *sharded_differences(streamed, plain), *moved(streamed)]
     found += saved_differences(streamed, plain, folder)
     return {"differences": found, "ops": sorted(ops)}
 

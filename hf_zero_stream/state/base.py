@@ -1,0 +1,167 @@
+"""The base of adapters: what of it a state may leave out, because the checkpoint has it, and what is saved with it.
+
+Adapters train beside a base that is frozen. A resume loads the base as a new training does. So a state leaves out
+those of its values that are seen to be in the checkpoint that the base was loaded from: of the same shape, with the
+same digest. All else that is not trained is in the state: rows of resized embeddings, new heads, buffers, a base that
+was changed by hand or merged, frozen adapters.
+
+The digests of what was left out are recorded. A resume compares them with the base that it finds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..errors import ConfigError
+from ..holdings.marks import PACKED, is_packed
+from ..holdings.own_names import named_buffers, named_parameters, own_names
+from ..holdings.training import Training
+from ..ranks.coordinator import Coordinator
+from .digests import (
+    Digest,
+    digests_in_memory,
+    dtype_named,
+    in_checkpoint,
+    note_in_checkpoint,
+    places_of,
+)
+from .layout import persistent_buffers
+from .record import StateRecord
+
+
+logger = logging.get_logger(__name__)
+
+_said: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""What a warning has named as saved with the adapters of a model."""
+
+
+def split_base(training: Training, coordinator: Coordinator) -> tuple[list[str], dict[str, Digest]]:
+    """What of the base is not shown to be in its checkpoint, and the digests of the rest (all ranks).
+
+    Quantised values do not lie in a checkpoint as they do in memory: they are left out, and a resume compares them.
+    """
+    model = training.model
+    names = _untrained(model, {member.name for slot in training.slots for member in slot.members})
+    digests = digests_in_memory(model, names, coordinator, threads_of(coordinator))
+    quantised = quantised_names(model)
+    sought = {name: [it] for name, it in digests.items() if name not in quantised and torch.Size(it.shape).numel()}
+    shown, reason = in_checkpoint(model, sought, coordinator)
+    left = sorted(sought.keys() - shown)
+    if coordinator.is_main and left and _said.get(model) != frozenset(left):
+        _said[model] = frozenset(left)
+        nbytes = sum(digests[name].nbytes for name in left)
+        why = reason or f"they are not in {places_of(model)} as they are in memory"
+        logger.warning(
+            f"save_state: {len(left)} tensors that are not trained ({nbytes / 2**20:.1f} MiB) are saved with the "
+            f"adapters, because {why}: {', '.join(left[:8])}."
+        )
+    return left, {name: digest for name, digest in digests.items() if name not in left}
+
+
+def refuse_other_base(
+    model: nn.Module, record: StateRecord, place: Path, coordinator: Coordinator, trained: Collection[str]
+) -> None:
+    """Raise a ConfigError, on all ranks, unless `model` has the base that the adapters of `record` were trained on."""
+    saved = record.base_digests
+    if saved is None:
+        if coordinator.is_main:
+            logger.warning(
+                f"{place}: this state of adapters was saved by an earlier version, without digests of its base. "
+                "Nothing shows whether the present base is the same, and new values of it (rows of resized "
+                "embeddings, heads) are not in the state."
+            )
+        return
+    names = _untrained(model, trained)
+    in_memory = digests_in_memory(model, names, coordinator, threads_of(coordinator))
+    different = {name for name, digest in saved.items() if in_memory.get(name) != digest}
+    recast = {
+        name
+        for name in different & in_memory.keys()
+        if in_memory[name].dtype != saved[name].dtype and in_memory[name].shape == saved[name].shape
+    }
+    if recast:
+        of_both = {name: (in_memory[name], saved[name]) for name in recast}
+        different -= _same_in_other_dtype(model, of_both, coordinator)
+    quantised = quantised_names(model)
+    if others := sorted(different - quantised):
+        raise ConfigError(
+            f"{place}: its adapters were trained on another base: {len(others)} of {len(saved)} tensors that are not "
+            f"trained have other values, shapes or names than when it was saved, among them {', '.join(others[:8])}. "
+            f"The base was loaded from {record.base_of}, and now from {places_of(model)}. Load the base that the "
+            "adapters were trained on, and change it as then; or put the adapters on this one with "
+            "PeftModel.from_pretrained and begin a new training."
+        )
+    if coordinator.is_main and different:
+        logger.warning(
+            f"{place}: {len(different)} quantised tensors of the base have other bytes than when the state was "
+            f"saved, among them {min(different)}: it was quantised otherwise, or on another device."
+        )
+    new = sorted(in_memory.keys() - saved.keys() - {*record.exact})
+    if coordinator.is_main and new:
+        logger.warning(
+            f"{place}: the state knows nothing of {len(new)} tensors that are not trained, among them {new[0]}. They "
+            "stay as they are."
+        )
+    same = {name: in_memory[name] for name in saved if name not in different}
+    note_in_checkpoint(model, same, {name: digest for name, digest in in_memory.items() if name not in same})
+
+
+def _same_in_other_dtype(
+    model: nn.Module, recast: Mapping[str, tuple[Digest, Digest]], coordinator: Coordinator
+) -> set[str]:
+    """Those names of which the digests, in memory and saved, are of the same values in two dtypes (all ranks).
+
+    Where the saved dtype holds less, what is in memory is cast to it. Else both are looked for in the checkpoint.
+    """
+    narrower = {}
+    for name, (mine, saved) in recast.items():
+        dtypes = dtype_named(mine.dtype), dtype_named(saved.dtype)
+        if all(dtype.is_floating_point for dtype in dtypes) and torch.promote_types(*dtypes) == dtypes[0]:
+            narrower[name] = dtypes[1]
+    cast = digests_in_memory(model, narrower, coordinator, threads_of(coordinator), narrower)
+    same = {name for name, digest in cast.items() if digest == recast[name][1]}
+    left = {name: [*digests] for name, digests in recast.items() if name not in same}
+    return same | (in_checkpoint(model, left, coordinator)[0] if left else set())
+
+
+def _untrained(model: nn.Module, trained: Collection[str]) -> set[str]:
+    """Own names of all that a state dict of `model` has, but for parameters that are `trained`."""
+    buffers = dict(named_buffers(model))
+    parameters = {name for name, _ in named_parameters(model)}
+    return (parameters - {*trained}) | {name for name in persistent_buffers(model).values() if name in buffers}
+
+
+def quantised_names(model: nn.Module) -> set[str]:
+    """Own names of the tensors of modules that hold any in a quantised form."""
+    found: set[str] = set()
+    if not is_packed(model) and not any(getattr(it, "hf_quantizer", None) for it in _pretrained(model)):
+        return found
+    names = own_names(model)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        packs = PACKED in vars(module)
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if packs or any(each is not None and not _is_plain(each.dtype) for each in own):
+            tensors = [*module.named_parameters(recurse=packs), *module.named_buffers(recurse=packs)]
+            found |= {names.get(f"{prefix}.{key}" if prefix else key, key) for key, _ in tensors}
+    return found
+
+
+def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def threads_of(coordinator: Coordinator) -> int:
+    """This rank's share of the host's cores, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // coordinator.topology.sharing_cores))

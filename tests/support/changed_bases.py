@@ -1,0 +1,172 @@
+"""What users do to a base before they put adapters on it, and trainings of such adapters, by stock and by ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import hf_zero_stream
+from tests.support.changed_models import different, whole_values, with_loss_of, zero_config
+from tests.support.fsdp2 import announce, make_accelerator
+from tests.support.zoo import VOCAB
+
+
+def resized(model: Any) -> Any:
+    model.resize_token_embeddings(VOCAB + 9, mean_resizing=False)
+    return model
+
+
+def new_head(model: Any) -> Any:
+    """Of the shape that the checkpoint's has."""
+    model.set_output_embeddings(nn.Linear(model.config.hidden_size, VOCAB, bias=False))
+    return model
+
+
+def new_buffer(model: Any) -> Any:
+    model.register_buffer("scale", torch.rand(3))
+    with_loss_of(model, lambda hidden: model.scale.sum() * hidden.square().mean())
+    return model
+
+
+def by_hand(model: Any) -> Any:
+    """One element of one weight, in place."""
+    with gathered([model.model.norm.weight]), torch.no_grad():
+        model.model.norm.weight[3] += torch.rand(())
+    return model
+
+
+def merged(model: Any) -> Any:
+    """Other adapters were trained before, and are a part of the base now."""
+    config = peft.LoraConfig(target_modules=["o_proj"], r=2, init_lora_weights=False)
+    return peft.get_peft_model(model, config).merge_and_unload()
+
+
+def two_bases(model: Any) -> Any:
+    """A part of the model comes from a checkpoint of its own; it is frozen, too."""
+    model.tower = transformers.AutoModelForCausalLM.from_pretrained(f"{model.name_or_path}-other", dtype=torch.float32)
+    with_loss_of(model, lambda hidden: model.tower.lm_head(hidden).square().mean())
+    return model
+
+
+def gathered(params: Sequence[Any]) -> Any:
+    if not any(hasattr(param, "ds_id") for param in params):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([*params], modifier_rank=0)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[str], bool]]] = {
+    "none": (lambda model: model, lambda name: False),
+    "resized": (resized, lambda name: name in ("model.embed_tokens.weight", "lm_head.weight")),
+    "new head": (new_head, lambda name: name == "lm_head.weight"),
+    "new buffer": (new_buffer, lambda name: name == "scale"),
+    "by hand": (by_hand, lambda name: name == "model.norm.weight"),
+    "merged": (merged, lambda name: ".o_proj." in name),
+    "two bases": (two_bases, lambda name: False),
+}
+"""What is done, and which tensors must be in a state for it: the others are in a checkpoint."""
+
+
+class AdapterTraining:
+    """Adapters on a changed base. Stock changes the base while it is whole, ours where it loads it to."""
+
+    def __init__(self, folder: Path, home: str, change: str, seed: int, streams: bool) -> None:
+        self.home = home
+        config = zero_config(home) if home.startswith("zero") else None
+        accelerator = None
+        if home == "fsdp2":
+            announce(cpu_ram_efficient_loading=streams)
+            accelerator = make_accelerator()
+        how = {"ds_config": config} if streams and home == "zero3" else {}
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+        torch.manual_seed(seed)
+        base = CHANGES[change][0](base)
+        torch.manual_seed(5)
+        lora = peft.LoraConfig(target_modules=r"model\.layers\..*(q|v)_proj", r=3, init_lora_weights=False)
+        self.model: Any = peft.get_peft_model(base, lora)
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
+        self.trains: Any = self.model
+        if accelerator is not None:
+            self.trains, self.optimizer = accelerator.prepare(self.model, self.optimizer)
+        elif config is not None:
+            import deepspeed
+
+            self.trains, *_ = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)
+
+    def train(self, steps: Sequence[int]) -> list[float]:
+        losses = []
+        self.trains.train()
+        for step in steps:
+            ids = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
+            vocab = self.model.get_input_embeddings().num_embeddings
+            ids[:, ::3] = vocab - 1 - ids[:, ::3] % 9  # the last rows, which may be new
+            loss = self.trains(input_ids=ids, labels=ids % VOCAB).loss
+            if self.home.startswith("zero"):
+                self.trains.backward(loss)
+                self.trains.step()
+            else:
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def _own_optimizer(self) -> dict[str, Any]:
+        return {} if self.home.startswith("zero") else {"optimizer": self.optimizer}
+
+    def save(self, folder: Path) -> None:
+        hf_zero_stream.save_state(self.trains, folder, **self._own_optimizer())
+
+    def load(self, folder: Path) -> None:
+        hf_zero_stream.load_state(self.trains, folder, **self._own_optimizer())
+
+
+def in_state(folder: Path) -> set[str]:
+    """The names of what is not trained and in the state in `folder`."""
+    place = folder / (folder / "latest").read_text()
+    return set(json.loads((place / "training_state.json").read_text())["exact"])
+
+
+def train_and_save(folder: Path, target: Path, home: str, changes: Sequence[str], streams: bool) -> Any:
+    """By change, the losses of two steps after a save, which stock makes by its own means, and the base's values."""
+    found = {}
+    with hf_zero_stream.streaming() if streams else nullcontext():
+        for change in changes:
+            training = AdapterTraining(folder, home, change, 1, streams)
+            training.train(range(2))
+            if streams:
+                training.save(target / change)
+            elif home.startswith("zero"):
+                training.trains.save_checkpoint(str(target / change))
+            values = whole_values(training.model)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                torch.save(values, target / f"{change}.pt")
+            found[change] = training.train((2, 3))
+    return found
+
+
+def resume(folder: Path, source: Path, home: str, changes: Sequence[str], streams: bool) -> Any:
+    """By change, the losses of two steps after a resume in new processes, and the tensors that have not come back."""
+    found = {}
+    with hf_zero_stream.streaming() if streams else nullcontext():
+        for change in changes:
+            training = AdapterTraining(folder, home, change, 2, streams)
+            wrong: list[str] = []
+            if streams:
+                training.load(source / change)
+                wrong = different(whole_values(training.model), torch.load(source / f"{change}.pt"))
+            else:
+                training.trains.load_checkpoint(str(source / change))
+            found[change] = training.train((2, 3)), wrong
+    return found
