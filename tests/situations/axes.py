@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 __all__ = ["AXES", "Situation", "contradiction", "draw", "simpler"]
 
 AXES: dict[str, tuple[str, ...]] = {
-    "model": ("llama", "tied", "gpt2", "moe", "bert_classifier"),
+    "model": ("llama", "even", "tied", "gpt2", "moe", "bert_classifier"),
     "change": (
         "none",
         "resized",
@@ -149,11 +149,11 @@ def contradiction(situation: Situation) -> str | None:
         and s.follows in ("same_process", "saved_twice"),
         "DeepSpeed counts the steps of accumulation itself": s.accumulation != "1" and s.wrapper == "loop",
         "AutoTP has layers of plain models": s.home.startswith("autotp")
-        and (s.change not in ("none", "frozen") or s.model not in ("llama", "tied", "gpt2")),
+        and (s.change not in ("none", "frozen") or s.model not in ("llama", "even", "tied", "gpt2")),
         "AutoTP wants all its ranks": s.home.startswith("autotp") and s.follows in ("resume_1", "resume_4"),
         "weights are saved by a wrapper that can": not _can_save_weights(s),
         "adapters are saved in PEFT's way": s.adapts and s.weights != "none",
-        "a layer that is shared has one home": s.change == "shared_layer" and s.model not in ("llama", "tied"),
+        "a layer that is shared has one home": s.change == "shared_layer" and s.model not in ("llama", "even", "tied"),
         "embeddings of a classifier stay": s.model == "bert_classifier" and "resized" in s.change,
         "DeepSpeed has no accumulating stage 2 of offload at stage 0": s.home == "zero0" and s.precision == "bf16",
         "amsgrad, per-tensor and foreign states want whole parameters": s.optimizer in ("rprop",)

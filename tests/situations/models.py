@@ -16,6 +16,7 @@ __all__ = ["MODELS", "inputs_of", "load", "make"]
 
 ROWS = 77
 """An odd vocabulary."""
+EVEN_ROWS = 80
 NEW_ROWS = 96
 
 _WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -23,7 +24,7 @@ _LLAMA = {**_WIDTHS, "vocab_size": ROWS, "num_key_value_heads": 2, "pad_token_id
 
 
 def _llama(**more: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA, **more))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_LLAMA, **more}))
 
 
 def _gpt2() -> nn.Module:
@@ -45,6 +46,7 @@ def _bert() -> nn.Module:
 
 MODELS = {
     "llama": (_llama, "AutoModelForCausalLM"),
+    "even": (lambda: _llama(vocab_size=EVEN_ROWS), "AutoModelForCausalLM"),
     "tied": (lambda: _llama(tie_word_embeddings=True), "AutoModelForCausalLM"),
     "gpt2": (_gpt2, "AutoModelForCausalLM"),
     "moe": (_moe, "AutoModelForCausalLM"),
