@@ -53,6 +53,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "none_entry",
         "own_state_dict",
         "odd_entries",
+        "dtype_entry",
         "late_entries",
         "group_counter",
         "global_entry",
@@ -156,6 +157,7 @@ def contradiction(situation: Situation) -> str | None:
         "a layer that is shared has one home": s.change == "shared_layer" and s.model not in ("llama", "even", "tied"),
         "embeddings of a classifier stay": s.model == "bert_classifier" and "resized" in s.change,
         "DeepSpeed has no accumulating stage 2 of offload at stage 0": s.home == "zero0" and s.precision == "bf16",
+        "torch's distributed checkpoints have no dtypes": s.optimizer == "dtype_entry" and s.home == "fsdp2",
         "amsgrad, per-tensor and foreign states want whole parameters": s.optimizer in ("rprop",)
         and s.precision == "bf16",
     }

@@ -61,7 +61,6 @@ class OddEntries(Momentum):
             "betas": (0.9, torch.ones(())),
             "history": [0.0],
             "nested": {"factor": 1.0, "none": None},
-            "dtype": param.dtype,
         }
 
     def used(self, state: dict[str, Any], gradient: torch.Tensor) -> float:
@@ -72,6 +71,13 @@ class OddEntries(Momentum):
         state["warm"] = not state["warm"]
         factor = state["scale"] * state["nested"]["factor"] * (2.0 if state["warm"] else 1.0)
         return float(factor * state["betas"][0] / (len(state["history"]) + float(state["seen"])))
+
+
+class DtypeEntry(Momentum):
+    """What torch's distributed checkpoints refuse."""
+
+    def keep(self, param: torch.Tensor) -> dict[str, Any]:
+        return {"dtype": param.dtype}
 
 
 class LateEntries(Momentum):
@@ -144,6 +150,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
     "none_entry": (NoneEntry, {}),
     "own_state_dict": (OwnStateDict, {"lr": 1e-2}),
     "odd_entries": (OddEntries, {}),
+    "dtype_entry": (DtypeEntry, {}),
     "late_entries": (LateEntries, {}),
     "group_counter": (GroupCounter, {}),
     "global_entry": (GlobalEntry, {}),

@@ -148,7 +148,9 @@ class Session:
             buckets = hf_zero_stream.weight_stream(self.trained, to="rank0")
             return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
         elif how in ("ours", "stream"):
-            return self.whole_state_dict()
+            values = self.whole_state_dict()
+            if dist.get_rank() == 0:  # the layout of files, as transformers makes it
+                self.model.save_pretrained(folder, state_dict=values)
         else:
             self.model.save_pretrained(folder)
         return None
