@@ -33,7 +33,7 @@ class Watch(TrainerCallback):
             self.seen["at the save"] = {"values": values_of(model)}
 
 
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+class Rows(torch.utils.data.Dataset):
     def __init__(self, situation: Situation) -> None:
         self.situation = situation
 

@@ -59,7 +59,7 @@ def make(folder: Path) -> None:
     """Save a checkpoint of each."""
     for name, (create, _) in MODELS.items():
         torch.manual_seed(0)
-        create().save_pretrained(folder / name)  # type: ignore[operator]
+        create().save_pretrained(folder / name)
 
 
 def inputs_of(situation: Situation, step: int, part: int) -> dict[str, torch.Tensor]:

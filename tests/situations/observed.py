@@ -37,7 +37,7 @@ def _digest(value: torch.Tensor) -> str:
 
 
 def optimizer_structure(optimizer: Any) -> list[Any]:
-    """The entries of each parameter's state, in the order of the groups, and the groups' own; tensors by their type."""
+    """The entries of each group and of each of its parameters; tensors by their types and local shapes."""
     found: list[Any] = []
     for group in optimizer.param_groups:
         found.append({name: _structure(value) for name, value in sorted(group.items()) if name != "params"})

@@ -25,7 +25,7 @@ class Momentum(torch.optim.Optimizer):
         return 1.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -96,7 +96,7 @@ class GroupCounter(Momentum):
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, lr, k=0, d=1.0)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["k"] += 1
             group["d"] *= 0.8
@@ -110,13 +110,13 @@ class GroupCounter(Momentum):
 class GlobalEntry(Momentum):
     """Keeps a number under a name of its own in `state`."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        everywhere = self.state["everywhere"]  # type: ignore[index]
+    def step(self, closure: Any = None) -> None:
+        everywhere = self.state["everywhere"]
         everywhere["count"] = everywhere.get("count", 0) + 1
         super().step()
 
     def used(self, state: dict[str, Any], gradient: torch.Tensor) -> float:
-        return 1.0 / float(self.state["everywhere"]["count"])  # type: ignore[index]
+        return 1.0 / float(self.state["everywhere"]["count"])
 
 
 class OwnStateDict(torch.optim.AdamW):
@@ -135,8 +135,6 @@ class OtherDtype(Momentum):
     def used(self, state: dict[str, Any], gradient: torch.Tensor) -> float:
         state["exact"].add_(gradient.double(), alpha=1 / 3)
         return 1.0
-
-
 
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -148,6 +149,8 @@ def _of_weights(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> l
     """Names that stock's whole state dict has and a save leaves out must be those of tied tensors."""
     if theirs is None or ours is None:
         return [] if ours == theirs else [Finding("weights", f"ours: {ours and 'some'}, stock: {theirs and 'some'}")]
+    # Stock's load under ZeRO-3 does not note which renames it used: its save then writes BERT's names of 2018.
+    theirs = {re.sub(r"gamma$", "weight", re.sub(r"beta$", "bias", name)): value for name, value in theirs.items()}
     different = [name for name in ours if ours[name] != theirs.get(name)]
     digests = set(ours.values())
     left_out = [name for name in theirs if name not in ours and theirs[name] not in digests]
@@ -157,9 +160,7 @@ def _of_weights(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> l
     return [Finding("weights", "; ".join([*shown, *(f"{name} is left out" for name in left_out[:2])]))]
 
 
-def _of_same_process(
-    situation: Situation, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
-) -> list[Finding]:
+def _of_same_process(situation: Situation, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[Finding]:
     if situation.follows != "same_process":
         return []
     expected = [rank["losses"][-2:] for rank in theirs]
@@ -191,7 +192,9 @@ def _of_resume(
 
 def _difference(was: Any, now: Any) -> str:
     if isinstance(was, dict) and isinstance(now, dict):
-        return "; ".join(f"{n}: {now.get(n)}, was {was.get(n)}" for n in {**was, **now} if was.get(n) != now.get(n))[:600]
+        return "; ".join(f"{n}: {now.get(n)}, was {was.get(n)}" for n in {**was, **now} if was.get(n) != now.get(n))[
+            :600
+        ]
     pairs = [f"{new}, was {old}" for old, new in zip(was or [], now or [], strict=False) if old != new]
     return "; ".join(pairs[:3])[:900] or f"{len(now or [])} entries, were {len(was or [])}"
 
