@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import HostTensor, Node, Stored, View
+from ..checkpoint.nodes import HostTensor, Node, Stored, View, sources_of
 from ..destinations.base import narrowed
 from ..engine.compute import Evaluator
 from ..errors import SaveError
@@ -97,6 +97,8 @@ class Parameters:
         self._coordinator = coordinator
         self.layout = layout
         self.holdings = {source: holdings[name] for source, name in layout.names.items()}
+        self.gathered: set[str] = set()
+        """Parameters whose values :meth:`gather` has given: what is made of them says no more where they come from."""
 
     @property
     def sources(self) -> Sources:
@@ -139,6 +141,7 @@ class Parameters:
 
     def gather(self, view: View) -> torch.Tensor:
         """The values of `view`, gathered in host memory, where no ranges give them (all ranks, in the same order)."""
+        self.gathered |= _names_in([view])
         return evaluated(view, self._full, self.sources.joined)
 
     def _full(self, source: Stored) -> torch.Tensor:
@@ -189,6 +192,8 @@ class NewParameters(Parameters):
             others = [holdings_of_model(model, coordinator, dtype, other) for other in beside]
         holdings = self._lazy.holdings
         self._names = holdings.keys()
+        self._is_held = held is not None
+        self._offered: set[str] = set()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
         super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
         self._covered: dict[tuple[int, tuple[tuple[int, int, int], ...]], tuple[Share, ...]] = {}
@@ -205,7 +210,7 @@ class NewParameters(Parameters):
         Beside what is held in place of values there are `buffers`, by the names of the state dict.
         """
         if given is None:
-            return self._lazy.state_dict(buffers=buffers)
+            return self._offering(self._lazy.state_dict(buffers=buffers))
         entries: dict[str, Any] = {}
         for name, value in given.items():
             view = value.view_of_node if isinstance(value, LazyTensor) else value  # rank 0 sends views
@@ -217,12 +222,30 @@ class NewParameters(Parameters):
                     "model.state_dict() does not hold the values of a ZeRO-3 model: use the state dict that "
                     "save_pretrained is given, or gather the parameters (deepspeed.zero.GatheredParameters)."
                 )
-        return entries
+        return self._offering(entries)
 
     def own_entries(self, *, buffers: Collection[str] = ()) -> dict[str, Any]:
         """As :meth:`entries`, by own names; of the names of a tied parameter, the first one only."""
         entries = self._lazy.state_dict(keeps_adapters=False, buffers=buffers)
-        return {name: entry for name, entry in entries.items() if name not in self._lazy.by_name.keys() - self._names}
+        tied = self._lazy.by_name.keys() - self._names
+        return self._offering({name: entry for name, entry in entries.items() if name not in tied})
+
+    def _offering(self, entries: dict[str, Any]) -> dict[str, Any]:
+        self._offered |= _names_in(entry.view_of_node for entry in entries.values() if isinstance(entry, LazyTensor))
+        return entries
+
+    @property
+    def expected(self) -> set[str]:
+        """The own names of what must be saved: all that is held in place of values, else what entries have had."""
+        return ({*self._names} if self._is_held else self._offered) - self.gathered
+
+    @property
+    def differing(self) -> set[str]:
+        """The own names of what all ranks hold in full, with different values."""
+        if not self.layout.same:
+            return set()
+        different = self.sources.replicas - self.sources.everywhere
+        return {name for name in different if not self.holdings[name].is_gathered}
 
     def _agree_on_shares(self, holdings: Mapping[str, Holding], digests: Digests) -> None:
         mine = [
@@ -296,6 +319,11 @@ class NewParameters(Parameters):
             return True
         self.sources.shares[source] = (Share(first_rank, 0, numel),)
         return all(each.digest in (None, first.digest) for each in held.values())
+
+
+def _names_in(views: Iterable[View]) -> set[str]:
+    """The own names of the parameters that `views` come from."""
+    return {node.name for node, _ in sources_of(views) if isinstance(node, Stored)}
 
 
 def evaluated(view: View, whole: Callable[[Stored], torch.Tensor], joined: Mapping[str, Node]) -> torch.Tensor:

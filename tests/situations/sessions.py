@@ -102,9 +102,8 @@ class Session:
 
     def batches(self, step: int) -> list[dict[str, torch.Tensor]]:
         """The same for all ranks where their number changes, and where they make one step together."""
-        same = self.situation.resumed_world_size != self.situation.world_size or self.situation.home.startswith(
-            "autotp"
-        )
+        other_ranks = self.situation.resumed_world_size != self.situation.world_size
+        same = other_ranks or self.situation.home.startswith("autotp")
         rank = 0 if same else dist.get_rank()
         return [inputs_of(self.situation, step, 2 * rank + part) for part in range(int(self.situation.accumulation))]
 

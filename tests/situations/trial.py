@@ -192,9 +192,8 @@ def _of_resume(
 
 def _difference(was: Any, now: Any) -> str:
     if isinstance(was, dict) and isinstance(now, dict):
-        return "; ".join(f"{n}: {now.get(n)}, was {was.get(n)}" for n in {**was, **now} if was.get(n) != now.get(n))[
-            :600
-        ]
+        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        return "; ".join(f"{name}: {now.get(name)}, was {was.get(name)}" for name in names[:4])
     pairs = [f"{new}, was {old}" for old, new in zip(was or [], now or [], strict=False) if old != new]
     return "; ".join(pairs[:3])[:900] or f"{len(now or [])} entries, were {len(was or [])}"
 
