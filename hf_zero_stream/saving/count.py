@@ -79,9 +79,9 @@ def refuse_parts(model: nn.Module, differing: Iterable[str]) -> None:
     ]
     if parts:
         raise SaveError(
-            f"Each rank seems to hold {len(parts)} parameter(s) in full, with other values than other ranks, and in "
-            f"smaller shapes than {type(model).__name__} has by its config: {', '.join(parts[:8])}. Each has a part of "
-            "them, and nothing says which; files would lack the others. Nothing was written. Save by what has cut "
+            f"Each rank seems to hold {len(parts)} parameter(s) in full, with other values than others, and in "
+            f"smaller shapes than {type(model).__name__} has by its config: {', '.join(parts[:8])}. Each has a part "
+            "of them, and nothing says which; files would lack the others. Nothing was written. Save by what has cut "
             "the model, outside of streaming()."
         )
 

@@ -21,11 +21,12 @@ from ..destinations.base import narrowed
 from ..engine.compute import Evaluator
 from ..errors import SaveError
 from ..holdings.holder import Holding
-from ..planning.boxes import Interval, ParameterBox
+from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
 from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
 from .plan import Share, Sources
+from .shares import cover, join
 
 
 logger = logging.get_logger(__name__)
@@ -354,51 +355,6 @@ def evaluated(view: View, whole: Callable[[Stored], torch.Tensor], joined: Mappi
 
     evaluator = Evaluator(LocalFiles(), request_bytes=1, seek_bytes=0, staging_bytes=64 * 2**20)
     return evaluator.materialise(with_values(view))
-
-
-def join(name: str, boxes: Sequence[tuple[ParameterBox, View]], dim: int = 0) -> View:
-    """A parameter put together of boxes: it is cut into slabs along dimension `dim`, and each slab along the next.
-
-    `boxes` are in order of their first indices, each with its elements.
-    """
-    shape = boxes[0][0].shape
-    if dim == len(shape):
-        return boxes[0][1]
-    slabs: dict[Interval, list[tuple[ParameterBox, View]]] = {}
-    for box, view in boxes:
-        ((begin, end),) = box.intervals[dim]
-        slabs.setdefault((begin, end), []).append((box, view))
-    position = 0
-    for begin, end in slabs:
-        if begin != position:
-            break
-        position = end
-    if position != shape[dim]:
-        raise SaveError(
-            f"{name}: expected that the boxes that ranks hold of it fill its shape {shape} without overlap; along "
-            f"dimension {dim} it is cut into (first index, one past the last): {', '.join(map(str, slabs))}. Save "
-            "from all ranks of the job, with the same model on each."
-        )
-    pieces = tuple(join(name, slab, dim + 1) for slab in slabs.values())
-    return pieces[0] if len(pieces) == 1 else View.joined(pieces, dim)
-
-
-def cover(name: str, numel: int, held: Iterable[tuple[int, int, int]]) -> tuple[Share, ...]:
-    """Shares that cover a parameter of `numel` elements, with no overlap; `held` are starts, stops, and ranks."""
-    shares: list[Share] = []
-    position = 0
-    for start, stop, rank in sorted(own for own in held if own[0] < own[1]):
-        if start > position:
-            break
-        if stop > position:
-            shares.append(Share(rank, position, stop))
-            position = stop
-    if position < numel:
-        raise SaveError(
-            f"{name}: expected that the ranks hold all {numel} elements between them; nobody holds number {position}. "
-            "Save from all ranks of the job, with the same model on each."
-        )
-    return tuple(shares)
 
 
 Values = Callable[[str, int], torch.Tensor]
