@@ -43,6 +43,7 @@ from ..saving.save import Save
 from . import adapters, rng, schedules, zero_tools
 from .groups import kinds_of, recorded_options
 from .layout import EXACT, index_name, lay_out, lay_out_exact, shard_of
+from .module_entries import refuse_module_entries
 from .plain import plain
 from .record import (
     FILE,
@@ -126,6 +127,7 @@ def save_state(
         folder = Path(folder)
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).of_trained()
         refuse_optimizer(training.optimizer)
+        refuse_module_entries(training.model)
         if not training.is_between_steps:
             raise UnsupportedError(
                 "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."

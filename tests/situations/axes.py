@@ -26,6 +26,8 @@ AXES: dict[str, tuple[str, ...]] = {
         "lora_merged_before",
         "lora_two_adapters",
         "lora_buffer",
+        "fp32_head",
+        "extra_state",
     ),
     "home": (
         "zero3",
@@ -63,7 +65,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "scheduler": ("none", "lambda"),
     "accumulation": ("1", "2"),
     "wrapper": ("engine", "accelerate", "trainer", "loop"),
-    "saver": ("theirs", "ours"),
+    "saver": ("theirs", "ours", "ours_async"),
     "weights": (
         "none",
         "save_pretrained",
@@ -134,6 +136,11 @@ class Situation:
     def resumed_world_size(self) -> int:
         return {"resume_1": 1, "resume_4": 4}.get(self.follows, self.world_size)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether our own functions are called where there is a stock one, too."""
+        return self.saver != "theirs"
+
 
 def contradiction(situation: Situation) -> str | None:
     """Why a situation cannot be, or why stock does not have it."""
@@ -142,7 +149,7 @@ def contradiction(situation: Situation) -> str | None:
     rules = {
         "this home has other wrappers": s.wrapper not in wrappers.get(s.home, ("engine", "accelerate", "trainer")),
         "a loop of one's own has no saver of others": s.wrapper == "loop" and s.saver == "theirs",
-        "the Trainer saves by itself": s.wrapper == "trainer" and (s.saver == "ours" or s.extra != "none"),
+        "the Trainer saves by itself": s.wrapper == "trainer" and (s.is_ours or s.extra != "none"),
         "a loop of one's own registers nothing": s.wrapper == "loop" and s.extra != "none",
         "the Trainer makes groups and schedules": s.wrapper == "trainer"
         and (s.groups != "one" or s.scheduler != "none"),
@@ -150,11 +157,15 @@ def contradiction(situation: Situation) -> str | None:
         and s.follows in ("same_process", "saved_twice"),
         "DeepSpeed counts the steps of accumulation itself": s.accumulation != "1" and s.wrapper == "loop",
         "AutoTP has layers of plain models": s.home.startswith("autotp")
-        and (s.change not in ("none", "frozen") or s.model not in ("llama", "even", "tied", "gpt2")),
+        and (s.change not in ("none", "frozen") or s.model not in ("llama", "even", "tied")),
         "AutoTP wants all its ranks": s.home.startswith("autotp") and s.follows in ("resume_1", "resume_4"),
         "weights are saved by a wrapper that can": not _can_save_weights(s),
         "adapters are saved in PEFT's way": s.adapts and s.weights != "none",
-        "a layer that is shared has one home": s.change == "shared_layer" and s.model not in ("llama", "even", "tied"),
+        "layers share in these; stock saves no such weights": s.change == "shared_layer"
+        and (s.model not in ("llama", "even", "tied") or s.weights != "none" or s.home == "fsdp2"),
+        "safetensors hold tensors only": s.change == "extra_state" and s.weights != "none",
+        "DeepSpeed and FSDP2 want one dtype": s.change == "fp32_head"
+        and (s.home != "replicas" or s.precision != "bf16"),
         "embeddings of a classifier stay": s.model == "bert_classifier" and "resized" in s.change,
         "DeepSpeed has no accumulating stage 2 of offload at stage 0": s.home == "zero0" and s.precision == "bf16",
         "torch's distributed checkpoints have no dtypes": s.optimizer == "dtype_entry" and s.home == "fsdp2",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from torch import nn
@@ -151,10 +153,6 @@ def _adapt_and_save_modules(model: Any) -> Any:
 
 def _edit(model: Any) -> Any:
     """Change a frozen weight by hand: what no checkpoint has."""
-    import contextlib
-
-    import deepspeed
-
     weight = model.get_input_embeddings().weight
     gathered = hasattr(weight, "ds_id")
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=0) if gathered else contextlib.nullcontext():
@@ -166,7 +164,44 @@ def _edit(model: Any) -> Any:
 def _merge(model: Any) -> Any:
     """Put trained adapters into the base."""
     adapted = _adapt(model, init_lora_weights=False)
-    return adapted.merge_and_unload()
+    params = list(adapted.parameters())
+    gathered = any(hasattr(param, "ds_id") for param in params)
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=0) if gathered else contextlib.nullcontext():
+        return adapted.merge_and_unload()
+
+
+def _widen_head(model: Any) -> Any:
+    model.extra_head.float()
+    return model
+
+
+class _Counter(nn.Module):
+    """Keeps a number that is neither a parameter nor a buffer, as layers for FP8 keep their scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return loss / self.calls
+
+
+def _add_extra_state(model: Any) -> Any:
+    model.counter = _Counter()
+
+    def count(module: Any, args: Any, output: Any) -> Any:
+        output.loss = module.counter(output.loss)
+        return output
+
+    model.register_forward_hook(count)
+    return model
 
 
 def _second_adapter(model: Any) -> Any:
@@ -191,4 +226,6 @@ _CHANGES: dict[str, tuple[Any, ...]] = {
     "lora_merged_before": (_merge, _adapt),
     "lora_two_adapters": (_adapt, _second_adapter),
     "lora_buffer": (_add_buffer, _adapt),
+    "fp32_head": (_add_head, _widen_head),
+    "extra_state": (_add_extra_state,),
 }

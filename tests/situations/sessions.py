@@ -69,6 +69,7 @@ class Session:
 
     def __init__(self, situation: Situation, arm: str, checkpoints: Path) -> None:
         self.situation, self.arm = situation, arm
+        self.pending: Any = None
         self.prepare(checkpoints)
 
     def prepare(self, checkpoints: Path) -> None:
@@ -122,14 +123,25 @@ class Session:
         return {"position": 7, "mean": torch.tensor([1.5, 2.5])} if self.situation.extra == "registered" else {}
 
     def save(self, folder: Path) -> None:
-        if self.situation.saver == "ours" and self.arm == "ours":
-            hf_zero_stream.save_state(self.engine, folder, data=self.extra or None)
+        if self.situation.is_ours and self.arm == "ours":
+            self.save_ours(folder)
         else:
             self.engine.save_checkpoint(str(folder), client_state=dict(self.extra))
 
+    def save_ours(self, folder: Path, **trains: Any) -> None:
+        """By ours; if asynchronously, the next step changes what is being saved."""
+        is_async = self.situation.saver == "ours_async"
+        data = self.extra or None
+        self.pending = hf_zero_stream.save_state(self.trained, folder, data=data, asynchronous=is_async, **trains)
+
+    def finish(self) -> None:
+        """Wait for what is saved in the background."""
+        if self.pending is not None and self.situation.saver == "ours_async":
+            self.pending.wait()
+
     def load(self, folder: Path) -> Any:
         """Returns what came back of `extra`."""
-        if self.situation.saver == "ours" and self.arm == "ours":
+        if self.situation.is_ours and self.arm == "ours":
             data = hf_zero_stream.load_state(self.engine, folder).data or {}
         else:
             place, data = self.engine.load_checkpoint(str(folder))
@@ -217,13 +229,13 @@ class Accelerated(Session):
 
     def save(self, folder: Path) -> None:
         self.registered.values = self.extra
-        if self.situation.saver == "ours" and self.arm == "ours":
-            hf_zero_stream.save_state(self.trained, folder, data=self.extra or None, **self._trains())
+        if self.situation.is_ours and self.arm == "ours":
+            self.save_ours(folder, **self._trains())
         else:
             self.accelerator.save_state(str(folder))
 
     def load(self, folder: Path) -> Any:
-        if self.situation.saver == "ours" and self.arm == "ours":
+        if self.situation.is_ours and self.arm == "ours":
             found = hf_zero_stream.load_state(self.trained, folder, **self._trains()).data or {}
         else:
             self.accelerator.load_state(str(folder))
@@ -295,7 +307,7 @@ class OwnLoop(Session):
 
     def save(self, folder: Path) -> None:
         if self.arm == "ours":
-            hf_zero_stream.save_state(self.model, folder, optimizer=self.optimizer, scheduler=self.scheduler)
+            self.save_ours(folder, optimizer=self.optimizer, scheduler=self.scheduler)
 
     def load(self, folder: Path) -> Any:
         hf_zero_stream.load_state(self.model, folder, optimizer=self.optimizer, scheduler=self.scheduler)

@@ -20,6 +20,7 @@ FOUND_BEFORE = [
     "change=lora_resized,wrapper=accelerate",
     "optimizer=own_state_dict,home=zero3_offload",
     "home=zero2,wrapper=accelerate,weights=state_dict_rank0",
+    "change=extra_state",
 ]
 """One of each kind in which something was lost."""
 
@@ -38,7 +39,7 @@ def _try(text: str, folder: Path, checkpoints: Path) -> None:
     assert result.findings == (), "\n".join(f"{each.kind}: {each.text}" for each in result.findings)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("text", FOUND_BEFORE)
 def test_found_before(cluster: None, tmp_path: Path, checkpoints: Path, text: str) -> None:
     """Trains, saves and resumes as stock does."""

@@ -52,8 +52,8 @@ def first(situation: Situation, arm: str, folder: Path, checkpoints: Path) -> di
         found["stage"] = "training after the save"
         losses += [session.step(step) for step in (2, 3)]
         if situation.follows == "saved_twice":
-            if dist.get_rank() == 0:
-                (folder / "state").rename(folder / "older") if situation.wrapper != "engine" else None
+            if dist.get_rank() == 0 and situation.wrapper == "accelerate":  # which saves into new folders
+                (folder / "state").rename(folder / "older")
             dist.barrier()
             _save(session, folder, found)
             losses += [session.step(step) for step in (4, 5)]
@@ -61,6 +61,7 @@ def first(situation: Situation, arm: str, folder: Path, checkpoints: Path) -> di
             found["stage"] = "load in the same process"
             found["extra"] = session.load(folder / "state")
             found["again"] = [session.step(step) for step in (2, 3)]
+        session.finish()
         found["losses"] = losses
         found["stage"] = "done"
     return found

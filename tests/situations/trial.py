@@ -82,10 +82,12 @@ def trial(situation: Situation, folder: Path, checkpoints: Path) -> Trial:
     # What stock does not restore either, or not there, is no finding of ours.
     if situation.wrapper == "loop":
         return Trial(findings=tuple(problems))
-    stock_again = _run(situation, resumed, "stock", stock, checkpoints, situation.resumed_world_size)
-    theirs = _of_resume(situation, stock_again, reference, tail)
-    in_their_format = not any(ours.rglob("training_state*.json"))
-    if theirs and (in_their_format or situation.resumed_world_size == situation.world_size):
+    if any(ours.rglob("training_state*.json")) and situation.resumed_world_size != situation.world_size:
+        return Trial(findings=tuple(problems))
+    # In their format there is what they save: what they do not restore with as many ranks as before is not in it.
+    stock_again = _run(situation, resumed, "stock", stock, checkpoints)
+    theirs = _of_resume(situation, stock_again, reference, [rank["losses"][-2:] for rank in reference])
+    if theirs:
         kinds = {finding.kind for finding in theirs}
         left = tuple(finding for finding in problems if finding.kind not in kinds)
         return Trial(findings=left, stock_failed=f"resume: {theirs[0].text}")
@@ -124,7 +126,7 @@ def _error(ranks: list[dict[str, Any]]) -> str:
 def _refusal(situation: Situation, ranks: list[dict[str, Any]], folder: Path) -> str:
     """Our function's refusal: on all ranks, with nothing written; calls of others go on in their own way."""
     refuses = all({"UnsupportedError"} & set(rank.get("kinds", ())) for rank in ranks)
-    asked = situation.saver == "ours" or situation.weights in ("ours", "stream")
+    asked = situation.is_ours or situation.weights in ("ours", "stream")
     left = [path for path in folder.rglob("training_state*.json")] if folder.exists() else []
     return _error(ranks).partition("\n")[0] if refuses and asked and not left else ""
 
