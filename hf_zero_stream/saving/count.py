@@ -21,7 +21,7 @@ from ..seams.ds_config import zero3_hidden
 from .plan import SavePlan, Sources
 
 
-__all__ = ["LeftOut", "anything", "ignored_by", "nothing", "refuse_parts", "refuse_too_few"]
+__all__ = ["LeftOut", "anything", "ignored_by", "nothing", "refuse_cut", "refuse_too_few"]
 
 LeftOut = Callable[[str], bool]
 """Whether a parameter, by its own name, need not be in the files."""
@@ -62,7 +62,7 @@ def refuse_too_few(plan: SavePlan, sources: Sources, names: Iterable[str], left_
         )
 
 
-def refuse_parts(model: nn.Module, differing: Iterable[str]) -> None:
+def refuse_cut(model: nn.Module, differing: Iterable[str]) -> None:
     """Raise a SaveError if the parameters `differing`, of which ranks have different values, are smaller than whole.
 
     Whole is what the model's class makes of its config. A module that is no model of transformers' has no such class.

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..errors import SaveError
 from ..ranks.coordinator import Coordinator
-from .count import LeftOut, nothing, refuse_parts, refuse_too_few
+from .count import LeftOut, nothing, refuse_cut, refuse_too_few
 from .files import Publication, ShardWriter
 from .lazy_parameters import Held, holdings_of_model
 from .parameters import Layout, NewParameters, Parameters
@@ -142,7 +142,7 @@ class Preparation:
             )
             refuse_too_few(plan, parameters.sources, parameters.expected, content.left_out)
             if content.held is None:
-                refuse_parts(self.model, parameters.differing)
+                refuse_cut(self.model, parameters.differing)
             mine = hashlib.sha256(b"".join(shard.header for shard in shards)).hexdigest()
         refuse_other_tensors(coordinator, mine, "save")
         return content.planned([parameters, *parameters.beside], shards, plan)
