@@ -153,6 +153,9 @@ def contradiction(situation: Situation) -> str | None:
         "a loop of one's own registers nothing": s.wrapper == "loop" and s.extra != "none",
         "the Trainer makes groups and schedules": s.wrapper == "trainer"
         and (s.groups != "one" or s.scheduler != "none"),
+        "the Trainer multiplies losses by the number of ranks, and a head's part too": s.wrapper == "trainer"
+        and s.change in ("head", "lora_frozen_head")
+        and s.resumed_world_size != s.world_size,
         "the Trainer loads into new processes": s.wrapper == "trainer"
         and s.follows in ("same_process", "saved_twice"),
         "DeepSpeed counts the steps of accumulation itself": s.accumulation != "1" and s.wrapper == "loop",
