@@ -17,6 +17,9 @@ COMPAT_TESTS ?= $(patsubst %,tests/%.py,$(addprefix loading/test_,parity incompl
 COMPAT_TESTS += --deselect tests/loading/test_streaming.py::test_from_config_is_stock
 # FP8 wants triton in transformers 5.1, which torch for CPUs does not bring.
 COMPAT_TESTS += --deselect tests/core/test_plan.py::test_a_plan_is_data
+SITUATIONS_MINUTES ?= 60
+# Another one each day, which the log says.
+SITUATIONS_SEED ?= $(shell date +%Y%m%d)
 FUZZ_RUNS ?= 1000000
 FUZZ_TARGETS ?= file header built index names torch pickle zero distcp server store
 SWEEP_ARGS ?= --destinations zero3x2,zero3x3/5,fsdp2,fsdp3,tp2,fsdp2-ep2,fsdp2-tp2,fsdp2-tp2-ep2,replicate2-fsdp2/5 \
@@ -29,7 +32,7 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test test-all nightly peers drift compat sweep fuzz quality style demo docs package stranger bench scale ecosystem gpu azurite clean
+.PHONY: help system venv test test-all nightly peers drift compat sweep situations fuzz quality style demo docs package stranger bench scale ecosystem gpu azurite clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
@@ -38,9 +41,10 @@ help:
 	@echo "make test-all run all tests: whole matrices, long trials, every command of the documentation; then make stranger"
 	@echo "make peers    run suites of transformers, accelerate and TRL, with and without hf_zero_stream (PEERS_ARGS=mixins)"
 	@echo "make drift    look at the table of what is bent in other versions, and try sets of versions (DRIFT_ARGS=contracts)"
-	@echo "make nightly  run make test-all, make peers and make drift"
+	@echo "make nightly  run make test-all, make peers, make drift and an hour of make situations"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.csv (SWEEP_ARGS='--types bert,t5')"
+	@echo "make situations train, save and resume in drawn situations beside stock, for SITUATIONS_MINUTES (60)"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
 	@echo "make quality  lint, format check, types, which subpackage may import which"
 	@echo "make style    fix what ruff can fix"
@@ -87,7 +91,7 @@ test-all: $(STAMP) $(COMPILED) azurite
 	$(BIN)/python -m scripts.check_package --stranger
 
 # What is not in make test-all: of peers, a sample is.
-nightly: test-all peers drift
+nightly: test-all peers drift situations
 
 drift: $(STAMP) $(COMPILED)
 	$(BIN)/python -m tests.drift $(DRIFT_ARGS)
@@ -114,6 +118,11 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt | system
 
 sweep: $(STAMP)
 	$(BIN)/python -m tests.sweep $(SWEEP_ARGS)
+
+situations: $(STAMP) $(COMPILED)
+	mkdir -p build/situations
+	$(BIN)/python -m tests.situations --minutes $(SITUATIONS_MINUTES) --seed $(SITUATIONS_SEED) \
+		--log build/situations/log.jsonl --scripts build/situations
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[fuzz]"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor, Materialise
 from ..checkpoint.nodes import HostTensor, Stored, View
@@ -24,6 +25,8 @@ from ..holdings.own_names import named_parameters, own_names, own_or_clean
 from ..ranks.coordinator import Coordinator
 from .plan import in_dtype
 
+
+logger = logging.get_logger(__name__)
 
 Held = Callable[[], Mapping[str, Holding]]
 """What this rank holds of something that a training has for parameters, by their own names."""
@@ -119,8 +122,8 @@ class LazyParameters:
             elif isinstance(value, torch.Tensor):  # a buffer; every rank has its own values, and rank 0's are written
                 refuse_meta({name: value})
                 entries[name] = self._lazy(view_of(whole_of(name, value)))
-            else:
-                entries[name] = value
+            elif value is not None:  # of a module's get_extra_state
+                logger.warning_once(f"{key} is a {type(value).__name__}. Files of weights hold tensors, and not this.")
         if has_converted_experts(self._model):
             from ..holdings.deepspeed.original_experts import with_original_experts
 

@@ -16,16 +16,17 @@ from torch.utils._pytree import tree_map
 from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import HostTensor, Node, Stored, View
+from ..checkpoint.nodes import HostTensor, Node, Stored, View, sources_of
 from ..destinations.base import narrowed
 from ..engine.compute import Evaluator
 from ..errors import SaveError
 from ..holdings.holder import Holding
-from ..planning.boxes import Interval, ParameterBox
+from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
 from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
 from .plan import Share, Sources
+from .shares import cover, join
 
 
 logger = logging.get_logger(__name__)
@@ -97,6 +98,8 @@ class Parameters:
         self._coordinator = coordinator
         self.layout = layout
         self.holdings = {source: holdings[name] for source, name in layout.names.items()}
+        self.gathered: set[str] = set()
+        """Parameters whose values :meth:`gather` has given: what is made of them says no more where they come from."""
 
     @property
     def sources(self) -> Sources:
@@ -139,6 +142,7 @@ class Parameters:
 
     def gather(self, view: View) -> torch.Tensor:
         """The values of `view`, gathered in host memory, where no ranges give them (all ranks, in the same order)."""
+        self.gathered |= _names_in([view])
         return evaluated(view, self._full, self.sources.joined)
 
     def _full(self, source: Stored) -> torch.Tensor:
@@ -189,6 +193,8 @@ class NewParameters(Parameters):
             others = [holdings_of_model(model, coordinator, dtype, other) for other in beside]
         holdings = self._lazy.holdings
         self._names = holdings.keys()
+        self._is_held = held is not None
+        self._offered: set[str] = set()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
         super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
         self._covered: dict[tuple[int, tuple[tuple[int, int, int], ...]], tuple[Share, ...]] = {}
@@ -205,7 +211,7 @@ class NewParameters(Parameters):
         Beside what is held in place of values there are `buffers`, by the names of the state dict.
         """
         if given is None:
-            return self._lazy.state_dict(buffers=buffers)
+            return self._offering(self._lazy.state_dict(buffers=buffers))
         entries: dict[str, Any] = {}
         for name, value in given.items():
             view = value.view_of_node if isinstance(value, LazyTensor) else value  # rank 0 sends views
@@ -217,12 +223,30 @@ class NewParameters(Parameters):
                     "model.state_dict() does not hold the values of a ZeRO-3 model: use the state dict that "
                     "save_pretrained is given, or gather the parameters (deepspeed.zero.GatheredParameters)."
                 )
-        return entries
+        return self._offering(entries)
 
     def own_entries(self, *, buffers: Collection[str] = ()) -> dict[str, Any]:
         """As :meth:`entries`, by own names; of the names of a tied parameter, the first one only."""
         entries = self._lazy.state_dict(keeps_adapters=False, buffers=buffers)
-        return {name: entry for name, entry in entries.items() if name not in self._lazy.by_name.keys() - self._names}
+        tied = self._lazy.by_name.keys() - self._names
+        return self._offering({name: entry for name, entry in entries.items() if name not in tied})
+
+    def _offering(self, entries: dict[str, Any]) -> dict[str, Any]:
+        self._offered |= _names_in(entry.view_of_node for entry in entries.values() if isinstance(entry, LazyTensor))
+        return entries
+
+    @property
+    def expected(self) -> set[str]:
+        """The own names of what must be saved: all that is held in place of values, else what entries have had."""
+        return ({*self._names} if self._is_held else self._offered) - self.gathered
+
+    @property
+    def differing(self) -> set[str]:
+        """The own names of what all ranks hold in full, with different values."""
+        if not self.layout.same:
+            return set()
+        different = self.sources.replicas - self.sources.everywhere
+        return {name for name in different if not self.holdings[name].is_gathered}
 
     def _agree_on_shares(self, holdings: Mapping[str, Holding], digests: Digests) -> None:
         mine = [
@@ -298,6 +322,11 @@ class NewParameters(Parameters):
         return all(each.digest in (None, first.digest) for each in held.values())
 
 
+def _names_in(views: Iterable[View]) -> set[str]:
+    """The own names of the parameters that `views` come from."""
+    return {node.name for node, _ in sources_of(views) if isinstance(node, Stored)}
+
+
 def evaluated(view: View, whole: Callable[[Stored], torch.Tensor], joined: Mapping[str, Node]) -> torch.Tensor:
     """The values of `view` in host memory, from those that `whole` gives, flat, of what is stored in it.
 
@@ -326,51 +355,6 @@ def evaluated(view: View, whole: Callable[[Stored], torch.Tensor], joined: Mappi
 
     evaluator = Evaluator(LocalFiles(), request_bytes=1, seek_bytes=0, staging_bytes=64 * 2**20)
     return evaluator.materialise(with_values(view))
-
-
-def join(name: str, boxes: Sequence[tuple[ParameterBox, View]], dim: int = 0) -> View:
-    """A parameter put together of boxes: it is cut into slabs along dimension `dim`, and each slab along the next.
-
-    `boxes` are in order of their first indices, each with its elements.
-    """
-    shape = boxes[0][0].shape
-    if dim == len(shape):
-        return boxes[0][1]
-    slabs: dict[Interval, list[tuple[ParameterBox, View]]] = {}
-    for box, view in boxes:
-        ((begin, end),) = box.intervals[dim]
-        slabs.setdefault((begin, end), []).append((box, view))
-    position = 0
-    for begin, end in slabs:
-        if begin != position:
-            break
-        position = end
-    if position != shape[dim]:
-        raise SaveError(
-            f"{name}: expected that the boxes that ranks hold of it fill its shape {shape} without overlap; along "
-            f"dimension {dim} it is cut into (first index, one past the last): {', '.join(map(str, slabs))}. Save "
-            "from all ranks of the job, with the same model on each."
-        )
-    pieces = tuple(join(name, slab, dim + 1) for slab in slabs.values())
-    return pieces[0] if len(pieces) == 1 else View.joined(pieces, dim)
-
-
-def cover(name: str, numel: int, held: Iterable[tuple[int, int, int]]) -> tuple[Share, ...]:
-    """Shares that cover a parameter of `numel` elements, with no overlap; `held` are starts, stops, and ranks."""
-    shares: list[Share] = []
-    position = 0
-    for start, stop, rank in sorted(own for own in held if own[0] < own[1]):
-        if start > position:
-            break
-        if stop > position:
-            shares.append(Share(rank, position, stop))
-            position = stop
-    if position < numel:
-        raise SaveError(
-            f"{name}: expected that the ranks hold all {numel} elements between them; nobody holds number {position}. "
-            "Save from all ranks of the job, with the same model on each."
-        )
-    return tuple(shares)
 
 
 Values = Callable[[str, int], torch.Tensor]

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint.nodes import Computed, HostTensor, Node, Stored, View
+from ..checkpoint.nodes import Computed, HostTensor, Node, Stored, View, sources_of
 from ..checkpoint.safetensors import ShardToWrite
 from ..planning.boxes import Box, Region, regions_of_box, regions_of_range, within
 from ..planning.plan import materialise_reason
@@ -74,6 +74,27 @@ class Sources:
                 yield from regions_of_box(self.joined[region.leaf.name], region.box, region.casts)
             else:
                 yield region
+
+    def numel(self, source: str) -> int:
+        """How many elements of `source` the ranks have between them."""
+        return sum(share.stop - share.start for share in self.shares[source])
+
+    def elements(self, region: Region) -> dict[str, int]:
+        """How many elements of each source go into `region`: all of what a function computes it from."""
+        if isinstance(region.leaf, Stored):
+            return {region.leaf.name: region.box.numel}
+        found: dict[str, int] = {}
+        for node, _ in sources_of([View.whole(region.leaf)]) if isinstance(region.leaf, Computed) else ():
+            if isinstance(node, Stored):
+                found |= {source: self.numel(source) for source in self.sources_of(node.name)}
+        return found
+
+    def sources_of(self, name: str) -> list[str]:
+        """The sources that are the parameter `name`, or the boxes that it is put together of."""
+        joined = self.joined.get(name)
+        if joined is None:
+            return [name]
+        return [node.name for node, _ in sources_of([View.whole(joined)]) if isinstance(node, Stored)]
 
     def parts(self, region: Region, only: int | None = None) -> Iterator[Part]:
         """What ranks give of `region`, which is no function's, or what the rank `only` gives."""
@@ -138,12 +159,17 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank writes alone, and what all do together, the same on each."""
+    """What one rank writes alone, and what all do together, the same on each.
+
+    Attributes:
+        elements: how many elements of each source all ranks write between them; what a function computes with counts.
+    """
 
     alone: tuple[Segment, ...]
     rounds: tuple[Round, ...]
     computations: tuple[Computation, ...]
     bytes_written: int
+    elements: Mapping[str, int] = field(default_factory=dict)
 
 
 def make_save_plan(
@@ -158,6 +184,7 @@ def make_save_plan(
     alone: list[Segment] = []
     exchanged: list[Segment] = []
     computations: list[Computation] = []
+    elements: Counter[str] = Counter()
     nbytes = turn = 0
     for number, shard in enumerate(shards):
         for name, position in shard.starts.items():
@@ -166,6 +193,8 @@ def make_save_plan(
             if view.numel == 0:
                 continue
             regions = list(sources.regions(view, 0, view.numel))
+            for region in regions:
+                elements.update(sources.elements(region))
             if any(isinstance(region.leaf, Computed) for region in regions):
                 reason = materialise_reason(view.node) or "a function gives its values"
                 computations.append(Computation(number, position, name, view, reason))
@@ -194,7 +223,7 @@ def make_save_plan(
     rounds = tuple(_rounds(exchanged, world_size, single_writer))
     written = [segment for of_round in rounds for writer, segment in of_round if writer == rank]
     nbytes += sum(segment.nbytes for segment in chain(alone, written))
-    return SavePlan(tuple(alone), rounds, tuple(computations), nbytes)
+    return SavePlan(tuple(alone), rounds, tuple(computations), nbytes, dict(elements))
 
 
 def segments_of(view: View, sources: Sources, shard: int, position: int, limit: int) -> Iterator[Segment]:

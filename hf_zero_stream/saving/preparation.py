@@ -23,6 +23,7 @@ from transformers.utils import logging
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..errors import SaveError
 from ..ranks.coordinator import Coordinator
+from .count import LeftOut, nothing, refuse_cut, refuse_too_few
 from .files import Publication, ShardWriter
 from .lazy_parameters import Held, holdings_of_model
 from .parameters import Layout, NewParameters, Parameters
@@ -139,6 +140,9 @@ class Preparation:
                 world_size=coordinator.world_size,
                 single_writer=self.single_writer,
             )
+            refuse_too_few(plan, parameters.sources, parameters.expected, content.left_out)
+            if content.held is None:
+                refuse_cut(self.model, parameters.differing)
             mine = hashlib.sha256(b"".join(shard.header for shard in shards)).hexdigest()
         refuse_other_tensors(coordinator, mine, "save")
         return content.planned([parameters, *parameters.beside], shards, plan)
@@ -208,6 +212,7 @@ class Content:
             headers and no values yet.
         beside: what is held as this is, and is saved by the same plan.
         buffers: the names of those that are saved with what is held.
+        left_out: which parameters may be missing in what is laid out.
     """
 
     lay_out: LayOut
@@ -218,6 +223,7 @@ class Content:
     check: Callable[[Path], None] | None = None
     beside: Sequence[Beside] = ()
     buffers: frozenset[str] = frozenset()
+    left_out: LeftOut = nothing
 
     def planned(self, parameters: Sequence[Parameters], shards: list[ShardToWrite], plan: SavePlan) -> list[Planned]:
         """What is written of this by one plan, and of what is beside it, for each from its `parameters`."""

@@ -21,7 +21,7 @@ from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole, refuse_wrapped
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta
-from ..holdings.marks import has_gathered, local_of
+from ..holdings.marks import has_gathered, is_packed, local_of
 from ..ranks.accelerators import settle
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
@@ -33,6 +33,7 @@ from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .background import write_in_background
 from .calls import dtype_of_argument, refuse_url, refuse_values
+from .count import anything, ignored_by
 from .files import Comparison, Publication, ShardWriter, reserve, sync_all
 from .host_copy import HostCopy, HostMemory
 from .lazy_parameters import state_dict_without_values
@@ -113,7 +114,12 @@ class Save:
     def weights(self) -> Content:
         """What transformers' ``save_pretrained`` would save."""
         variant = self._kwargs.get("variant")
-        return Content(lay_out=self._lay_out_pretrained, index_name=index_name(variant), dtype=self._dtype)
+        model = self.model
+        # Of a model with adapters transformers saves these alone, and packed weights are written as they are.
+        in_part = getattr(model, "_hf_peft_config_loaded", False) or is_packed(model)
+        left_out = anything if in_part else ignored_by(model)
+        lay_out, index = self._lay_out_pretrained, index_name(variant)
+        return Content(lay_out=lay_out, index_name=index, dtype=self._dtype, left_out=left_out)
 
     def _lay_out_pretrained(self, folder: Path, parameters: NewParameters) -> list[NotedShard]:
         entries, numel, dtype = parameters.entries(self._state_dict), parameters.numel, self._dtype

@@ -11,6 +11,7 @@ from ..holdings.own_names import adapter_names, named_parameters, own_names
 from ..holdings.slots import MASTER
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
+from ..saving.count import anything
 from ..saving.lazy_parameters import held_values
 from ..saving.preparation import Content
 from ..seams.adapted import lay_out_adapters
@@ -40,4 +41,5 @@ def weights(model: nn.Module, coordinator: Coordinator) -> Content:
         lay_out=lambda folder, parameters: lay_out_adapters(model, folder, parameters.entries(buffers=buffers)),
         index_name="adapter_model.safetensors.index.json",
         held=partial(held_values, model, names, coordinator),
+        left_out=anything,  # the state has all that is trained, as masters
     )

@@ -46,6 +46,7 @@ from .digests import places_of
 from .entries import recorded_entries, refuse_lost
 from .groups import recorded_options
 from .layout import index_name, lay_out, shard_of
+from .module_entries import refuse_module_entries
 from .plain import plain
 from .record import (
     FILE,
@@ -127,6 +128,7 @@ def save_state(
         folder = Path(folder)
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).of_trained()
         refuse_optimizer(training)
+        refuse_module_entries(training.model)
         if not training.is_between_steps:
             raise UnsupportedError(
                 "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."

@@ -20,8 +20,9 @@ from hf_zero_stream.planning.boxes import Box, Cut, ParameterBox
 from hf_zero_stream.planning.plan import partition_range
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.saving import write
-from hf_zero_stream.saving.parameters import NewParameters, Values, cover, opened
+from hf_zero_stream.saving.parameters import NewParameters, Values, opened
 from hf_zero_stream.saving.plan import Segment, Share, Sources, make_save_plan
+from hf_zero_stream.saving.shares import cover
 
 
 Conversion = Callable[[LazyTensor], torch.Tensor]

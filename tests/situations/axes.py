@@ -1,0 +1,214 @@
+"""The axes of situations, which values go together, and how one is drawn and made simpler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+
+
+__all__ = ["AXES", "Situation", "contradiction", "draw", "simpler"]
+
+AXES: dict[str, tuple[str, ...]] = {
+    "model": ("llama", "even", "tied", "gpt2", "moe", "bert_classifier"),
+    "change": (
+        "none",
+        "resized",
+        "frozen",
+        "head",
+        "buffer",
+        "shared_layer",
+        "lora",
+        "lora_resized",
+        "lora_modules_to_save",
+        "lora_frozen_head",
+        "lora_edited_base",
+        "lora_merged_before",
+        "lora_two_adapters",
+        "lora_buffer",
+        "fp32_head",
+        "extra_state",
+    ),
+    "home": (
+        "zero3",
+        "zero3_offload",
+        "zero3_sub_groups",
+        "zero0",
+        "zero1",
+        "zero2",
+        "zero2_offload",
+        "fsdp2",
+        "replicas",
+        "autotp0",
+        "autotp1",
+        "autotp2",
+    ),
+    "precision": ("fp32", "bf16"),
+    "optimizer": (
+        "adamw",
+        "sgd",
+        "momentum",
+        "amsgrad",
+        "adagrad",
+        "rprop",
+        "adafactor",
+        "none_entry",
+        "own_state_dict",
+        "odd_entries",
+        "dtype_entry",
+        "late_entries",
+        "group_counter",
+        "global_entry",
+        "other_dtype",
+    ),
+    "groups": ("one", "two", "own_keys"),
+    "scheduler": ("none", "lambda"),
+    "accumulation": ("1", "2"),
+    "wrapper": ("engine", "accelerate", "trainer", "loop"),
+    "saver": ("theirs", "ours", "ours_async"),
+    "weights": (
+        "none",
+        "save_pretrained",
+        "ours",
+        "stream",
+        "state_dict",
+        "state_dict_rank0",
+        "torch_save_rank0",
+        "save_model",
+    ),
+    "extra": ("none", "registered"),
+    "follows": ("resume", "resume_1", "resume_4", "same_process", "saved_twice"),
+}
+"""The values of each axis, simplest first."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One training: a value of each axis of :data:`AXES`."""
+
+    model: str = "llama"
+    change: str = "none"
+    home: str = "zero3"
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    groups: str = "one"
+    scheduler: str = "none"
+    accumulation: str = "1"
+    wrapper: str = "engine"
+    saver: str = "theirs"
+    weights: str = "none"
+    extra: str = "none"
+    follows: str = "resume"
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value not in AXES[name]:
+                raise ValueError(f"{name} is one of {AXES[name]}, not {value!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> Situation:
+        """Read what `str` has written: ``home=zero3,change=lora``; what is left out is the simplest."""
+        return cls(**dict(part.split("=") for part in text.split(",") if part))
+
+    def __str__(self) -> str:
+        simplest = Situation()
+        changed = (field.name for field in fields(self) if getattr(self, field.name) != getattr(simplest, field.name))
+        return ",".join(f"{name}={getattr(self, name)}" for name in changed) or "home=zero3"
+
+    @property
+    def stage(self) -> int | None:
+        """The stage of ZeRO, if DeepSpeed trains."""
+        return next((int(digit) for digit in self.home if digit in "0123"), None) if self.by_deepspeed else None
+
+    @property
+    def by_deepspeed(self) -> bool:
+        return self.home.startswith(("zero", "autotp"))
+
+    @property
+    def adapts(self) -> bool:
+        return self.change.startswith("lora")
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def resumed_world_size(self) -> int:
+        return {"resume_1": 1, "resume_4": 4}.get(self.follows, self.world_size)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether our own functions are called where there is a stock one, too."""
+        return self.saver != "theirs"
+
+
+def contradiction(situation: Situation) -> str | None:
+    """Why a situation cannot be, or why stock does not have it."""
+    s = situation
+    wrappers = {"fsdp2": ("accelerate", "trainer", "loop"), "replicas": ("loop",)}
+    rules = {
+        "this home has other wrappers": s.wrapper not in wrappers.get(s.home, ("engine", "accelerate", "trainer")),
+        "a loop of one's own has no saver of others": s.wrapper == "loop" and s.saver == "theirs",
+        "the Trainer saves by itself": s.wrapper == "trainer" and (s.is_ours or s.extra != "none"),
+        "a loop of one's own registers nothing": s.wrapper == "loop" and s.extra != "none",
+        "the Trainer makes groups and schedules": s.wrapper == "trainer"
+        and (s.groups != "one" or s.scheduler != "none"),
+        "the Trainer multiplies losses by the number of ranks, and a head's part too": s.wrapper == "trainer"
+        and s.change in ("head", "lora_frozen_head")
+        and s.resumed_world_size != s.world_size,
+        "the Trainer loads into new processes": s.wrapper == "trainer"
+        and s.follows in ("same_process", "saved_twice"),
+        "DeepSpeed counts the steps of accumulation itself": s.accumulation != "1" and s.wrapper == "loop",
+        "AutoTP has layers of plain models": s.home.startswith("autotp")
+        and (s.change not in ("none", "frozen") or s.model not in ("llama", "even", "tied")),
+        "AutoTP wants all its ranks": s.home.startswith("autotp") and s.follows in ("resume_1", "resume_4"),
+        "weights are saved by a wrapper that can": not _can_save_weights(s),
+        "adapters are saved in PEFT's way": s.adapts and s.weights != "none",
+        "layers share in these; stock saves no such weights": s.change == "shared_layer"
+        and (s.model not in ("llama", "even", "tied") or s.weights != "none" or s.home == "fsdp2"),
+        "safetensors hold tensors only": s.change == "extra_state" and s.weights != "none",
+        "DeepSpeed and FSDP2 want one dtype": s.change == "fp32_head"
+        and (s.home != "replicas" or s.precision != "bf16"),
+        "embeddings of a classifier stay": s.model == "bert_classifier" and "resized" in s.change,
+        "DeepSpeed has no accumulating stage 2 of offload at stage 0": s.home == "zero0" and s.precision == "bf16",
+        "torch's distributed checkpoints have no dtypes": s.optimizer == "dtype_entry" and s.home == "fsdp2",
+        "amsgrad, per-tensor and foreign states want whole parameters": s.optimizer in ("rprop",)
+        and s.precision == "bf16",
+    }
+    return next((reason for reason, holds in rules.items() if holds), None)
+
+
+def _can_save_weights(s: Situation) -> bool:
+    by_rank0 = s.home in ("zero0", "zero1", "zero2", "zero2_offload")
+    allowed = {
+        "none": True,
+        "ours": True,
+        "stream": True,
+        "save_pretrained": s.wrapper != "trainer" and (by_rank0 or s.home == "replicas"),
+        "state_dict": s.wrapper == "accelerate",
+        "state_dict_rank0": s.wrapper == "accelerate" and by_rank0,
+        "torch_save_rank0": s.wrapper == "accelerate" and by_rank0,
+        "save_model": s.wrapper in ("accelerate", "trainer"),
+    }
+    return allowed[s.weights] and not (s.wrapper == "trainer" and s.weights in ("ours", "stream"))
+
+
+def draw(source: random.Random) -> Situation:
+    """A situation without contradiction. About half of its axes have the simplest value, so that failures show."""
+    while True:
+        values = {}
+        for name, choices in AXES.items():
+            free = name in ("model", "change", "home", "optimizer", "wrapper", "saver", "follows", "weights")
+            values[name] = choices[0] if not free and source.random() < 0.5 else source.choice(choices)
+        situation = Situation(**values)
+        if contradiction(situation) is None:
+            return situation
+
+
+def simpler(situation: Situation) -> Iterator[Situation]:
+    """The situations that differ in one axis, by a simpler value."""
+    for name, choices in AXES.items():
+        for value in choices[: choices.index(getattr(situation, name))]:
+            candidate = replace(situation, **{name: value})
+            if contradiction(candidate) is None:
+                yield candidate

@@ -1,0 +1,41 @@
+"""A small script that shows one finding, to run without the generator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.situations.axes import Situation
+
+
+__all__ = ["write_script"]
+
+TEMPLATE = '''\
+"""{kinds}
+
+Run in the root of the repository: python {name}
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.situations.axes import Situation
+from tests.situations.models import make
+from tests.situations.trial import trial
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder, "checkpoints"))
+        result = trial(Situation.parse("{situation}"), Path(folder, "trial"), Path(folder, "checkpoints"))
+    for finding in result.findings:
+        print(finding.kind, finding.text, sep="\\n")
+    sys.exit(bool(result.findings))
+'''
+
+
+def write_script(folder: Path, number: int, situation: Situation, kinds: list[str]) -> Path:
+    """Write the script of a situation into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"finding_{number:02}.py"
+    path.write_text(TEMPLATE.format(kinds="; ".join(kinds), name=path.name, situation=situation))
+    return path
