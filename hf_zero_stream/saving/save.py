@@ -21,7 +21,7 @@ from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole, refuse_wrapped
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta
-from ..holdings.marks import has_gathered, local_of
+from ..holdings.marks import has_gathered, local_of, refuse_parts
 from ..ranks.accelerators import settle
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
@@ -327,6 +327,7 @@ def make_ready(model: Any, inner: torch.nn.Module, doing: str, instead: str) -> 
 
     The error is ``{doing}: ... {instead}``.
     """
+    refuse_parts(model, doing)
     fill_whole(inner)
     if isinstance(model, torch.nn.Module):
         _refuse_fsdp1(model, doing, instead)

@@ -20,6 +20,7 @@ from ..slots import MASTER, Member, Slot, slots_of_parameters
 from ..training import STEPS, Training
 from . import partitions
 from .masters import ZENFLOW, fragments_of
+from .model_parallel import refuse_parts
 
 
 _RELIED_ON = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
@@ -45,6 +46,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
     optimizer = getattr(wrapper, "optimizer", wrapper)
     if not hasattr(optimizer, "state"):  # there is none, or one of DeepSpeed's that stands in for it
         raise UnsupportedError("The engine has no optimizer: deepspeed.initialize was given none.")
+    refuse_parts(engine, "training state")
     _refuse_data_efficiency(engine)
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         slots = list(_stage_3(model, wrapper))
