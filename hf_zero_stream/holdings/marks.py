@@ -23,6 +23,22 @@ CONVERTED = "_hf_zero_stream_origin"
 """The attribute of a converted layer of experts that says what it was; see :mod:`.deepspeed.original_experts`."""
 
 
+CUT = "ds_autotp_universal_checkpoint_meta"
+"""The attribute of a parameter of which DeepSpeed's AutoTP has left a part; see :mod:`.deepspeed.parts`."""
+
+
+def is_cut(param: Any) -> bool:
+    """Whether DeepSpeed's AutoTP has cut `param`, so that ranks hold parts of it."""
+    return hasattr(param, CUT) and not getattr(param, CUT)["conversion"]["replicated"]
+
+
+def whole_shape(tensor: Any) -> torch.Size:
+    """The shape of a parameter of which this rank may hold a part."""
+    if is_cut(tensor):
+        return torch.Size(getattr(tensor, CUT)["conversion"]["original_shape"])
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
 def has_partition(param: Any) -> bool:
     """Whether `param` is one of ZeRO-3's."""
     return hasattr(param, "ds_tensor")
@@ -69,6 +85,13 @@ def why_parts(trained: Any) -> str:
     from .deepspeed import model_parallel
 
     return model_parallel.why_parts(trained)
+
+
+def has_parts(engine: Any) -> bool:
+    """Whether ranks of a DeepSpeed engine hold parts of its model."""
+    from .deepspeed import model_parallel
+
+    return model_parallel.has_parts(engine)
 
 
 def refuse_parts(trained: Any, doing: str) -> None:

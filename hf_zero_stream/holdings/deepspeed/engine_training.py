@@ -12,8 +12,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ...errors import UnsupportedError, refuse_unknown_version
-from ...planning.boxes import ParameterBox
-from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ..own_names import named_parameters
 from ..slots import MASTER, Member, Slot, slots_of_parameters
@@ -21,6 +19,7 @@ from ..training import STEPS, Training
 from . import partitions
 from .masters import ZENFLOW, fragments_of
 from .model_parallel import refuse_parts
+from .parts import trained_part
 
 
 _RELIED_ON = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
@@ -192,9 +191,11 @@ def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> 
     members: dict[int, tuple[Any, list[Member]]] = {}
     for param, part, first, start, stop in fragments_of(wrapper):
         is_whole = part.numel() >= param.numel() and not hasattr(wrapper, "real_dp_process_group")
+        name = names[id(param)]
+        box, share = trained_part(name, param, coordinator.rank, coordinator.world_size)
         if is_whole:
-            _, start, stop = partition_range(param.numel(), coordinator.rank, coordinator.world_size)
-        member = Member(names[id(param)], ParameterBox.whole(param.shape), first, start, stop, is_whole)
+            start, stop = share
+        member = Member(name, box, first, start, stop, is_whole)
         members.setdefault(id(part), (part, []))[1].append(member)
     return [
         Slot(groups[key], part, wrapper.optimizer.state[part], of_part, is_apart=True)

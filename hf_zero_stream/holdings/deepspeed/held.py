@@ -14,12 +14,11 @@ from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...planning.boxes import ParameterBox
-from ...planning.plan import partition_range
 from ..holder import Holding, open_flat
 from . import partitions
 from .gathered import gathered, is_changed
 from .masters import Master, masters_of
+from .parts import trained_part
 
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ def held_by_optimizers(
         if param.dtype == torch.float32:
             continue
         if id(param) in replaced:
-            found[name] = _holding_of_masters(param, replaced[id(param)], rank, world_size)
+            found[name] = _holding_of_masters(name, param, replaced[id(param)], rank, world_size)
         elif is_zero_param(param) and is_trained_apart(param):
             if id(param) in in_context:
                 raise UnsupportedError(
@@ -87,12 +86,14 @@ def held_by_optimizers(
     return found
 
 
-def _holding_of_masters(param: torch.Tensor, masters: Sequence[Master], rank: int, world_size: int) -> Holding:
+def _holding_of_masters(
+    name: str, param: torch.Tensor, masters: Sequence[Master], rank: int, world_size: int
+) -> Holding:
     nothing = Master(torch.empty(0, dtype=torch.float32), 0, 0, is_whole=False)  # all of it is trained by other ranks
     values, start, stop, is_whole = masters[0] if masters else nothing
+    box, share = trained_part(name, param, rank, world_size)
     if is_whole:
-        _, start, stop = partition_range(param.numel(), rank, world_size)
-    box = ParameterBox.whole(param.shape)
+        start, stop = share
     return Holding(box, values.dtype, start, stop, lambda: nullcontext(values), is_whole=is_whole)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ...errors import UnsupportedError
+from ..marks import is_cut
+from .parts import part_of
 
 
 _SIZES = {
@@ -30,11 +32,31 @@ def why_parts(trained: Any) -> str:
     if not isinstance(trained, DeepSpeedEngine):
         return ""
     if trained.autotp_size() > 1:
-        return f"the model is cut by AutoTP (tensor_parallel.autotp_size = {trained.autotp_size()})"
+        return _why_not_autotp(trained)
     for name, kind in _SIZES.items():
         size = getattr(trained.mpu, name, lambda: 1)()
         if size > 1:
             return f"its mpu has {kind} over {size} ranks, and says nothing of what each parameter is a part of"
+    return ""
+
+
+def has_parts(engine: DeepSpeedEngine) -> bool:
+    """Whether ranks of `engine` hold parts of its model, known or not."""
+    return engine.autotp_size() > 1 or bool(why_parts(engine))
+
+
+def _why_not_autotp(engine: Any) -> str:
+    """Why it is not known what ranks hold where AutoTP has cut the model of `engine`; "" if it is."""
+    combined = [("ZeRO-3", engine.zero_optimization_stage() == 3), ("experts", engine.has_moe_layers)]
+    for kind, is_there in combined:
+        if is_there:
+            return f"the model is cut by AutoTP (tensor_parallel.autotp_size = {engine.autotp_size()}) and by {kind}"
+    try:
+        for name, param in engine.module.named_parameters():
+            if is_cut(param):
+                part_of(name, param)
+    except UnsupportedError as error:
+        return str(error)
     return ""
 
 
