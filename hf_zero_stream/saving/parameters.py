@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
-from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View
@@ -24,11 +24,9 @@ from ..holdings.holder import Holding
 from ..planning.boxes import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
+from .differences import refuse_or_say_differing, refuse_other_parameters, wrapper_of
 from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
 from .plan import Share, Sources
-
-
-logger = logging.get_logger(__name__)
 
 
 class _Held(NamedTuple):
@@ -190,6 +188,7 @@ class NewParameters(Parameters):
         holdings = self._lazy.holdings
         self._names = holdings.keys()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
+        self._synchronised_by = partial(wrapper_of, model) if held is None else lambda: "a training"
         super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
         self._covered: dict[tuple[int, tuple[tuple[int, int, int], ...]], tuple[Share, ...]] = {}
         """Ranks hold parameters of one size alike, which then have the same shares: a large world has many of them."""
@@ -230,12 +229,7 @@ class NewParameters(Parameters):
             for name, each in holdings.items()
         ]
         everyone = self._coordinator.all_gather(mine)
-        different = [rank for rank, of_rank in enumerate(everyone) if len(of_rank) != len(holdings)]
-        if different:
-            raise SaveError(
-                f"Rank(s) {different} have another number of parameters than this one ({len(holdings)}): the "
-                "model must be the same on every rank."
-            )
+        refuse_other_parameters(holdings, self._coordinator)
         self.layout.same.update(
             _same(
                 [
@@ -244,8 +238,7 @@ class NewParameters(Parameters):
                 ]
             )
         )
-        differing: list[str] = []
-        givers: set[int] = set()
+        differing: dict[str, list[int]] = {}
         for (name, holding), held in zip(holdings.items(), zip(*everyone, strict=True), strict=True):
             for source, box in self._sources(name, holding, held).items():
                 if not box.numel:
@@ -258,13 +251,10 @@ class NewParameters(Parameters):
                 same = self._agree_on_source(source, box.numel, holders)
                 # What is gathered is expected to be new on rank 0.
                 if not same and not holding.is_gathered:
-                    differing.append(name)
-                    givers.add(self.sources.shares[source][0].rank)
-        if differing and self._coordinator.is_main:
-            logger.warning(
-                f"Ranks have different values for {', '.join(differing[:8])} ({len(differing)} parameter(s)), which "
-                f"each of them holds in full. Those of rank {', '.join(map(str, sorted(givers)))} are saved."
-            )
+                    giver = self.sources.shares[source][0].rank
+                    differing[name] = [rank for rank in holders if held[rank].digest != held[giver].digest]
+        if differing:
+            refuse_or_say_differing(differing, self._synchronised_by(), self._coordinator)
 
     def _sources(self, name: str, holding: Holding, held: Sequence[_Held]) -> dict[str, ParameterBox]:
         """The sources of a parameter: itself, or the boxes of it that ranks hold, which are joined."""

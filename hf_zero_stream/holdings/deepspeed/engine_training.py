@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..training import STEPS, Training
 from . import partitions
 from .masters import ZENFLOW, fragments_of
 from .model_parallel import refuse_parts
-from .parts import trained_part
+from .parts import is_empty_somewhere, part_of, trained_part
 
 
 _RELIED_ON = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
@@ -53,6 +54,8 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         slots = slots_of_parameters(model, optimizer, coordinator)
     else:
         slots = _stages_0_to_2(model, wrapper, coordinator)
+    if engine.autotp_size() > 1:
+        _add_empty_parts(model, optimizer, slots)
     return Training(
         model=model,
         optimizer=optimizer,
@@ -69,6 +72,23 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         copy_masters=partial(_copy_masters, model, wrapper),
         can_copy_masters=not _has_swapped(wrapper),
     )
+
+
+def _add_empty_parts(model: nn.Module, optimizer: Any, slots: list[Slot]) -> None:
+    """Have the slots name the parameters of which this rank holds nothing: DeepSpeed gives them to no optimizer."""
+    params = dict(named_parameters(model))
+    empty = [name for name, param in params.items() if is_empty_somewhere(param)]
+    if empty and len(optimizer.param_groups) > 1:
+        raise UnsupportedError(
+            f"{', '.join(empty[:8])}: some ranks of tensor parallelism hold nothing of {len(empty)} parameter(s), and "
+            "the optimizer's groups do not say which of them these are in. Use one group, no more ranks of tensor "
+            "parallelism than key-value heads, or DeepSpeed's own checkpoints."
+        )
+    known = {member.name for slot in slots for member in slot.members}
+    for name in empty:
+        if not params[name].numel() and name not in known:
+            box = part_of(name, params[name]).box
+            slots[0] = replace(slots[0], members=[*slots[0].members, Member(name, box, 0, 0, 0)])
 
 
 def _refuse_data_efficiency(engine: Any) -> None:

@@ -18,7 +18,7 @@ from ..holder import Holding, open_flat
 from . import partitions
 from .gathered import gathered, is_changed
 from .masters import Master, masters_of
-from .parts import trained_part
+from .parts import is_empty_part, trained_part
 
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,9 @@ def held_by_optimizers(
     for name, param in params.items():
         if param.dtype == torch.float32:
             continue
-        if id(param) in replaced:
-            found[name] = _holding_of_masters(name, param, replaced[id(param)], rank, world_size)
+        is_left_out = bool(replaced) and is_empty_part(param)  # no optimizer trains what has no elements
+        if id(param) in replaced or is_left_out:
+            found[name] = _holding_of_masters(name, param, replaced.get(id(param), []), rank, world_size)
         elif is_zero_param(param) and is_trained_apart(param):
             if id(param) in in_context:
                 raise UnsupportedError(

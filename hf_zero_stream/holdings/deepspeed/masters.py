@@ -25,7 +25,6 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...errors import UnsupportedError, refuse_unknown_version
-from ..marks import is_cut
 
 
 ZENFLOW = (
@@ -60,7 +59,7 @@ def masters_of(params: Iterable[Any]) -> dict[int, list[Master]]:
     The same parameters on every rank, some with an empty list; an UnsupportedError if masters cannot be reached.
     """
     # Also those that do not require gradients: one that was frozen after the start of its engine is still copied back.
-    whole = [param for param in params if param.numel() or is_cut(param)]
+    whole = [param for param in params if param.numel()]
     if all(param.dtype == torch.float32 and not hasattr(param, "_hp_mapping") for param in whole):
         return {}  # these have no masters, and need no search, which takes 60 ms
     trained = set(map(id, whole))
@@ -97,9 +96,6 @@ def fragments_of(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int, int, 
         rank = dist.get_rank(*shared_by) if shared_by else 0
         following = 0
         for param in params:
-            if not param.numel() and is_cut(param):  # another rank of tensor parallelism has all of it
-                yield param, part, 0, 0, 0
-                continue
             if shared_by:
                 offset = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
                 if not 0 <= offset <= flat.numel() - param.numel():

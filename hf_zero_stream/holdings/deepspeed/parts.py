@@ -91,6 +91,19 @@ def trained_part(name: str, param: Any, rank: int, world_size: int) -> tuple[Par
     return ParameterBox.whole(param.shape), (start, stop)
 
 
+def is_empty_part(param: Any) -> bool:
+    """Whether other ranks of tensor parallelism hold all of `param`, which is trained."""
+    return is_cut(param) and not param.numel() and bool(param.requires_grad)
+
+
+def is_empty_somewhere(param: Any) -> bool:
+    """Whether any rank of tensor parallelism holds nothing of `param`, which is trained; the same on all ranks."""
+    if not is_cut(param) or not param.requires_grad:
+        return False
+    of_ranks = getattr(param, CUT)["conversion"]["affine_map"]["ranks"].values()
+    return not all(prod(of_rank["shard_shape"]) for of_rank in of_ranks)
+
+
 def _box(name: str, described: Mapping[str, Any], index: int) -> ParameterBox:
     """The part of rank number `index` of tensor parallelism, as DeepSpeed has `described` a parameter."""
     if described["unsupported_reason"] or "affine_map" not in described:
