@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from ..errors import SaveError, UnsupportedError
 from ..holdings.holder import Holding
+from ..holdings.marks import is_cut
 from ..ranks.coordinator import Coordinator
 
 
@@ -34,7 +35,12 @@ def refuse_other_parameters(holdings: Mapping[str, Holding], coordinator: Coordi
 
 
 def wrapper_of(model: nn.Module) -> str:
-    """The class of what has made the replicas of `model` equal, or of a model around it; "" if nothing has."""
+    """The class of what has made the replicas of `model` equal, or of a model around it; "" if nothing has.
+
+    AutoTP does not: ranks of tensor parallelism train what is not cut each for itself, and it may drift apart.
+    """
+    if any(map(is_cut, model.parameters())):
+        return ""
     engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", DistributedDataParallel)
     found = [each for each in gc.get_objects() if issubclass(type(each), (engine, DistributedDataParallel))]
     return next((type(each).__name__ for each in found if any(module is model for module in each.modules())), "")
@@ -59,7 +65,7 @@ def refuse_or_say_differing(
     if coordinator.is_main:
         logger.warning(
             f"Ranks have different values for {len(differing)} parameter(s), each of which they hold in full: "
-            f"{ranks}. Nothing has made them equal yet, neither a DeepSpeed engine nor DistributedDataParallel: a "
-            "module that was made without a common seed, for instance. Those of the first rank that holds them (rank "
-            "0) are saved."
+            f"{ranks}. Nothing keeps them equal: neither a DeepSpeed engine without AutoTP nor "
+            "DistributedDataParallel. A module that was made without a common seed, for instance. Those of the first "
+            "rank that holds them (rank 0) are saved."
         )

@@ -168,7 +168,8 @@ class NewParameters(Parameters):
 
     If `held` is given, it is saved under the names of the parameters, and nothing else is. What is `beside` it has the
     same layout: :attr:`beside` is that, with other values. If several ranks hold all of a parameter, `threads` compare
-    all of these values if `compares` is true; else the first of these ranks gives them.
+    all of these values if `compares` is true; else the first of these ranks gives them. Of a state of a training
+    (`is_state`) all replicas must be equal.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class NewParameters(Parameters):
         threads: int,
         held: Held | None = None,
         beside: Sequence[Held] = (),
+        is_state: bool = False,
     ) -> None:
         with coordinator.reporting():
             self._lazy = LazyParameters(model, coordinator, dtype, self.gather, held)
@@ -188,7 +190,7 @@ class NewParameters(Parameters):
         holdings = self._lazy.holdings
         self._names = holdings.keys()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
-        self._synchronised_by = partial(wrapper_of, model) if held is None else lambda: "a training"
+        self._synchronised_by = partial(wrapper_of, model) if not is_state else lambda: "a training"
         super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
         self._covered: dict[tuple[int, tuple[tuple[int, int, int], ...]], tuple[Share, ...]] = {}
         """Ranks hold parameters of one size alike, which then have the same shares: a large world has many of them."""

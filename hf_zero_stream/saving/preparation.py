@@ -57,6 +57,7 @@ class Preparation:
     Attributes:
         single_writer: rank 0 writes everything.
         settings: what else the plans depend on, which are kept for the next save; None: they are not kept.
+        is_state: it is the state of a training, with its weights.
     """
 
     model: nn.Module
@@ -64,6 +65,7 @@ class Preparation:
     single_writer: bool
     threads: int
     settings: Any = None
+    is_state: bool = False
 
     def plan(self, folder: Path, content: Content) -> list[Planned]:
         """The plans of `content`, and of what is beside it; the `folder` is that of rank 0."""
@@ -127,6 +129,7 @@ class Preparation:
             threads=self.threads,
             held=content.held,
             beside=[each.held for each in content.beside],
+            is_state=self.is_state,
         )
         with coordinator.reporting():
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):

@@ -253,6 +253,7 @@ class Save:
             single_writer=single_writer,
             threads=self._threads(),
             settings=sorted(self._kwargs.items()) if keeps else None,
+            is_state=self._keeps_plans,
         )
 
     def _begun(self) -> tuple[str, bool, Publication]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from hf_zero_stream.errors import UnsupportedError
+from tests.saving.test_hooks import join_as_launched
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different
@@ -85,6 +87,8 @@ def engine_of(folder: Path, config: dict[str, Any]) -> Any:
 def save_as_stock(engine: Any, folder: Path) -> None:
     values = engine._consolidated_16bit_state_dict()
     if dist.get_rank() == 0:
+        if engine.module.config.tie_word_embeddings:  # it is gathered under both names, and would be saved twice
+            assert torch.equal(values.pop("lm_head.weight"), values["model.embed_tokens.weight"])
         engine.module.save_pretrained(folder, state_dict=values, max_shard_size=SHARD_SIZE)
     dist.barrier()
 
@@ -225,3 +229,55 @@ def test_what_is_held_in_common(cluster: None, tmp_path: Path) -> None:
         assert "in common" in found["refused"] and "c_attn" in found["refused"]
     assert not (tmp_path / "ours").exists()
     assert (tmp_path / "state" / "global_step0" / "mp_rank_01_model_states.pt").exists()
+
+
+def with_trainer(checkpoint: Path, folder: Path, stage: int, how: str) -> dict[str, Any]:
+    """Four steps with a checkpoint after two, `save_model`, and the last two steps again from the checkpoint."""
+    from accelerate.state import AcceleratorState
+
+    import hf_zero_stream
+
+    join_as_launched()
+    config = config_of("plan", stage, 2)
+    del config["optimizer"]
+    data = [{"input_ids": row, "labels": row} for row in torch.arange(6, 6 + 8 * 9).view(8, 9)]
+
+    def trainer(**changes: Any) -> Any:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(folder / how),
+            deepspeed=config,
+            bf16=False,
+            per_device_train_batch_size=1,
+            report_to=[],
+            accelerator_config={"use_configured_state": True},
+            optim="adamw_torch",
+            max_steps=4,
+            logging_steps=1,
+            use_cpu=True,
+            **changes,
+        )
+        AcceleratorState._reset_state()
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        return transformers.Trainer(model=model, args=arguments, train_dataset=data)
+
+    with hf_zero_stream.streaming() if how == "ours" else nullcontext():
+        first = trainer(save_strategy="steps", save_steps=2)
+        first.train()
+        first.save_model(str(folder / how / "model"))
+        second = trainer(save_strategy="no")
+        second.train(resume_from_checkpoint=str(folder / how / "checkpoint-2"))
+    losses = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (first, second)]
+    return {"first": losses[0], "second": losses[1][-2:]}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_trainer(cluster: None, tmp_path: Path, stage: int) -> None:
+    checkpoint = checkpoint_of("plan", tmp_path / "checkpoint")
+    stock, ours = (run_ranks(2, with_trainer, checkpoint, tmp_path, stage, how) for how in ("stock", "ours"))
+    assert [found["first"] for found in ours] == [found["first"] for found in stock]
+    assert [found["second"] for found in ours] == [found["first"][-2:] for found in stock]
+    for name in ("model", "checkpoint-2"):
+        mine, theirs = _tensors(tmp_path / "ours" / name), _tensors(tmp_path / "stock" / name)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], values) for key, values in theirs.items())
+    assert (tmp_path / "ours" / "checkpoint-2" / "global_step2" / "training_state.json").exists()
