@@ -148,10 +148,11 @@ def checkpoint_of(model: str, folder: Path) -> Path:
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "stage", "dtype"),
     [
-        pytest.param("plan", 1, FP32, marks=pytest.mark.sample(2)),
+        ("plan", 1, FP32),
         ("plan", 0, FP32),
         ("plan", 0, BF16),
         ("plan", 1, BF16),
