@@ -168,8 +168,9 @@ class NewParameters(Parameters):
 
     If `held` is given, it is saved under the names of the parameters, and nothing else is. What is `beside` it has the
     same layout: :attr:`beside` is that, with other values. If several ranks hold all of a parameter, `threads` compare
-    all of these values if `compares` is true; else the first of these ranks gives them. Of a state of a training
-    (`is_state`) all replicas must be equal.
+    all of these values if `compares` is true, and equal ones are given by all of these ranks, each a share; without
+    `shares`, or without a comparison, the first of them gives them. In a state of a training (`is_state`) they must be
+    equal.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class NewParameters(Parameters):
         held: Held | None = None,
         beside: Sequence[Held] = (),
         is_state: bool = False,
+        shares: bool = True,
     ) -> None:
         with coordinator.reporting():
             self._lazy = LazyParameters(model, coordinator, dtype, self.gather, held)
@@ -190,6 +192,7 @@ class NewParameters(Parameters):
         holdings = self._lazy.holdings
         self._names = holdings.keys()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
+        self._shares = shares
         self._synchronised_by = partial(wrapper_of, model) if not is_state else lambda: "a training"
         super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
         self._covered: dict[tuple[int, tuple[tuple[int, int, int], ...]], tuple[Share, ...]] = {}
@@ -275,7 +278,7 @@ class NewParameters(Parameters):
     def _agree_on_source(self, source: str, numel: int, held: Mapping[int, _Held]) -> bool:
         """Choose who gives `source`: the first holder, and return False, if several hold all with different values."""
         first_rank, first = next(iter(held.items()))
-        same = first.digest is not None and all(each.digest == first.digest for each in held.values())
+        same = self._shares and first.digest is not None and all(each.digest == first.digest for each in held.values())
         if len(held) == self._coordinator.world_size and all(each.is_whole for each in held.values()):
             self.sources.replicas.add(source)
             if same:

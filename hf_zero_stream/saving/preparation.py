@@ -89,7 +89,7 @@ class Preparation:
 
     @property
     def _compares(self) -> bool:
-        return not self.single_writer and not self.coordinator.is_alone
+        return not self.coordinator.is_alone
 
     def _circumstances(self, content: Content) -> Any:
         """What plans depend on beside what is held: names, ties, buffers, the configs that are written."""
@@ -130,6 +130,7 @@ class Preparation:
             held=content.held,
             beside=[each.held for each in content.beside],
             is_state=self.is_state,
+            shares=not self.single_writer,
         )
         with coordinator.reporting():
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):

@@ -123,9 +123,13 @@ def save_engine_that_differs(checkpoint: Path, folder: Path) -> str:
     hf_zero_stream.save_pretrained(engine, folder / "same")
     with torch.no_grad():
         model.score.bias.add_(dist.get_rank() == 1)
-    with pytest.raises(UnsupportedError) as refused:
-        hf_zero_stream.save_pretrained(engine.module, folder / "different")
-    return str(refused.value)
+    messages = []
+    for write_from in ("rank0", "all"):
+        with saves_with(write_from=write_from), pytest.raises(UnsupportedError) as refused:
+            hf_zero_stream.save_pretrained(engine.module, folder / "different")
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
+    return messages[0]
 
 
 def test_an_engine_that_differs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
