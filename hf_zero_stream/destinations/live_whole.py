@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from ..errors import LoadError
-from ..holdings.marks import is_sharded
+from ..holdings.marks import is_sharded, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator, collective_device
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Sourced, flat_items, source_of
 from .replicated import chunk_bytes, exchange_batches
-from .skeleton import whole_shape
 
 
 def memory_of(

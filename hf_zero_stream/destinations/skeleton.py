@@ -15,17 +15,12 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor
 from ..holdings import fsdp
 from ..holdings.deepspeed.original_experts import origin_of
-from ..holdings.marks import has_converted_experts
+from ..holdings.marks import has_converted_experts, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, wrapped_child
 
 
 _OF_INSTANCE = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
 """What a load has put on a model, and the next one makes anew."""
-
-
-def whole_shape(tensor: torch.Tensor) -> torch.Size:
-    """The shape of a parameter of which this rank may hold a part."""
-    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def skeleton_of(model: nn.Module) -> Any:

@@ -113,8 +113,9 @@ def _of_features(model: nn.Module) -> Iterator[Holder]:
     """The holders of the features that may have a part in `model`."""
     if "deepspeed" in sys.modules:  # its import takes seconds
         from .deepspeed.held import held_by_optimizers, held_partitions
+        from .deepspeed.parts import held_parts
 
-        yield from (held_by_optimizers, held_partitions)
+        yield from (held_by_optimizers, held_partitions, held_parts)
     if is_sharded(model):
         yield _held_shards
 

@@ -26,6 +26,22 @@ LOADED_FROM = "_hf_zero_stream_loaded_from"
 """The attribute of a model with the path that it was loaded from, and arguments that say which checkpoint that is."""
 
 
+CUT = "ds_autotp_universal_checkpoint_meta"
+"""The attribute of a parameter of which DeepSpeed's AutoTP has left a part; see :mod:`.deepspeed.parts`."""
+
+
+def is_cut(param: Any) -> bool:
+    """Whether DeepSpeed's AutoTP has cut `param`, so that ranks hold parts of it."""
+    return hasattr(param, CUT) and not getattr(param, CUT)["conversion"]["replicated"]
+
+
+def whole_shape(tensor: Any) -> torch.Size:
+    """The shape of a parameter of which this rank may hold a part."""
+    if is_cut(tensor):
+        return torch.Size(getattr(tensor, CUT)["conversion"]["original_shape"])
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
 def has_partition(param: Any) -> bool:
     """Whether `param` is one of ZeRO-3's."""
     return hasattr(param, "ds_tensor")
@@ -69,6 +85,30 @@ def keeping_groups(model: nn.Module) -> Iterator[None]:
     for name, group in given.items():
         if group is not None:
             model.get_parameter(name).ds_zero_partition_process_group = group
+
+
+def why_parts(trained: Any) -> str:
+    """Why only DeepSpeed knows what ranks hold of a model; "" if `trained` is no engine of such a kind."""
+    if "deepspeed" not in sys.modules:
+        return ""
+    from .deepspeed import model_parallel
+
+    return model_parallel.why_parts(trained)
+
+
+def has_parts(engine: Any) -> bool:
+    """Whether ranks of a DeepSpeed engine hold parts of its model."""
+    from .deepspeed import model_parallel
+
+    return model_parallel.has_parts(engine)
+
+
+def refuse_parts(trained: Any, doing: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ...``) for an engine of which only DeepSpeed knows what ranks hold."""
+    if "deepspeed" in sys.modules:
+        from .deepspeed import model_parallel
+
+        model_parallel.refuse_parts(trained, doing)
 
 
 def accelerator_state() -> Any:

@@ -14,6 +14,7 @@ from ..planning.boxes import Cut, ParameterBox
 from ..planning.plan import Target, partition_range
 from ..ranks.coordinator import Coordinator
 from . import fsdp
+from .marks import is_cut
 
 
 class Shard(NamedTuple):
@@ -45,6 +46,10 @@ def held_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Co
     """As :func:`shard_of`, and of a parameter that is no DTensor: all of it, as every rank holds it."""
     if isinstance(param, DTensor):
         return shard_of(name, param, managed)
+    if is_cut(param):
+        from .deepspeed.parts import part_of  # imports deepspeed, which takes seconds
+
+        return part_of(name, param)
     return Shard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
 
 

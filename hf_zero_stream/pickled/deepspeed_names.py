@@ -74,6 +74,12 @@ def world_size_of(folder: str | os.PathLike[str]) -> int:
     return sum(1 for name in names_in(folder) if OPTIMIZER.fullmatch(name))
 
 
+def model_parallel_size_of(folder: str | os.PathLike[str]) -> int:
+    """How many ranks of model parallelism have files there; 0 without ZeRO."""
+    found = map(OPTIMIZER.fullmatch, names_in(folder))
+    return len({match[2] for match in found if match})
+
+
 def names_in(folder: str | os.PathLike[str]) -> list[str]:
     try:
         return sorted(name for name in os.listdir(folder) if not is_sign(os.path.join(folder, name)))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
-from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View, sources_of
@@ -24,12 +24,10 @@ from ..holdings.holder import Holding
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
+from .differences import refuse_or_say_differing, refuse_other_parameters, wrapper_of
 from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
 from .plan import Share, Sources
 from .shares import cover, join
-
-
-logger = logging.get_logger(__name__)
 
 
 class _Held(NamedTuple):
@@ -174,7 +172,9 @@ class NewParameters(Parameters):
 
     If `held` is given, it is saved under the names of the parameters, and nothing else is. What is `beside` it has the
     same layout: :attr:`beside` is that, with other values. If several ranks hold all of a parameter, `threads` compare
-    all of these values if `compares` is true; else the first of these ranks gives them.
+    all of these values if `compares` is true, and equal ones are given by all of these ranks, each a share; without
+    `shares`, or without a comparison, the first of them gives them. In a state of a training (`is_state`) they must be
+    equal.
     """
 
     def __init__(
@@ -187,6 +187,8 @@ class NewParameters(Parameters):
         threads: int,
         held: Held | None = None,
         beside: Sequence[Held] = (),
+        is_state: bool = False,
+        shares: bool = True,
     ) -> None:
         with coordinator.reporting():
             self._lazy = LazyParameters(model, coordinator, dtype, self.gather, held)
@@ -196,6 +198,8 @@ class NewParameters(Parameters):
         self._is_held = held is not None
         self._offered: set[str] = set()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
+        self._shares = shares
+        self._synchronised_by = partial(wrapper_of, model) if not is_state else lambda: "a training"
         super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
         self._covered: dict[tuple[int, tuple[tuple[int, int, int], ...]], tuple[Share, ...]] = {}
         """Ranks hold parameters of one size alike, which then have the same shares: a large world has many of them."""
@@ -254,12 +258,7 @@ class NewParameters(Parameters):
             for name, each in holdings.items()
         ]
         everyone = self._coordinator.all_gather(mine)
-        different = [rank for rank, of_rank in enumerate(everyone) if len(of_rank) != len(holdings)]
-        if different:
-            raise SaveError(
-                f"Rank(s) {different} have another number of parameters than this one ({len(holdings)}): the "
-                "model must be the same on every rank."
-            )
+        refuse_other_parameters(holdings, self._coordinator)
         self.layout.same.update(
             _same(
                 [
@@ -268,8 +267,7 @@ class NewParameters(Parameters):
                 ]
             )
         )
-        differing: list[str] = []
-        givers: set[int] = set()
+        differing: dict[str, list[int]] = {}
         for (name, holding), held in zip(holdings.items(), zip(*everyone, strict=True), strict=True):
             for source, box in self._sources(name, holding, held).items():
                 if not box.numel:
@@ -282,13 +280,10 @@ class NewParameters(Parameters):
                 same = self._agree_on_source(source, box.numel, holders)
                 # What is gathered is expected to be new on rank 0.
                 if not same and not holding.is_gathered:
-                    differing.append(name)
-                    givers.add(self.sources.shares[source][0].rank)
-        if differing and self._coordinator.is_main:
-            logger.warning(
-                f"Ranks have different values for {', '.join(differing[:8])} ({len(differing)} parameter(s)), which "
-                f"each of them holds in full. Those of rank {', '.join(map(str, sorted(givers)))} are saved."
-            )
+                    giver = self.sources.shares[source][0].rank
+                    differing[name] = [rank for rank in holders if held[rank].digest != held[giver].digest]
+        if differing:
+            refuse_or_say_differing(differing, self._synchronised_by(), self._coordinator)
 
     def _sources(self, name: str, holding: Holding, held: Sequence[_Held]) -> dict[str, ParameterBox]:
         """The sources of a parameter: itself, or the boxes of it that ranks hold, which are joined."""
@@ -307,7 +302,7 @@ class NewParameters(Parameters):
     def _agree_on_source(self, source: str, numel: int, held: Mapping[int, _Held]) -> bool:
         """Choose who gives `source`: the first holder, and return False, if several hold all with different values."""
         first_rank, first = next(iter(held.items()))
-        same = first.digest is not None and all(each.digest == first.digest for each in held.values())
+        same = self._shares and first.digest is not None and all(each.digest == first.digest for each in held.values())
         if len(held) == self._coordinator.world_size and all(each.is_whole for each in held.values()):
             self.sources.replicas.add(source)
             if same:

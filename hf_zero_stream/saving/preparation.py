@@ -58,6 +58,7 @@ class Preparation:
     Attributes:
         single_writer: rank 0 writes everything.
         settings: what else the plans depend on, which are kept for the next save; None: they are not kept.
+        is_state: it is the state of a training, with its weights.
     """
 
     model: nn.Module
@@ -65,6 +66,7 @@ class Preparation:
     single_writer: bool
     threads: int
     settings: Any = None
+    is_state: bool = False
 
     def plan(self, folder: Path, content: Content) -> list[Planned]:
         """The plans of `content`, and of what is beside it; the `folder` is that of rank 0."""
@@ -88,7 +90,7 @@ class Preparation:
 
     @property
     def _compares(self) -> bool:
-        return not self.single_writer and not self.coordinator.is_alone
+        return not self.coordinator.is_alone
 
     def _circumstances(self, content: Content) -> Any:
         """What plans depend on beside what is held: names, ties, buffers, the configs that are written."""
@@ -128,6 +130,8 @@ class Preparation:
             threads=self.threads,
             held=content.held,
             beside=[each.held for each in content.beside],
+            is_state=self.is_state,
+            shares=not self.single_writer,
         )
         with coordinator.reporting():
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):

@@ -21,7 +21,7 @@ from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole, refuse_wrapped
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta
-from ..holdings.marks import has_gathered, is_packed, local_of
+from ..holdings.marks import has_gathered, is_packed, local_of, refuse_parts
 from ..ranks.accelerators import settle
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
@@ -259,6 +259,7 @@ class Save:
             single_writer=single_writer,
             threads=self._threads(),
             settings=sorted(self._kwargs.items()) if keeps else None,
+            is_state=self._keeps_plans,
         )
 
     def _begun(self) -> tuple[str, bool, Publication]:
@@ -333,6 +334,7 @@ def make_ready(model: Any, inner: torch.nn.Module, doing: str, instead: str) -> 
 
     The error is ``{doing}: ... {instead}``.
     """
+    refuse_parts(model, doing)
     fill_whole(inner)
     if isinstance(model, torch.nn.Module):
         _refuse_fsdp1(model, doing, instead)

@@ -11,6 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -19,9 +20,13 @@ from accelerate.utils import extract_model_from_parallel, fsdp_utils
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+from transformers.utils import logging
 
 from ..bindings.install import is_defined_by, is_replaced, replaced_methods
-from ..holdings.marks import is_sharded
+from ..holdings.marks import is_sharded, why_parts
+
+
+logger = logging.get_logger(__name__)
 
 
 def accelerate_config_file() -> str:
@@ -120,9 +125,16 @@ def is_fsdp2(accelerator: Accelerator) -> bool:
 
 
 def shares_its_model(engine: Any) -> bool:
-    """Whether `engine` is a DeepSpeed engine with ZeRO around a transformers model, or such a model of DTensors."""
+    """Whether `engine` is a DeepSpeed engine with ZeRO around a transformers model, or such a model of DTensors.
+
+    Not one of which only DeepSpeed knows what ranks hold; rank 0 says so.
+    """
     model = unwrapped(engine)
     if not isinstance(model, PreTrainedModel):
+        return False
+    if why := why_parts(engine):
+        if dist.get_rank() == 0:
+            logger.warning_once(f"Saves of this {type(model).__name__} are left to DeepSpeed and accelerate: {why}.")
         return False
     return getattr(engine, "zero_optimization_stage", lambda: 0)() > 0 or is_sharded(model)
 

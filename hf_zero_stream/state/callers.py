@@ -16,6 +16,7 @@ from ..pickled.deepspeed_names import (
     SWAPPED,
     ZERO_2_MODEL,
     entries_of_deepspeed,
+    model_parallel_size_of,
     remove_signs,
     world_size_of,
     write_signs,
@@ -139,6 +140,17 @@ def other_zero_in(folder: Path, tag: Any, world_size: int, shards_parameters: bo
         saved = world_size_of(place) if name else 0
         is_other = saved != world_size or (ZERO_2_MODEL in entries_of_deepspeed(place)) == shards_parameters
         return saved > 0 and (is_other or (place / SWAPPED).exists())
+
+    with meeting(LOAD) as coordinator:
+        return coordinator.broadcast(look)
+
+
+def of_parts_in(folder: Path, tag: Any) -> bool:
+    """Whether `folder` and `tag` mean a checkpoint of DeepSpeed's in which files have parts of a model (all ranks)."""
+
+    def look() -> bool:
+        name = str(tag) if tag is not None else _latest(folder)
+        return bool(name) and model_parallel_size_of(folder / name) > 1
 
     with meeting(LOAD) as coordinator:
         return coordinator.broadcast(look)

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..checkpoint.format import excerpt
 from ..errors import CheckpointError, UnsupportedError
-from ..holdings.marks import is_adapted
+from ..holdings.marks import is_adapted, refuse_parts
 from ..holdings.own_names import own_names, own_or_clean
 from ..holdings.slots import EXACT
 from ..holdings.training import Training
@@ -178,6 +178,8 @@ def load_without_optimizer(
     coordinator = Coordinator.of_default_group()
     place, model = folder / tag, unwrapped(engine)
     with meeting(LOAD, coordinator=coordinator):
+        with coordinator.reporting():
+            refuse_parts(engine, "training state")
         found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
         record = found.renamed(partial(own_or_clean, own_names(model)))
         has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder))

@@ -25,8 +25,8 @@ from ..checkpoint.formats import INDEX, read_index_file, read_map
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Stored, View, is_computed, sources_of
 from ..destinations.base import source_of
-from ..destinations.skeleton import whole_shape
 from ..errors import CheckpointError, HfZeroStreamError, ReadError, UnsupportedError
+from ..holdings.marks import whole_shape
 from ..holdings.own_names import named_buffers, named_parameters
 from ..loading.dry_load import lazily_loaded_like, load_of_layouts
 from ..ranks.coordinator import Coordinator

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from ..destinations.skeleton import whole_shape
 from ..errors import CheckpointError
-from ..holdings.marks import is_adapted
+from ..holdings.marks import is_adapted, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, own_names
 from ..holdings.slots import MASTER
 from ..holdings.training import Training

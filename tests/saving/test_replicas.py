@@ -1,4 +1,4 @@
-"""Where every rank has all of a tensor, and the ranks' values differ, rank 0's are saved, as stock does."""
+"""Where every rank has all of a tensor, and values differ, rank 0's are saved, if nothing has made them equal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
+from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.saving.lazy_parameters import digest
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
@@ -87,8 +88,8 @@ def test_a_head_with_other_seeds(cluster: None, zoo_checkpoint: Callable[..., Pa
     assert set(saved["running.running_mean"].tolist()) == {5.0}
 
 
-def save_moments_that_differ(folder: Path) -> dict[str, torch.Tensor]:
-    """A training in which one moment of one parameter is another on the last rank, saved again and again."""
+def save_moments_that_differ(folder: Path) -> str:
+    """A training in which one moment of one parameter is another on the last rank."""
     import hf_zero_stream
 
     torch.manual_seed(0)
@@ -97,20 +98,44 @@ def save_moments_that_differ(folder: Path) -> dict[str, torch.Tensor]:
     model(torch.ones(2, 64)).square().sum().backward()
     optimizer.step()
     hf_zero_stream.save_state(model, folder / "same", optimizer=optimizer)
-    moments = optimizer.state[model.weight]
-    moments["exp_avg_sq"].add_(dist.get_rank())
-    for name in ("first", "again"):
-        hf_zero_stream.save_state(model, folder / name, optimizer=optimizer)
-    return {key: moments[key] for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[model.weight]["exp_avg_sq"].add_(dist.get_rank())
+    with pytest.raises(UnsupportedError) as refused:
+        hf_zero_stream.save_state(model, folder / "different", optimizer=optimizer)
+    return str(refused.value)
 
 
-def test_moments_are_of_one_rank(cluster: None, tmp_path: Path) -> None:
-    """Masters and moments are saved by one plan: where one of them differs, all are rank 0's."""
-    expected, *_ = run_ranks(2, save_moments_that_differ, tmp_path)
-    for name in ("first", "again"):
-        for key, values in expected.items():
-            saved = load_file(tmp_path / name / "global_step1" / f"model.{key}.safetensors")
-            assert torch.equal(saved["weight"], values), (name, key)
+def test_moments_that_differ(cluster: None, tmp_path: Path) -> None:
+    messages = run_ranks(2, save_moments_that_differ, tmp_path)
+    assert all("weight (rank 1)" in message and "bias" not in message for message in messages), messages
+    assert not (tmp_path / "different" / "latest").exists()
+
+
+def save_engine_that_differs(checkpoint: Path, folder: Path) -> str:
+    """After deepspeed.initialize, which makes ranks equal, code of some rank changes a parameter."""
+    import deepspeed
+
+    import hf_zero_stream
+
+    config = ds_config(torch.float32, stage=1)
+    model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
+    model.score = nn.Linear(16, 300)
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    hf_zero_stream.save_pretrained(engine, folder / "same")
+    with torch.no_grad():
+        model.score.bias.add_(dist.get_rank() == 1)
+    messages = []
+    for write_from in ("rank0", "all"):
+        with saves_with(write_from=write_from), pytest.raises(UnsupportedError) as refused:
+            hf_zero_stream.save_pretrained(engine.module, folder / "different")
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+def test_an_engine_that_differs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    messages = run_ranks(3, save_engine_that_differs, zoo_checkpoint("qwen3_moe"), tmp_path)
+    assert all("DeepSpeedEngine" in message and "score.bias (rank 1)" in message for message in messages), messages
+    assert list((tmp_path / "different").rglob("*.safetensors")) == []
 
 
 def test_digests_differ_with_a_single_bit() -> None:

@@ -16,10 +16,12 @@ from ...holdings.deepspeed import partitions
 from ...holdings.deepspeed.gathered import gather, gathered
 from ...holdings.deepspeed.held import is_trained_apart
 from ...holdings.deepspeed.masters import ZENFLOW, masters_of
+from ...holdings.deepspeed.parts import part_of
+from ...holdings.marks import is_cut
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ...settings.config import StreamingConfig
-from ..base import Batch, Item, Sourced, flat_items, item_of
+from ..base import Batch, Item, Sourced, flat_items, item_of, narrowed
 from ..live_whole import LiveWhole
 from ..replicated import exchange_batches
 from ..skeleton import convert_lazy
@@ -66,7 +68,7 @@ class LiveModel(LiveWhole):
         self._loaded = [param for param, _ in parameters.values()]
         direct = flat_items(buffers)
         swapped: list[tuple[Any, Item | torch.Tensor | None]] = []
-        replicated: dict[str, Sourced] = {}  # filled by all ranks together
+        replicated: dict[str, Sourced] = {}  # filled by all ranks together; what AutoTP has cut is each rank's own
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), when everything is read
         for name, (param, view) in parameters.items():
             if is_zero_param(param):
@@ -84,15 +86,20 @@ class LiveModel(LiveWhole):
                 continue
             masters = self.masters.get(id(param), ())
             shared = next((master.values for master in masters if master.is_whole), param)
-            replicated[name] = (shared, view)
-            flat = shared.detach().view(-1)
+            flat, box = shared.detach().view(-1), None
+            if is_cut(param):
+                part = part_of(name, param)
+                box, view = part.box, narrowed(view, part.box)
+                direct.append(item_of(part.target(name, shared.dtype), view, flat))
+            else:
+                replicated[name] = (shared, view)
             if shared is not param:
                 copies.append((param.detach().view(-1), flat))
             for trained, start, stop, is_whole in masters:
                 if is_whole or _holds_exactly(param.dtype, view):
                     copies.append((trained, flat[start:stop]))
                 else:  # `param` gets rounded values
-                    target = Target(f"{name} (optimizer)", trained.dtype, stop - start, start, stop)
+                    target = Target(f"{name} (optimizer)", trained.dtype, stop - start, start, stop, box)
                     direct.append(item_of(target, view, trained))
 
         batches = [Batch(direct)]

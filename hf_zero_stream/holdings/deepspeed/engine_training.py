@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,14 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ...errors import UnsupportedError, refuse_unknown_version
-from ...planning.boxes import ParameterBox
-from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ..own_names import named_parameters
 from ..slots import MASTER, Member, Slot, entries_of, slots_of_parameters
 from ..training import STEPS, Training
 from . import partitions
 from .masters import ZENFLOW, fragments_of
+from .model_parallel import refuse_parts
+from .parts import is_empty_somewhere, part_of, trained_part
 
 
 _RELIED_ON = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
@@ -45,6 +46,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
     optimizer = getattr(wrapper, "optimizer", wrapper)
     if not hasattr(optimizer, "state"):  # there is none, or one of DeepSpeed's that stands in for it
         raise UnsupportedError("The engine has no optimizer: deepspeed.initialize was given none.")
+    refuse_parts(engine, "training state")
     _refuse_data_efficiency(engine)
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         slots = list(_stage_3(model, wrapper))
@@ -52,6 +54,8 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         slots = slots_of_parameters(model, optimizer, coordinator)
     else:
         slots = _stages_0_to_2(model, wrapper, coordinator)
+    if engine.autotp_size() > 1:
+        _add_empty_parts(model, optimizer, slots)
     return Training(
         model=model,
         optimizer=optimizer,
@@ -68,6 +72,23 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         copy_masters=partial(_copy_masters, model, wrapper),
         can_copy_masters=not _has_swapped(wrapper),
     )
+
+
+def _add_empty_parts(model: nn.Module, optimizer: Any, slots: list[Slot]) -> None:
+    """Have the slots name the parameters of which this rank holds nothing: DeepSpeed gives them to no optimizer."""
+    params = dict(named_parameters(model))
+    empty = [name for name, param in params.items() if is_empty_somewhere(param)]
+    if empty and len(optimizer.param_groups) > 1:
+        raise UnsupportedError(
+            f"{', '.join(empty[:8])}: some ranks of tensor parallelism hold nothing of {len(empty)} parameter(s), and "
+            "the optimizer's groups do not say which of them these are in. Use one group, no more ranks of tensor "
+            "parallelism than key-value heads, or DeepSpeed's own checkpoints."
+        )
+    known = {member.name for slot in slots for member in slot.members}
+    for name in empty:
+        if not params[name].numel() and name not in known:
+            box = part_of(name, params[name]).box
+            slots[0] = replace(slots[0], members=[*slots[0].members, Member(name, box, 0, 0, 0)])
 
 
 def _refuse_data_efficiency(engine: Any) -> None:
@@ -196,9 +217,11 @@ def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> 
     members: dict[int, tuple[Any, list[Member]]] = {}
     for param, part, first, start, stop in fragments_of(wrapper):
         is_whole = part.numel() >= param.numel() and not hasattr(wrapper, "real_dp_process_group")
+        name = names[id(param)]
+        box, share = trained_part(name, param, coordinator.rank, coordinator.world_size)
         if is_whole:
-            _, start, stop = partition_range(param.numel(), coordinator.rank, coordinator.world_size)
-        member = Member(names[id(param)], ParameterBox.whole(param.shape), first, start, stop, is_whole)
+            start, stop = share
+        member = Member(name, box, first, start, stop, is_whole)
         members.setdefault(id(part), (part, []))[1].append(member)
     return [
         Slot(groups[key], part, entries_of(wrapper.optimizer, part), of_part, is_apart=True)

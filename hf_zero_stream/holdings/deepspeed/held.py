@@ -14,12 +14,11 @@ from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...planning.boxes import ParameterBox
-from ...planning.plan import partition_range
 from ..holder import Holding, open_flat
 from . import partitions
 from .gathered import gathered, is_changed
 from .masters import Master, masters_of
+from .parts import is_empty_part, trained_part
 
 
 logger = logging.getLogger(__name__)
@@ -66,8 +65,9 @@ def held_by_optimizers(
     for name, param in params.items():
         if param.dtype == torch.float32:
             continue
-        if id(param) in replaced:
-            found[name] = _holding_of_masters(param, replaced[id(param)], rank, world_size)
+        is_left_out = bool(replaced) and is_empty_part(param)  # no optimizer trains what has no elements
+        if id(param) in replaced or is_left_out:
+            found[name] = _holding_of_masters(name, param, replaced.get(id(param), []), rank, world_size)
         elif is_zero_param(param) and is_trained_apart(param):
             if id(param) in in_context:
                 raise UnsupportedError(
@@ -87,12 +87,14 @@ def held_by_optimizers(
     return found
 
 
-def _holding_of_masters(param: torch.Tensor, masters: Sequence[Master], rank: int, world_size: int) -> Holding:
+def _holding_of_masters(
+    name: str, param: torch.Tensor, masters: Sequence[Master], rank: int, world_size: int
+) -> Holding:
     nothing = Master(torch.empty(0, dtype=torch.float32), 0, 0, is_whole=False)  # all of it is trained by other ranks
     values, start, stop, is_whole = masters[0] if masters else nothing
+    box, share = trained_part(name, param, rank, world_size)
     if is_whole:
-        _, start, stop = partition_range(param.numel(), rank, world_size)
-    box = ParameterBox.whole(param.shape)
+        start, stop = share
     return Holding(box, values.dtype, start, stop, lambda: nullcontext(values), is_whole=is_whole)
 
 
