@@ -3,8 +3,7 @@
 The arithmetic follows DeepSpeed 0.19.8 (`runtime/zero/stage3.py`, `partition_parameters.py`, `parameter_offload.py`):
 with P trainable elements, N ranks and an optimizer of K states, ``deepspeed.initialize`` and the first step add
 O(P (K + 1) / N) elements in fp32, and gradients. A step adds temporary tensors as large as the largest sub-group. Not
-counted: activations, the allocator's own rounding, and sources that a conversion reads whole
-(``LoadPlan.materialised``).
+counted: activations, the allocator's rounding, cuBLAS's workspace, sources read whole (``LoadPlan.materialised``).
 """
 
 from __future__ import annotations
@@ -189,8 +188,7 @@ def memory_footprint(
     """Follow one rank's memory from the load through the first steps.
 
     Args:
-        parameters: all of the model's, in the order of the optimizer; one group of optimizer parameters is assumed
-            (several only make sub-groups smaller).
+        parameters: all of the model's, in the optimizer's order; one group of them is assumed (several need no more).
         temporary_bytes: memory of the device through which values pass in a load.
         leaf_modules: names of the modules that ZeRO-3 gathers whole, with all modules in them.
         with_cures: whether to look for what would lower the peak of a step.
@@ -206,7 +204,6 @@ def memory_footprint(
     ledger.pass_through(HOST, staging_bytes)
     ledger.pass_through(device, temporary_bytes)
     load_peak = ledger.end_stage()
-
     _initialize_engine(ledger, own, groups, settings)
     start_peak = ledger.end_stage()
 
