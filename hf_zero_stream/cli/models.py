@@ -72,8 +72,7 @@ def stock_load(forecast: Forecast, place: str, arguments: Mapping[str, Any], dev
         if name not in tied:
             modules[name.rpartition(".")[0]] += param.numel() * dtypes.get(name, param.dtype).itemsize
             largest = max(largest, param.nbytes)
-    others = Counter(memory.load_peak)
-    others[HOST] -= memory.staging
+    others = Counter(memory.partitions) + Counter(memory.buffers) + Counter({HOST: memory.swap_buffers})
     others[device] += max(modules.values(), default=0)
     read = sum(shard.size_bytes for shard in plan.shards)
     return {

@@ -71,6 +71,11 @@ class PackedWeight:
         sizes = self.program.result.sizes
         return (len(self.rows), *sizes[1:]) if self.is_stack else sizes
 
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the parameter that are of no tensor of the checkpoint."""
+        return sum(self.row_bytes - sum(each.stop - each.start for each in row) for row in self.rows)
+
     def shorten(self, name: str, nbytes: int) -> None:
         """Note that the tensor `name` of the checkpoint, flat and of bytes, has only `nbytes` bytes."""
 

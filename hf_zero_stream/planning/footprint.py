@@ -202,7 +202,7 @@ def memory_footprint(
     ledger.hold("buffers", device, buffer_bytes)
     ledger.hold("swap_buffers", HOST, settings.parameter_swap_bytes)
     ledger.pass_through(HOST, staging_bytes)
-    ledger.pass_through(device, temporary_bytes)
+    ledger.pass_through(device, min(temporary_bytes, sum(param.partition_bytes for param in own)))
     load_peak = ledger.end_stage()
     _initialize_engine(ledger, own, groups, settings)
     start_peak = ledger.end_stage()

@@ -54,6 +54,7 @@ def sharded_footprint(
     buffers = Counter({device: buffer_bytes})
     gradients, states = +trained, Counter({place: _ADAM_STATES * nbytes for place, nbytes in trained.items()})
     loaded = partitions + buffers
+    passing = Counter({HOST: staging_bytes}) + Counter({device: min(temporary_bytes, partitions.total())})
     held = loaded + gradients + states
 
     def step_peak(adamw: AdamW | None) -> dict[str, int]:
@@ -73,7 +74,7 @@ def sharded_footprint(
         largest_gather_of=gather_of,
         gradients=dict(gradients),
         optimizer_states=dict(+states),
-        load_peak=dict(loaded + Counter({HOST: staging_bytes}) + Counter({device: temporary_bytes})),
+        load_peak=dict(loaded + passing),
         start_peak=dict(loaded),
         held=dict(held),
         step_peak=peak,

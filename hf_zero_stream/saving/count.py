@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..destinations.skeleton import whole_shape
 from ..errors import SaveError
+from ..holdings.marks import PACKED
 from ..holdings.own_names import named_parameters, own_names, own_or_clean
 from ..seams.ds_config import zero3_hidden
 from .plan import SavePlan, Sources
@@ -43,16 +44,20 @@ def ignored_by(model: PreTrainedModel) -> LeftOut:
     return {own_or_clean(names, name) for name in model._keys_to_ignore_on_save or ()}.__contains__
 
 
-def refuse_too_few(plan: SavePlan, sources: Sources, names: Iterable[str], left_out: LeftOut) -> None:
+def refuse_too_few(
+    plan: SavePlan, sources: Sources, names: Iterable[str], left_out: LeftOut, padding: Mapping[str, int]
+) -> None:
     """Raise a SaveError if fewer elements of a parameter of `names` would be written than ranks hold between them.
 
-    Of one that is `left_out` all are written, or none.
+    Of one that is `left_out` all are written, or none. `padding` has elements that are held and never written.
     """
     wrong = []
     for name in names:
         parts = sources.sources_of(name)
         written, held = [plan.elements.get(part, 0) for part in parts], [sources.numel(part) for part in parts]
         is_short = any(count < numel for count, numel in zip(written, held, strict=True))
+        if name in padding:
+            is_short = sum(written) < sum(held) - padding[name]
         if is_short and (any(written) or not left_out(name)):
             wrong.append(f"{name}: {sum(written)} of {sum(held)}")
     if wrong:
@@ -60,6 +65,16 @@ def refuse_too_few(plan: SavePlan, sources: Sources, names: Iterable[str], left_
             f"Expected that all elements of each parameter go into the files; of {len(wrong)} fewer do: "
             f"{', '.join(wrong[:8])}. Nothing was written. Save outside of streaming(), and report this, please."
         )
+
+
+def packed_padding(model: nn.Module) -> dict[str, int]:
+    """Of each packed weight, by its own name, the bytes that are of no tensor of the checkpoint."""
+    names = own_names(model)
+    return {
+        names[f"{prefix}.{key}" if prefix else key]: weight.padding_bytes
+        for prefix, module in model.named_modules()
+        for key, weight in vars(module).get(PACKED, {}).items()
+    }
 
 
 def refuse_cut(model: nn.Module, differing: Iterable[str]) -> None:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
 from ..errors import SaveError, UnsupportedError
@@ -41,8 +40,9 @@ def wrapper_of(model: nn.Module) -> str:
     """
     if any(map(is_cut, model.parameters())):
         return ""
-    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", DistributedDataParallel)
-    found = [each for each in gc.get_objects() if issubclass(type(each), (engine, DistributedDataParallel))]
+    ddp = nn.parallel.DistributedDataParallel
+    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ddp)
+    found = [each for each in gc.get_objects() if issubclass(type(each), (engine, ddp))]
     return next((type(each).__name__ for each in found if any(module is model for module in each.modules())), "")
 
 

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..errors import SaveError
 from ..ranks.coordinator import Coordinator
-from .count import LeftOut, nothing, refuse_cut, refuse_too_few
+from .count import LeftOut, nothing, packed_padding, refuse_cut, refuse_too_few
 from .files import Publication, ShardWriter
 from .lazy_parameters import Held, holdings_of_model
 from .parameters import Layout, NewParameters, Parameters
@@ -144,7 +144,8 @@ class Preparation:
                 world_size=coordinator.world_size,
                 single_writer=self.single_writer,
             )
-            refuse_too_few(plan, parameters.sources, parameters.expected, content.left_out)
+            padding = packed_padding(self.model)
+            refuse_too_few(plan, parameters.sources, parameters.expected, content.left_out, padding)
             if content.held is None:
                 refuse_cut(self.model, parameters.differing)
             mine = hashlib.sha256(b"".join(shard.header for shard in shards)).hexdigest()

@@ -411,7 +411,8 @@ def test_stocks_peaks(tiny_moe: str) -> None:
     assert stock["rank0_read"] == sum(shard.stat().st_size for shard in Path(tiny_moe).glob("*.safetensors"))
     assert stock["other_peak"] == {"cuda": held + experts}
     assert stock["rank0_peak"] == {"cuda": held + experts, "cpu": gate_up}
-    assert memory["load_peak"] == {"cuda": held, "cpu": memory["staging"]}
+    passing = min(2 * 2**23, total // 4)  # what is cast or scattered passes through the device
+    assert memory["load_peak"] == {"cuda": held + passing, "cpu": memory["staging"]}
 
 
 def most_in_training(memory: dict[str, Any], place: str) -> int:

@@ -21,6 +21,7 @@ from hf_zero_stream.destinations.deepspeed import flat
 from hf_zero_stream.destinations.deepspeed.flat import EngineReplicas
 from hf_zero_stream.holdings.deepspeed import partitions as own
 from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.settings.config import StreamingConfig
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
 from tests.support.zoo import ZOO
@@ -126,7 +127,9 @@ def test_on_the_device(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
         monkeypatch.setattr(flat, "free_bytes", lambda device: free)
         model = nn.Linear(3, 2, bias=False)
         model.weight = nn.Parameter(LazyTensor.whole(HostTensor.of(values), lambda _: values))
-        destination = EngineReplicas(config_of(stage), Coordinator(0, 2, alone=True), 2**20)
+        destination = EngineReplicas(
+            config_of(stage), Coordinator(0, 2, alone=True), StreamingConfig(staging_bytes=2**18)
+        )
         (_, batch) = destination.batches(model, set(), set())
         assert [item.memory().device.type for item in batch.items] == [model.weight.device.type]
         return model.weight.device.type

@@ -184,7 +184,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks_on_host", "on_network", "total_memory", "used"),
+    ("settings", "ranks_on_host", "on_network", "free_memory", "used"),
     [
         ({}, 4, False, 2**40, True),
         ({}, 2, False, 2**40, False),
@@ -201,13 +201,13 @@ def test_only_where_it_is_of_use(
     settings: dict[str, Any],
     ranks_on_host: int,
     on_network: bool,
-    total_memory: int,
+    free_memory: int,
     used: bool,
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_on_host))
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(local, "is_on_network", lambda path: on_network)
-    memory = opened.psutil.virtual_memory()._replace(total=total_memory)
+    memory = opened.psutil.virtual_memory()._replace(available=free_memory)
     monkeypatch.setattr(opened.psutil, "virtual_memory", lambda: memory)
     coordinator = Coordinator(1, 4, alone=True)
     checkpoint = opened.OpenCheckpoint(StreamingConfig(**settings), coordinator)

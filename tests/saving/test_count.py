@@ -101,6 +101,6 @@ def test_a_part_of_a_parameter() -> None:
 
     plan = elements(whole)
     assert plan.elements == {"a": 12, "b": 12}
-    refuse_too_few(plan, sources, "ab", nothing)
+    refuse_too_few(plan, sources, "ab", nothing, {})
     with pytest.raises(SaveError, match="b: 9 of 12"):
-        refuse_too_few(elements({**whole, "b": whole["b"].narrow(0, 0, 3)}), sources, "ab", "b".__eq__)
+        refuse_too_few(elements({**whole, "b": whole["b"].narrow(0, 0, 3)}), sources, "ab", "b".__eq__, {})

@@ -5,16 +5,17 @@ last bit. The table of all homes is docs/support.md.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import peft
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from hf_zero_stream.destinations.deepspeed import zero3
 from tests.support.cluster import run_ranks
 from tests.support.homes import CAUSAL, HPZ, OFFLOAD, Checkpoint, Prepare, assert_trains_as_stock, train
 from tests.support.loading import load_with
@@ -33,15 +34,18 @@ def test_offload_to_pinned_memory(cluster: None, zoo_checkpoint: Checkpoint, wor
 
 
 def pinned_partitions(folder: Path, pin_memory: bool) -> dict[str, Any]:
-    """How many partitions lie in memory that the accelerator pinned; it pins by copying, as torch does for a GPU."""
+    """How many partitions lie in memory that was made pinned, as for a GPU."""
     memory: dict[int, torch.Tensor] = {}
+    empty = torch.empty
 
-    def pin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        copy = tensor.clone()
-        memory[copy.data_ptr()] = copy
-        return copy
+    def made(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        tensor = empty(*sizes, **options)
+        if pin_memory:
+            memory[tensor.data_ptr()] = tensor
+        return tensor
 
-    get_accelerator().pin_memory = pin
+    torch.empty = made  # type: ignore[assignment]
+    zero3.accelerators = SimpleNamespace(kind=lambda: "cuda")  # type: ignore[assignment]
     config = ds_config(offload_param={"device": "cpu", "pin_memory": pin_memory})
     plain = load_with("plain", CAUSAL, folder, {}, {})
     model = load_with("streamed", CAUSAL, folder, config, {})

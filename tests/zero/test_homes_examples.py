@@ -36,6 +36,8 @@ SHOWN_BY = {
         "test_no_fused_expert_tensor_is_allocated test_checkpoints_of_the_engine_are_saved_and_loaded "
         "test_with_offload test_saved_as_the_model_that_it_was"
     ),
+    "tensor parallelism of DeepSpeed (AutoTP), stages 0 to 2": "test_trains_as_stock",
+    "an `mpu`, stages of a pipeline, AutoTP under ZeRO-3 or with experts": "test_parts_are_saved_by_deepspeed",
     "transformers' own expert parallelism": "test_transformers_own_means_nothing_under_zero3",
     "stages 0 to 2, data parallelism": "test_losses_equal_stock test_values_equal_plain_loading",
     "a model that exists: `load_into`": (
