@@ -42,6 +42,9 @@ AXES: dict[str, tuple[str, ...]] = {
         "autotp0",
         "autotp1",
         "autotp2",
+        "mpu0",
+        "mpu1",
+        "mpu2",
     ),
     "precision": ("fp32", "bf16"),
     "optimizer": (
@@ -60,6 +63,10 @@ AXES: dict[str, tuple[str, ...]] = {
         "group_counter",
         "global_entry",
         "other_dtype",
+        "bnb_adamw_32bit",
+        "bnb_paged_adamw_32bit",
+        "bnb_adamw_8bit",
+        "bnb_lion_8bit",
     ),
     "groups": ("one", "two", "own_keys"),
     "scheduler": ("none", "lambda"),
@@ -122,7 +129,12 @@ class Situation:
 
     @property
     def by_deepspeed(self) -> bool:
-        return self.home.startswith(("zero", "autotp"))
+        return self.home.startswith(("zero", "autotp", "mpu"))
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether ranks hold parts of layers, and make each step together."""
+        return self.home.startswith(("autotp", "mpu"))
 
     @property
     def adapts(self) -> bool:
@@ -146,6 +158,7 @@ def contradiction(situation: Situation) -> str | None:
     """Why a situation cannot be, or why stock does not have it."""
     s = situation
     wrappers = {"fsdp2": ("accelerate", "trainer", "loop"), "replicas": ("loop",)}
+    wrappers |= dict.fromkeys(("mpu0", "mpu1", "mpu2"), ("engine",))
     rules = {
         "this home has other wrappers": s.wrapper not in wrappers.get(s.home, ("engine", "accelerate", "trainer")),
         "a loop of one's own has no saver of others": s.wrapper == "loop" and s.saver == "theirs",
@@ -159,9 +172,11 @@ def contradiction(situation: Situation) -> str | None:
         "the Trainer loads into new processes": s.wrapper == "trainer"
         and s.follows in ("same_process", "saved_twice"),
         "DeepSpeed counts the steps of accumulation itself": s.accumulation != "1" and s.wrapper == "loop",
-        "AutoTP has layers of plain models": s.home.startswith("autotp")
+        "layers of plain models are cut": s.has_parts
         and (s.change not in ("none", "frozen") or s.model not in ("llama", "even", "tied")),
-        "AutoTP wants all its ranks": s.home.startswith("autotp") and s.follows in ("resume_1", "resume_4"),
+        "parts want all their ranks": s.has_parts and s.follows in ("resume_1", "resume_4"),
+        "stock has no whole model where an mpu cuts it": s.home.startswith("mpu") and s.weights != "none",
+        "bitsandbytes does not step DTensors": s.optimizer.startswith("bnb") and s.home == "fsdp2",
         "weights are saved by a wrapper that can": not _can_save_weights(s),
         "adapters are saved in PEFT's way": s.adapts and s.weights != "none",
         "layers share in these; stock saves no such weights": s.change == "shared_layer"

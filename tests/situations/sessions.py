@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from tests.situations.axes import Situation
+from tests.situations.model_parallel import cut_in_halves
 from tests.situations.models import inputs_of, load
 from tests.situations.optimizers import OPTIMIZERS
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
@@ -64,8 +65,10 @@ class Session:
     """A training, in the way of an engine.
 
     Attributes:
-        optimizer: the user's, inside whatever wraps it.
+        optimizer: what steps; around the user's own, or in its place (DeepSpeed makes an Adagrad anew).
     """
+
+    optimizer: Any
 
     def __init__(self, situation: Situation, arm: str, checkpoints: Path) -> None:
         self.situation, self.arm = situation, arm
@@ -79,9 +82,10 @@ class Session:
         config = ds_config(self.situation)
         self._config = HfDeepSpeedConfig(config)  # transformers keeps a weak reference
         self.model = load(self.situation, checkpoints)
+        mpu = cut_in_halves(self.model) if self.situation.home.startswith("mpu") else None
         self.make_optimizer()
-        self.engine, *_ = deepspeed.initialize(
-            model=self.model, optimizer=self.optimizer, lr_scheduler=self.scheduler, config=config
+        self.engine, self.optimizer, *_ = deepspeed.initialize(
+            model=self.model, optimizer=self.optimizer, lr_scheduler=self.scheduler, config=config, mpu=mpu
         )
         self.model = self.engine.module
 
@@ -104,7 +108,7 @@ class Session:
     def batches(self, step: int) -> list[dict[str, torch.Tensor]]:
         """The same for all ranks where their number changes, and where they make one step together."""
         other_ranks = self.situation.resumed_world_size != self.situation.world_size
-        same = other_ranks or self.situation.home.startswith("autotp")
+        same = other_ranks or self.situation.has_parts
         rank = 0 if same else dist.get_rank()
         return [inputs_of(self.situation, step, 2 * rank + part) for part in range(int(self.situation.accumulation))]
 
@@ -207,7 +211,7 @@ class Accelerated(Session):
         given = [self.model, self.optimizer, *([self.scheduler] if self.scheduler else [])]
         self.engine, self.wrapped, *scheduler = self.accelerator.prepare(*given)
         self.prepared_scheduler = scheduler[0] if scheduler else None
-        self.optimizer = self.wrapped.optimizer
+        self.optimizer = self.engine.optimizer if self.situation.by_deepspeed else self.wrapped.optimizer
         self.model = self.accelerator.unwrap_model(self.engine)
         self.registered = Registered()
         if self.situation.extra == "registered":
