@@ -9,7 +9,7 @@ and shapes of what is. The format has no specification; it is what DeepSpeed's e
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ _OF_THE_ENGINE = {
 """Entries of a file of model states; all others are what the user gave as ``client_state``."""
 
 _EXPERTS = ("num_experts", "ds_autoep_layers", "autoep_layers")
+
+_BY_DEEPSPEED = "Go on with as many ranks as before, by DeepSpeed itself."
 
 
 class Flat(NamedTuple):
@@ -154,6 +156,8 @@ def read_optimizer_file(source: ByteSource, path: str) -> OptimizerFile:
         values = objects.sequence(objects.get(wrapper, "optimizer_state_dict", masters), masters)
         groups = _groups(objects, objects.get(state, inner, "param_groups"), len(values))
         states = objects.mapping(objects.get(state, inner, "state"), f"{inner}.state")
+        _refuse_others(path, inner, state.keys() - {"state", "param_groups"})
+        _refuse_others(path, f"{inner}.state", states.keys() - set(range(len(values))))
         paddings = _paddings(objects, wrapper, len(values))
         flats = [
             _flat(objects, f"{masters}[{number}]", each, states.get(number, {}), paddings[number])
@@ -180,6 +184,14 @@ _PARTS = {
 """Whether it is of stage 3 -> the entries with the fp32 values, and with the state of the optimizer inside ZeRO's."""
 
 
+def _refuse_others(path: str, what: str, keys: Collection[Any]) -> None:
+    if keys:
+        found = ", ".join(sorted(excerpt(key) for key in keys)[:8])
+        raise UnsupportedError(
+            f"{path}: {what}: the optimizer keeps {found}, which belongs to none of its tensors. {_BY_DEEPSPEED}"
+        )
+
+
 def _enumerated(objects: TorchObjects, value: Any, what: str) -> int:
     """The number of a member of an enum, or a number."""
     arguments = getattr(value, "arguments", None)
@@ -191,19 +203,16 @@ def _enumerated(objects: TorchObjects, value: Any, what: str) -> int:
 def _partition_count(objects: TorchObjects, wrapper: Mapping[Any, Any]) -> int:
     if "ds_zero_partition_groups" in wrapper:
         raise UnsupportedError(
-            f"{objects.path}: experts are shared by other ranks than the rest (AutoEP). {_EXPERT_HELP}"
+            f"{objects.path}: experts are shared by other ranks than the rest (AutoEP). {_BY_DEEPSPEED}"
         )
     found = objects.get(wrapper, "optimizer_state_dict", "partition_count")
     counts = {objects.count(each, "partition_count") for each in (found if isinstance(found, list) else [found])}
     if len(counts) != 1:
         raise UnsupportedError(
             f"{objects.path}: partition_count: groups of parameters are shared by different numbers of ranks, as "
-            f"experts are. {_EXPERT_HELP}"
+            f"experts are. {_BY_DEEPSPEED}"
         )
     return counts.pop()
-
-
-_EXPERT_HELP = "Go on with as many ranks as before, by DeepSpeed itself."
 
 
 def _groups(objects: TorchObjects, value: Any, flats: int) -> list[Group]:
@@ -227,7 +236,7 @@ def _groups(objects: TorchObjects, value: Any, flats: int) -> list[Group]:
             raise UnsupportedError(f"{objects.path}: {what}: {reason}, and not a number.") from reason
         if options.get("use_muon"):
             raise UnsupportedError(
-                f"{objects.path}: {what}: it is trained by Muon, which looks at whole matrices. {_EXPERT_HELP}"
+                f"{objects.path}: {what}: it is trained by Muon, which looks at whole matrices. {_BY_DEEPSPEED}"
             )
     if len(seen) != flats:
         raise CheckpointError(f"{objects.path}: param_groups: expected {flats} tensors in them, found {len(seen)}.")
@@ -362,7 +371,7 @@ def _refuse_other_parallelism(objects: TorchObjects, root: Mapping[Any, Any]) ->
             )
     for name in _EXPERTS:
         if root.get(name):
-            raise UnsupportedError(f"{objects.path}: {name}: ranks have different experts. {_EXPERT_HELP}")
+            raise UnsupportedError(f"{objects.path}: {name}: ranks have different experts. {_BY_DEEPSPEED}")
 
 
 def _shapes(objects: TorchObjects, value: Any, what: str) -> dict[str, tuple[int, ...]]:

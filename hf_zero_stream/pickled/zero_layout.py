@@ -74,7 +74,7 @@ def check_agreement(optimizers: Sequence[OptimizerFile]) -> None:
                 "are others. Copy or save the checkpoint again."
             )
         for number, (flat, other) in enumerate(zip(it.flats, first.flats, strict=True)):
-            here, there = ({**dict.fromkeys(each.moments), **each.numbers} for each in (flat, other))
+            here, there = (_entries(each) for each in (flat, other))
             if here != there:
                 strange = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
                 raise CheckpointError(
@@ -83,6 +83,10 @@ def check_agreement(optimizers: Sequence[OptimizerFile]) -> None:
                     "copy or save the checkpoint again; or the optimizer keeps what belongs to a rank, as Adafactor "
                     f"does: go on with {len(optimizers)} ranks."
                 )
+
+
+def _entries(flat: Flat) -> dict[str, Any]:
+    return {**dict.fromkeys(flat.moments, "a tensor"), **flat.numbers, **dict.fromkeys(flat.nothing, "None")}
 
 
 def _check_names(model: ModelFile, flats: int) -> None:

@@ -268,7 +268,7 @@ def _own_part(
                     key = name, name_of(dtype), name_of(other)
                     found[key] = found.get(key, 0) + _digest(values, first, other, dtype)
 
-    passing = Passing(see, readers.index(coordinator.rank), len(readers), settings.staging_bytes)
+    passing = Passing(see, readers.index(coordinator.rank), len(readers), settings.staging_on("cpu"))
     settings = replace(settings, strict=False, verify="off", progress=False, read_from="all")
     load = Load(settings, {}, Coordinator.of_this_rank(), passing)
     path, arguments = place

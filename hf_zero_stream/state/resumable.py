@@ -25,6 +25,7 @@ from ..checkpoint.formats import INDEX, read_index_file, read_map
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Stored, View, is_computed, sources_of
 from ..destinations.base import source_of
+from ..destinations.skeleton import convert_lazy
 from ..errors import CheckpointError, HfZeroStreamError, ReadError, UnsupportedError
 from ..holdings.marks import whole_shape
 from ..holdings.own_names import named_buffers, named_parameters
@@ -88,6 +89,7 @@ def refuse_unloadable(model: nn.Module, in_state: Collection[str], folder: Path)
     try:
         with quiet(is_main=False):  # what is wrong is in the error
             lazy, missing, _ = lazily_loaded_like(model, str(folder), load, dtype=torch.float32, needs_adapters=True)
+        convert_lazy(model, lazy, missing)
     except (HfZeroStreamError, OSError, ValueError, RuntimeError) as error:
         raise UnsupportedError(f"{_what(model)}: {error}") from error
     finally:

@@ -391,6 +391,21 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         CheckpointError,
         "the same entries and steps .* .step.*go on with 2 ranks",
     ),
+    "an entry of its own": (
+        edited(lambda it: it[OPTIMIZER][OPTIMIZER]["state"].update(everywhere={"count": 3})),
+        UnsupportedError,
+        "keeps 'everywhere', which belongs to none of its tensors. Go on with as many ranks",
+    ),
+    "beside groups and states": (
+        edited(lambda it: it[OPTIMIZER][OPTIMIZER].update(scales=[1.0])),
+        UnsupportedError,
+        "keeps 'scales', which belongs to none",
+    ),
+    "None on one rank": (
+        edited(lambda it: it[OPTIMIZER][OPTIMIZER]["state"][0].update(compensation=None)),
+        CheckpointError,
+        "expected the same entries .*compensation",
+    ),
     "Muon": (
         edited(lambda it: it[OPTIMIZER][OPTIMIZER]["param_groups"][0].update(use_muon=True)),
         UnsupportedError,

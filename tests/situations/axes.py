@@ -33,15 +33,21 @@ AXES: dict[str, tuple[str, ...]] = {
         "zero3",
         "zero3_offload",
         "zero3_sub_groups",
+        "zero3_nvme",
         "zero0",
         "zero1",
         "zero2",
         "zero2_offload",
         "fsdp2",
+        "fsdp2_at_load",
+        "tp_at_load",
         "replicas",
         "autotp0",
         "autotp1",
         "autotp2",
+        "mpu0",
+        "mpu1",
+        "mpu2",
     ),
     "precision": ("fp32", "bf16"),
     "optimizer": (
@@ -60,6 +66,10 @@ AXES: dict[str, tuple[str, ...]] = {
         "group_counter",
         "global_entry",
         "other_dtype",
+        "bnb_adamw_32bit",
+        "bnb_paged_adamw_32bit",
+        "bnb_adamw_8bit",
+        "bnb_lion_8bit",
     ),
     "groups": ("one", "two", "own_keys"),
     "scheduler": ("none", "lambda"),
@@ -122,7 +132,16 @@ class Situation:
 
     @property
     def by_deepspeed(self) -> bool:
-        return self.home.startswith(("zero", "autotp"))
+        return self.home.startswith(("zero", "autotp", "mpu"))
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether ranks hold parts of layers, and make each step together."""
+        return self.home.startswith(("autotp", "mpu", "tp"))
+
+    @property
+    def by_fsdp(self) -> bool:
+        return self.home.startswith("fsdp2")
 
     @property
     def adapts(self) -> bool:
@@ -146,6 +165,8 @@ def contradiction(situation: Situation) -> str | None:
     """Why a situation cannot be, or why stock does not have it."""
     s = situation
     wrappers = {"fsdp2": ("accelerate", "trainer", "loop"), "replicas": ("loop",)}
+    wrappers |= dict.fromkeys(("mpu0", "mpu1", "mpu2"), ("engine",))
+    wrappers |= dict.fromkeys(("fsdp2_at_load", "tp_at_load"), ("loop",))
     rules = {
         "this home has other wrappers": s.wrapper not in wrappers.get(s.home, ("engine", "accelerate", "trainer")),
         "a loop of one's own has no saver of others": s.wrapper == "loop" and s.saver == "theirs",
@@ -153,25 +174,30 @@ def contradiction(situation: Situation) -> str | None:
         "a loop of one's own registers nothing": s.wrapper == "loop" and s.extra != "none",
         "the Trainer makes groups and schedules": s.wrapper == "trainer"
         and (s.groups != "one" or s.scheduler != "none"),
-        "the Trainer multiplies losses by the number of ranks, and a head's part too": s.wrapper == "trainer"
-        and s.change in ("head", "lora_frozen_head")
+        "the Trainer multiplies losses by the number of ranks, also those that no tokens divide": s.wrapper
+        == "trainer"
+        and (s.change in ("head", "lora_frozen_head") or s.model == "bert_classifier")
         and s.resumed_world_size != s.world_size,
         "the Trainer loads into new processes": s.wrapper == "trainer"
         and s.follows in ("same_process", "saved_twice"),
         "DeepSpeed counts the steps of accumulation itself": s.accumulation != "1" and s.wrapper == "loop",
-        "AutoTP has layers of plain models": s.home.startswith("autotp")
+        "layers of plain models are cut": s.has_parts
         and (s.change not in ("none", "frozen") or s.model not in ("llama", "even", "tied")),
-        "AutoTP wants all its ranks": s.home.startswith("autotp") and s.follows in ("resume_1", "resume_4"),
+        "parts want all their ranks": s.has_parts
+        and s.follows in (("resume_4",) if s.home == "tp_at_load" else ("resume_1", "resume_4")),
+        "transformers shards plain models": s.home == "fsdp2_at_load" and s.change not in ("none", "frozen"),
+        "stock has no whole model where an mpu cuts it": s.home.startswith("mpu") and s.weights != "none",
+        "bitsandbytes does not step DTensors": s.optimizer.startswith("bnb") and (s.by_fsdp or s.home == "tp_at_load"),
         "weights are saved by a wrapper that can": not _can_save_weights(s),
         "adapters are saved in PEFT's way": s.adapts and s.weights != "none",
         "layers share in these; stock saves no such weights": s.change == "shared_layer"
-        and (s.model not in ("llama", "even", "tied") or s.weights != "none" or s.home == "fsdp2"),
+        and (s.model not in ("llama", "even", "tied") or s.weights != "none" or s.by_fsdp),
         "safetensors hold tensors only": s.change == "extra_state" and s.weights != "none",
         "DeepSpeed and FSDP2 want one dtype": s.change == "fp32_head"
         and (s.home != "replicas" or s.precision != "bf16"),
         "embeddings of a classifier stay": s.model == "bert_classifier" and "resized" in s.change,
         "DeepSpeed has no accumulating stage 2 of offload at stage 0": s.home == "zero0" and s.precision == "bf16",
-        "torch's distributed checkpoints have no dtypes": s.optimizer == "dtype_entry" and s.home == "fsdp2",
+        "torch's distributed checkpoints have no dtypes": s.optimizer == "dtype_entry" and s.by_fsdp,
         "amsgrad, per-tensor and foreign states want whole parameters": s.optimizer in ("rprop",)
         and s.precision == "bf16",
     }

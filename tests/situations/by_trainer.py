@@ -50,7 +50,7 @@ def _train(situation: Situation, folder: Path, checkpoints: Path, found: dict[st
 
     settings: dict[str, Any] = {}
     if situation.by_deepspeed:
-        config = {**ds_config(situation), "train_micro_batch_size_per_gpu": "auto"}
+        config = {**ds_config(situation, checkpoints), "train_micro_batch_size_per_gpu": "auto"}
         settings["deepspeed"] = {**config, "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}
     elif dist.get_world_size() > 1:
         settings = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}

@@ -8,7 +8,9 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 import transformers
+import transformers.distributed
 from torch import nn
 
 from tests.situations.axes import Situation
@@ -75,12 +77,20 @@ def inputs_of(situation: Situation, step: int, part: int) -> dict[str, torch.Ten
 
 def load(situation: Situation, folder: Path) -> Any:
     """Load the model of a situation and change it, as a script does."""
-    dtype = torch.bfloat16 if situation.precision == "bf16" and situation.home != "fsdp2" else torch.float32
+    dtype = torch.bfloat16 if situation.precision == "bf16" and not situation.by_fsdp else torch.float32
     model_class = getattr(transformers, MODELS[situation.model][1])
-    model = model_class.from_pretrained(folder / situation.model, dtype=dtype)
+    model = model_class.from_pretrained(folder / situation.model, dtype=dtype, **_sharding(situation))
     for part in _CHANGES[situation.change]:
         model = part(model)
     return model
+
+
+def _sharding(situation: Situation) -> dict[str, Any]:
+    """Arguments by which transformers shards a model over all ranks."""
+    name = {"fsdp2_at_load": "fsdp_size", "tp_at_load": "tp_size"}.get(situation.home)
+    if name is None or dist.get_world_size() == 1:
+        return {}
+    return {"distributed_config": transformers.distributed.DistributedConfig(**{name: dist.get_world_size()})}
 
 
 def _resize(model: Any) -> Any:

@@ -37,14 +37,20 @@ def _digest(value: torch.Tensor) -> str:
 
 
 def optimizer_structure(optimizer: Any) -> list[Any]:
-    """The entries of each group and of each of its parameters; tensors by their types and local shapes."""
-    found: list[Any] = []
-    for group in optimizer.param_groups:
-        found.append({name: _structure(value) for name, value in sorted(group.items()) if name != "params"})
-        for param in group["params"]:
-            state = optimizer.state.get(param, {})
-            found.append({name: _structure(value) for name, value in sorted(state.items())})
-    return found
+    """The entries of each group and of each parameter; tensors by their types and local shapes.
+
+    Those of parameters are sorted: stage 3 empties the groups' lists of them.
+    """
+    while hasattr(optimizer, "optimizer"):  # of DeepSpeed or accelerate
+        optimizer = optimizer.optimizer
+    groups = [
+        {name: _structure(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    states = [{name: _structure(value) for name, value in state.items()} for state in optimizer.state.values()]
+    return [dict(sorted(group.items())) for group in groups] + sorted(
+        (dict(sorted(state.items(), key=str)) for state in states if state), key=repr
+    )
 
 
 def _structure(value: Any) -> Any:

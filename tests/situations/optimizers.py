@@ -130,11 +130,23 @@ class OtherDtype(Momentum):
     """Keeps an average in fp64, which a cast to the parameter's dtype would change."""
 
     def keep(self, param: torch.Tensor) -> dict[str, Any]:
-        return {"exact": torch.zeros_like(param, dtype=torch.float64)}
+        return {"wide": torch.zeros_like(param, dtype=torch.float64)}
 
     def used(self, state: dict[str, Any], gradient: torch.Tensor) -> float:
-        state["exact"].add_(gradient.double(), alpha=1 / 3)
+        state["wide"].add_(gradient.double(), alpha=1 / 3)
         return 1.0
+
+
+def _of_bitsandbytes(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Makes one of bitsandbytes', which is imported when it is needed."""
+
+    def make(params: Any, **arguments: Any) -> torch.optim.Optimizer:
+        import bitsandbytes
+
+        created: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(params, **arguments)
+        return created
+
+    return make
 
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
@@ -153,5 +165,9 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
     "group_counter": (GroupCounter, {}),
     "global_entry": (GlobalEntry, {}),
     "other_dtype": (OtherDtype, {}),
+    "bnb_adamw_32bit": (_of_bitsandbytes("AdamW32bit"), {"lr": 1e-2}),
+    "bnb_paged_adamw_32bit": (_of_bitsandbytes("PagedAdamW32bit"), {"lr": 1e-2}),
+    "bnb_adamw_8bit": (_of_bitsandbytes("AdamW8bit"), {"lr": 1e-2, "min_8bit_size": 16}),
+    "bnb_lion_8bit": (_of_bitsandbytes("Lion8bit"), {"lr": 1e-3, "min_8bit_size": 16}),
 }
 """Class and arguments of each."""

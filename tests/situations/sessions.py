@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from tests.situations.axes import Situation
+from tests.situations.model_parallel import cut_in_halves
 from tests.situations.models import inputs_of, load
 from tests.situations.optimizers import OPTIMIZERS
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
@@ -22,11 +23,13 @@ from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 __all__ = ["SESSIONS", "Session", "announce_home", "ds_config"]
 
 
-def ds_config(situation: Situation) -> dict[str, Any]:
-    """The DeepSpeed config of a situation's home."""
+def ds_config(situation: Situation, folder: Path) -> dict[str, Any]:
+    """The DeepSpeed config of a situation's home; swap files lie in `folder`."""
     zero: dict[str, Any] = {"stage": situation.stage}
     if situation.home.endswith("offload"):
         zero["offload_optimizer"] = {"device": "cpu"}
+    if situation.home == "zero3_nvme":
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder / "swap"), "buffer_count": 8}
     if situation.home == "zero3_sub_groups":
         zero |= {"sub_group_size": 700, "stage3_param_persistence_threshold": 0}
     if situation.stage == 3:
@@ -53,7 +56,7 @@ def announce_home(situation: Situation, arm: str) -> None:
         # Stock's ranks above 0 have no values of a new head with it.
         announce(cpu_ram_efficient_loading=arm == "ours", state_dict_type="SHARDED_STATE_DICT")
         force_fsdp_on_cpu()
-    elif situation.home == "replicas":
+    elif not situation.by_deepspeed:
         PartialState(backend="gloo", cpu=True)
     else:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -64,8 +67,10 @@ class Session:
     """A training, in the way of an engine.
 
     Attributes:
-        optimizer: the user's, inside whatever wraps it.
+        optimizer: what steps; around the user's own, or in its place (DeepSpeed makes an Adagrad anew).
     """
+
+    optimizer: Any
 
     def __init__(self, situation: Situation, arm: str, checkpoints: Path) -> None:
         self.situation, self.arm = situation, arm
@@ -76,12 +81,13 @@ class Session:
         import deepspeed
         from transformers.integrations import HfDeepSpeedConfig
 
-        config = ds_config(self.situation)
+        config = ds_config(self.situation, checkpoints)
         self._config = HfDeepSpeedConfig(config)  # transformers keeps a weak reference
         self.model = load(self.situation, checkpoints)
+        mpu = cut_in_halves(self.model) if self.situation.home.startswith("mpu") else None
         self.make_optimizer()
-        self.engine, *_ = deepspeed.initialize(
-            model=self.model, optimizer=self.optimizer, lr_scheduler=self.scheduler, config=config
+        self.engine, self.optimizer, *_ = deepspeed.initialize(
+            model=self.model, optimizer=self.optimizer, lr_scheduler=self.scheduler, config=config, mpu=mpu
         )
         self.model = self.engine.module
 
@@ -104,7 +110,7 @@ class Session:
     def batches(self, step: int) -> list[dict[str, torch.Tensor]]:
         """The same for all ranks where their number changes, and where they make one step together."""
         other_ranks = self.situation.resumed_world_size != self.situation.world_size
-        same = other_ranks or self.situation.home.startswith("autotp")
+        same = other_ranks or self.situation.has_parts
         rank = 0 if same else dist.get_rank()
         return [inputs_of(self.situation, step, 2 * rank + part) for part in range(int(self.situation.accumulation))]
 
@@ -200,14 +206,14 @@ class Accelerated(Session):
         if self.situation.precision == "bf16":
             arguments["mixed_precision"] = "bf16"
         if self.situation.by_deepspeed:
-            arguments["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=ds_config(self.situation))
+            arguments["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=ds_config(self.situation, checkpoints))
         self.accelerator = Accelerator(**arguments)
         self.model = load(self.situation, checkpoints)
         self.make_optimizer()
         given = [self.model, self.optimizer, *([self.scheduler] if self.scheduler else [])]
         self.engine, self.wrapped, *scheduler = self.accelerator.prepare(*given)
         self.prepared_scheduler = scheduler[0] if scheduler else None
-        self.optimizer = self.wrapped.optimizer
+        self.optimizer = self.engine.optimizer if self.situation.by_deepspeed else self.wrapped.optimizer
         self.model = self.accelerator.unwrap_model(self.engine)
         self.registered = Registered()
         if self.situation.extra == "registered":
@@ -269,7 +275,7 @@ class Accelerated(Session):
 
 
 class OwnLoop(Session):
-    """A loop of one's own, around torch's `fully_shard` or whole replicas. Stock's arm saves nothing."""
+    """A loop of one's own, around what `fully_shard` or a load has sharded, or replicas. Stock's arm saves nothing."""
 
     def prepare(self, checkpoints: Path) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -312,6 +318,10 @@ class OwnLoop(Session):
     def load(self, folder: Path) -> Any:
         hf_zero_stream.load_state(self.model, folder, optimizer=self.optimizer, scheduler=self.scheduler)
         return {}
+
+    def save_weights(self, folder: Path, how: str) -> dict[str, Any] | None:
+        is_stock = self.arm == "stock" and self.situation.home.endswith("at_load")
+        return super().save_weights(folder, "save_pretrained" if is_stock else how)  # all ranks write there
 
     def whole_state_dict(self) -> dict[str, Any] | None:
         from torch.distributed.tensor import DTensor

@@ -21,6 +21,7 @@ FOUND_BEFORE = [
     "optimizer=own_state_dict,home=zero3_offload",
     "home=zero2,wrapper=accelerate,weights=state_dict_rank0",
     "change=extra_state",
+    "optimizer=global_entry,follows=resume_1",
 ]
 """One of each kind in which something was lost."""
 

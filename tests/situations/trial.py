@@ -124,9 +124,12 @@ def _error(ranks: list[dict[str, Any]]) -> str:
 
 
 def _refusal(situation: Situation, ranks: list[dict[str, Any]], folder: Path) -> str:
-    """Our function's refusal: on all ranks, with nothing written; calls of others go on in their own way."""
+    """Our function's refusal: on all ranks, with nothing written; calls of others go on in their own way.
+
+    Unless they have none: DeepSpeed and accelerate resume no optimizer on another number of ranks.
+    """
     refuses = all({"UnsupportedError"} & set(rank.get("kinds", ())) for rank in ranks)
-    asked = situation.is_ours or situation.weights in ("ours", "stream")
+    asked = situation.is_ours or situation.weights in ("ours", "stream") or len(ranks) != situation.world_size
     left = [path for path in folder.rglob("training_state*.json")] if folder.exists() else []
     return _error(ranks).partition("\n")[0] if refuses and asked and not left else ""
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import hf_zero_stream
+from hf_zero_stream.destinations.passing import Passing
 from hf_zero_stream.errors import ConfigError
 from tests.state.test_changed import train_here
 from tests.support.changed_bases import CHANGES, AdapterTraining, in_state, resume, train_and_save
@@ -132,6 +133,21 @@ def test_changed_between_saves(bases: Path, tmp_path: Path) -> None:
     base.model.norm.weight.data[0], base.late[0] = 1.0, 0.0
     hf_zero_stream.load_state(model, tmp_path, optimizer=optimizer)
     assert base.model.norm.weight[0] == 7.0 and base.late.tolist() == [3.0, 3.0]
+
+
+def test_few_large_reads(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save reads the checkpoint of the base in pieces of the default size of a buffer, and not in small ones."""
+    model, optimizer = made(bases, torch.float32)
+    sizes: list[int] = []
+    look = Passing.__init__
+
+    def noted(self: Any, see: Any, part: int, parts: int, buffer_bytes: int) -> None:
+        sizes.append(buffer_bytes)
+        look(self, see, part, parts, buffer_bytes)
+
+    monkeypatch.setattr(Passing, "__init__", noted)
+    hf_zero_stream.save_state(model, tmp_path, optimizer=optimizer)
+    assert sizes == [64 * 2**20]
 
 
 def test_checkpoint_that_is_gone(bases: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
