@@ -57,7 +57,8 @@ class Batch:
 
     Attributes:
         begin: makes the memory; called when the batches before are finished.
-        finish: called when the memory is full, for instance to move the values on.
+        finish: called when the memory is full, for instance to move the values on. That of a collective batch may
+            return what ends it: the next batch is read first, if it is collective too.
         is_collective: all ranks must finish together, and have the same batches.
         is_temporary: the memory holds the values only until the batch is finished.
         completes: whole tensors, flat, that this rank has once all batches are finished, by the parameter's name.
@@ -65,7 +66,7 @@ class Batch:
 
     items: Sequence[Item]
     begin: Callable[[], object] = lambda: None
-    finish: Callable[[], None] = lambda: None
+    finish: Callable[[], Callable[[], None] | None] = lambda: None
     is_collective: bool = False
     is_temporary: bool = False
     completes: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -5,7 +5,7 @@ From disk that is 1/N of what plain loading reads on every rank; over the interc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -90,36 +90,41 @@ def exchange_batches(
     rank_bytes = max(_ALIGNMENT, chunk_bytes // world_size // _ALIGNMENT * _ALIGNMENT)
 
     @cache
-    def buffer(ranks: int) -> torch.Tensor:
-        """Memory for so many ranks' buffers, which all exchanges share."""
+    def buffer(ranks: int, turn: int = 0) -> torch.Tensor:
+        """Memory for so many ranks' buffers. This rank's own are two: one is filled while the other is sent."""
         # On the device where the default group's collectives want their tensors.
         on_device = device if serves(device.type) else _HOST
         return torch.empty(rank_bytes * ranks, dtype=torch.uint8, device=on_device)
 
-    def exchange(parts: Sequence[_Part], nbytes: int) -> None:
-        """Exchange the parts and put them into the tensors; all ranks must call it."""
+    def exchange(parts: Sequence[_Part], nbytes: int, turn: int) -> Callable[[], None]:
+        """Begin to exchange the parts (all ranks); returns what waits for them, and puts them into the tensors."""
         everyone = buffer(world_size)[: world_size * nbytes]
-        coordinator.run(all_gather, everyone, buffer(1)[:nbytes])
-        for rank, of_rank in enumerate(everyone.split(nbytes)):
-            for part in parts:
-                tensor = tensors[part.target.name]
-                start = rank * part.share + part.first
-                stop = min(start + part.target.numel, (rank + 1) * part.share, tensor.numel())
-                if start < stop:
-                    tensor[start:stop].copy_(part.memory(of_rank)[: stop - start])
+        wait = coordinator.begin(all_gather, everyone, buffer(1, turn)[:nbytes])
 
-    def item(part: _Part) -> Item:
-        return Item(part.target, views[part.target.name], lambda: part.memory(buffer(1)))
+        def end() -> None:
+            wait()
+            for rank, of_rank in enumerate(everyone.split(nbytes)):
+                for part in parts:
+                    tensor = tensors[part.target.name]
+                    start = rank * part.share + part.first
+                    stop = min(start + part.target.numel, (rank + 1) * part.share, tensor.numel())
+                    if start < stop:
+                        tensor[start:stop].copy_(part.memory(of_rank)[: stop - start])
+
+        return end
+
+    def item(part: _Part, turn: int) -> Item:
+        return Item(part.target, views[part.target.name], lambda: part.memory(buffer(1, turn)))
 
     return [
         Batch(
-            [item(part) for part in parts],
-            finish=partial(exchange, parts, nbytes),
+            [item(part, number % 2) for part in parts],
+            finish=partial(exchange, parts, nbytes, number % 2),
             is_collective=True,
             is_temporary=True,
             completes={part.target.name: tensors[part.target.name] for part in parts},
         )
-        for parts, nbytes in exchanges(tensors, coordinator.rank, world_size, rank_bytes)
+        for number, (parts, nbytes) in enumerate(exchanges(tensors, coordinator.rank, world_size, rank_bytes))
     ]
 
 

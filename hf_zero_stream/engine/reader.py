@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +75,11 @@ class Reader:
                 coordinator.check()  # stop reading once another rank has died
 
             threads = checkpoint.threads()
+            end_exchange: Callable[[], None] | None = None  # of the batch before, while this one is read
             for batch, of_batch, sources in zip(batches, plan.batches, leaves, strict=True):
+                if end_exchange is not None and not batch.is_collective:
+                    end_exchange()
+                    end_exchange = None
                 batch.begin()
                 memory = [item.memory() for item in batch.items]
                 times, staging_bytes = execute_reads(
@@ -96,8 +100,13 @@ class Reader:
                 del memory  # a batch that ends frees it
                 if batch.is_collective:
                     with self._clock("wait"):
+                        if end_exchange is not None:
+                            end_exchange()
                         coordinator.agree()  # no rank may wait in a collective for one that gave up
-                batch.finish()
+                end_exchange = batch.finish()
+            if end_exchange is not None:
+                with self._clock("wait"):
+                    end_exchange()
         return kept
 
 
