@@ -104,6 +104,7 @@ class ModelFile:
         trained: for each sub-group of parameters that lie in one flat, their shapes, in their order there.
         tensors: the model's state dict as this rank has it; at stage 3 parameters are empty there.
         buffers: which of these are buffers.
+        others: the names of its entries that are no tensors.
         frozen: shapes of the parameters that are not trained (stages 2 and 3).
         fragments: this rank's part of each of them.
         shared: other names of parameters.
@@ -117,6 +118,7 @@ class ModelFile:
     trained: Sequence[Mapping[str, tuple[int, ...]]]
     tensors: Mapping[str, TensorEntry]
     buffers: frozenset[str]
+    others: Sequence[str]
     frozen: Mapping[str, tuple[int, ...]]
     fragments: Mapping[str, TensorEntry]
     shared: Mapping[str, str]
@@ -324,7 +326,7 @@ def read_model_file(source: ByteSource, path: str) -> ModelFile:
         objects = TorchObjects(file, path)
         root = objects.mapping(objects.root, "the file")
         _refuse_other_parallelism(objects, root)
-        module = objects.get(root, "the file", "module")
+        module = objects.mapping(objects.get(root, "the file", "module"), "module")
         scheduler: Any = root.get("lr_scheduler")
         try:
             scheduler = None if scheduler is None else objects.plain(scheduler, "lr_scheduler")
@@ -344,6 +346,11 @@ def read_model_file(source: ByteSource, path: str) -> ModelFile:
                 objects.name(each, "buffer_names")
                 for each in objects.sequence(root.get("buffer_names", []), "buffer_names")
             ),
+            [
+                objects.name(name, "module")
+                for name, each in module.items()
+                if not objects.is_tensor(each) and each not in (None, {}, [], (), b"", "")
+            ],
             _shapes(objects, root.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
             _tensors(objects, root.get("frozen_param_fragments") or {}, "frozen_param_fragments"),
             {
@@ -382,7 +389,7 @@ def _shapes(objects: TorchObjects, value: Any, what: str) -> dict[str, tuple[int
 
 
 def _tensors(objects: TorchObjects, value: Any, what: str) -> dict[str, TensorEntry]:
-    """Those that are tensors: modules may keep other extra state."""
+    """Those that are tensors: modules may keep other extra state (``ModelFile.others``)."""
     named = {objects.name(name, what): each for name, each in objects.mapping(value, what).items()}
     return {name: objects.tensor(each, name) for name, each in named.items() if objects.is_tensor(each)}
 

@@ -59,6 +59,7 @@ class ZeroFolder:
         kind: the optimizer's class as DeepSpeed's config calls it; "" if nobody says.
         keys: the moments, by name.
         shared: other names of parameters.
+        beside: entries of modules that are neither parameters nor buffers.
         lacking: parameters of which the folder has no values: neither trained nor frozen.
         scheduler: its state, or why it cannot be had.
         client_state: what the user gave, but for `left_out`.
@@ -72,6 +73,7 @@ class ZeroFolder:
     keys: Sequence[str]
     groups: Sequence[ZeroGroup]
     shared: Mapping[str, str]
+    beside: Sequence[str]
     lacking: Sequence[str]
     scheduler: Mapping[str, Any] | str | None
     scaler: Mapping[str, Any]
@@ -112,6 +114,7 @@ class ZeroFolder:
                 for group in self.groups
             ],
             shared={rename(alias): rename(name) for alias, name in self.shared.items()},
+            beside=[*map(rename, self.beside)],
             lacking=[*map(rename, self.lacking)],
             _trained=keys(self._trained),
             _others=keys(self._others),
@@ -208,6 +211,7 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
     others = untrained(first.stage, models, trained, first_shard=len(optimizers))
     buffers = frozenset(name for name in others if name in model.buffers)
     known = trained.keys() | others.keys() | model.shared.keys()
+    lacking = [name for name in model.tensors if name not in known]
     return ZeroFolder(
         path=str(folder),
         stage=first.stage,
@@ -217,7 +221,8 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
         keys=keys,
         groups=[_group(each, first.flats, sub_groups) for each in first.groups],
         shared={alias: name for alias, name in model.shared.items() if name in trained or name in others},
-        lacking=[name for name in model.tensors if name not in known],
+        beside=[*model.others, *(name for name in lacking if prod(model.tensors[name].shape))],
+        lacking=lacking,
         scheduler=model.scheduler,
         scaler=first.scaler,
         counters=model.counters,

@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 from ..holdings.marks import is_packed
 
 
-__all__ = ["refuse_module_entries"]
+__all__ = ["keeps_packing", "refuse_module_entries"]
 
 
 def refuse_module_entries(model: nn.Module) -> None:
@@ -21,7 +21,7 @@ def refuse_module_entries(model: nn.Module) -> None:
     That is what ``get_extra_state`` of a module returns, or what code of its own adds; scales of FP8 layers, for
     instance. Quantised layers add how their weights are packed; these are frozen, and the checkpoint has them.
     """
-    if is_packed(model) or getattr(model, "hf_quantizer", None) is not None:
+    if keeps_packing(model):
         return
     known: set[Any] = set()
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -35,6 +35,11 @@ def refuse_module_entries(model: nn.Module) -> None:
             f"{', '.join(unknown[:8])}. A training state has no place for them. Keep them in buffers, or use the "
             "checkpoints of DeepSpeed or accelerate."
         )
+
+
+def keeps_packing(model: nn.Module) -> bool:
+    """Whether quantised layers of `model` add how their weights are packed to a state dict."""
+    return is_packed(model) or getattr(model, "hf_quantizer", None) is not None
 
 
 def _is_empty(value: Any) -> bool:

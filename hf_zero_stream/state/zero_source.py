@@ -15,9 +15,9 @@ from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
 from ..destinations.skeleton import StandIn
 from ..engine.load import Load
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..holdings.marks import is_adapted
-from ..holdings.own_names import named_parameters
+from ..holdings.own_names import named_buffers, named_parameters
 from ..holdings.slots import MASTER
 from ..holdings.training import Training
 from ..loading.into import place_into
@@ -26,6 +26,7 @@ from ..ranks.coordinator import Coordinator
 from ..seams.session import LazyModel
 from .base import quantised_names
 from .groups import ADAMS
+from .module_entries import keeps_packing
 from .record import GroupRecord, StateRecord
 from .schedules import class_of
 from .values import load_states
@@ -44,7 +45,9 @@ def record_of(zero: ZeroFolder, training: Training, with_scheduler: bool = True)
 
     Raises:
         ConfigError: the optimizer or the scheduler of `training` keeps something else.
+        UnsupportedError: modules kept more than parameters and buffers.
     """
+    _refuse_module_entries(zero, training)
     _refuse_other_optimizer(zero, training)
     scheduler = _scheduler_record(zero, training) if with_scheduler else None
     scaler = {name: value for name, value in zero.scaler.items() if name in (training.scaler_state or {})}
@@ -70,6 +73,19 @@ def _group_record(group: ZeroGroup, views: Mapping[str, View]) -> GroupRecord:
     shapes = [list(views[name].sizes) for name in group.parameters]
     others = {key: [[None, list(names)]] for key, names in group.nothing.items()}
     return GroupRecord(dict(group.options), list(group.parameters), numbers, shapes, others=others)
+
+
+def _refuse_module_entries(zero: ZeroFolder, training: Training) -> None:
+    if keeps_packing(training.model):
+        return
+    model = training.model
+    named = [*named_parameters(model, remove_duplicate=False), *named_buffers(model, remove_duplicate=False)]
+    known = {name for name, _ in named}
+    if unknown := [name for name in zero.beside if name not in known]:
+        raise UnsupportedError(
+            f"{zero.path}: {len(unknown)} entries of modules are neither parameters nor buffers: "
+            f"{', '.join(unknown[:8])}. Go on with as many ranks as before, by DeepSpeed itself, which restores them."
+        )
 
 
 def _refuse_other_optimizer(zero: ZeroFolder, training: Training) -> None:

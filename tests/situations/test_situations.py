@@ -22,6 +22,7 @@ FOUND_BEFORE = [
     "home=zero2,wrapper=accelerate,weights=state_dict_rank0",
     "change=extra_state",
     "optimizer=global_entry,follows=resume_1",
+    "change=extra_state,follows=resume_1",
 ]
 """One of each kind in which something was lost."""
 
