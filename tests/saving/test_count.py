@@ -71,7 +71,7 @@ def test_streamed_halves(cluster: None) -> None:
 
 
 def partition_halves(folder: Path) -> None:
-    """Each rank has half of the head, as tensor parallelism by hand leaves it, and ZeRO-3 a part of that for itself."""
+    """Each rank has half of the head, and ZeRO-3 has all of that on this rank alone."""
     import deepspeed
 
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
