@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,8 @@ from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import partition_range
-from .marks import is_dtensor, is_inside_fsdp2, is_sharded, local_of, shards_modules
+from .kinds import BUFFERS, PARAMETERS, kind_of, persistent_buffers, refuse_shared_memory, refuse_unknown
+from .marks import is_inside_fsdp2, local_of, shards_modules
 from .own_names import named_parameters
 
 
@@ -89,14 +90,40 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         from .fsdp import reshard
 
         reshard(model)  # a forward pass may have left gathered parameters, perhaps in another dtype
-    left = dict(model.named_parameters())
+    left: dict[str, nn.Parameter] = dict(model.named_parameters())
     found: dict[str, Holding] = {}
-    for held in (*HOLDERS, *_of_features(model), _held_replicas):
-        of_kind = held(model, left, masters=masters, rank=rank, world_size=world_size)
-        found.update(of_kind)
-        left = {name: param for name, param in left.items() if name not in of_kind}
+
+    def hold(held: Holder, params: Mapping[str, nn.Parameter]) -> None:
+        found.update(held(model, params, masters=masters, rank=rank, world_size=world_size))
+        for name in [name for name in left if name in found]:
+            del left[name]
+
+    for holder in HOLDERS:
+        hold(holder, left)
+    refuse_unknown(left, PARAMETERS)
+    if masters and "deepspeed" in sys.modules:  # its import takes seconds
+        from .deepspeed.held import held_by_optimizers
+
+        hold(held_by_optimizers, left)
+    for kind in PARAMETERS:
+        of_kind = {name: param for name, param in left.items() if kind_of(param, PARAMETERS) is kind}
+        if of_kind:
+            hold(kind.held_by(), of_kind)
+    if left:
+        raise UnsupportedError(f"what ranks hold: no holder says what this rank holds of {', '.join([*left][:8])}.")
     own = [name for name, _ in named_parameters(model)]
     return {name: found[theirs] for name, (theirs, _) in zip(own, model.named_parameters(), strict=True)}
+
+
+def refuse_unreadable(model: nn.Module, doing: str, instead: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ... {instead}``) if `model` has tensors that nobody knows how to read.
+
+    Of parameters that may be for one of :data:`HOLDERS`, :func:`holdings` finds that out.
+    """
+    if not HOLDERS:
+        refuse_unknown(dict(model.named_parameters()), PARAMETERS, doing, instead)
+    refuse_unknown(dict(persistent_buffers(model)), BUFFERS, doing, instead)
+    refuse_shared_memory(model, doing, instead)
 
 
 def refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -109,18 +136,7 @@ def refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _of_features(model: nn.Module) -> Iterator[Holder]:
-    """The holders of the features that may have a part in `model`."""
-    if "deepspeed" in sys.modules:  # its import takes seconds
-        from .deepspeed.held import held_by_optimizers, held_partitions
-        from .deepspeed.parts import held_parts
-
-        yield from (held_by_optimizers, held_partitions, held_parts)
-    if is_sharded(model):
-        yield _held_shards
-
-
-def _held_replicas(
+def held_replicas(
     model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
 ) -> dict[str, Holding]:
     """A :class:`Holder`: all of each parameter, of which each rank gives 1/N."""
@@ -133,7 +149,7 @@ def _held_replicas(
     return {name: holding(param) for name, param in params.items()}
 
 
-def _held_shards(
+def held_shards(
     model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
 ) -> dict[str, Holding]:
     """A :class:`Holder`: the shards of DTensors."""
@@ -149,4 +165,4 @@ def _held_shards(
         shard, values = shard_of(name, param, mine), partial(open_flat, local_of(param))
         return Holding(shard.box, param.dtype, *shard.share, values, is_whole=shard.copies > 1)
 
-    return {name: holding(name, param) for name, param in params.items() if is_dtensor(param)}
+    return {name: holding(name, param) for name, param in params.items()}

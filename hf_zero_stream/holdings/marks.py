@@ -25,6 +25,8 @@ CONVERTED = "_hf_zero_stream_origin"
 LOADED_FROM = "_hf_zero_stream_loaded_from"
 """The attribute of a model with the path that it was loaded from, and arguments that say which checkpoint that is."""
 
+LOADED_SHAPES = "_hf_zero_stream_loaded_shapes"
+"""The attribute of a model with the shapes that its parameters had when they were loaded, by own names."""
 
 CUT = "ds_autotp_universal_checkpoint_meta"
 """The attribute of a parameter of which DeepSpeed's AutoTP has left a part; see :mod:`.deepspeed.parts`."""

@@ -14,6 +14,7 @@ from ..planning.boxes import Cut, ParameterBox
 from ..planning.plan import Target, partition_range
 from ..ranks.coordinator import Coordinator
 from . import fsdp
+from .kinds import PARAMETERS, refuse_unknown
 from .marks import is_cut
 
 
@@ -50,6 +51,7 @@ def held_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Co
         from .deepspeed.parts import part_of  # imports deepspeed, which takes seconds
 
         return part_of(name, param)
+    refuse_unknown({name: param}, PARAMETERS, "an optimizer's parameter")
     return Shard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
 
 

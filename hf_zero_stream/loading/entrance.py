@@ -16,7 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..bindings.table import refuse_lacking
-from ..holdings.marks import LOADED_FROM, accelerator_state, is_dequantised
+from ..holdings.marks import LOADED_FROM, LOADED_SHAPES, accelerator_state, is_dequantised, whole_shape
+from ..holdings.own_names import named_parameters
 from ..seams.ds_config import found_config
 from ..settings import scope
 from ..settings.config import StreamingConfig, announces_fsdp2, announces_zero3
@@ -72,7 +73,7 @@ def of_model(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def note_source(model: Any, path: Any, kwargs: Mapping[str, Any]) -> None:
-    """Note on `model` which checkpoint it has been loaded from, so that its values can be compared with it later.
+    """Note on `model` which checkpoint it has been loaded from, so that it can be compared with it later.
 
     Without a token: a model may be pickled. What was downloaded is found by its commit, and needs none.
     """
@@ -84,6 +85,7 @@ def note_source(model: Any, path: Any, kwargs: Mapping[str, Any]) -> None:
     elif commit := getattr(getattr(model, "config", None), "_commit_hash", None):
         found["revision"] = commit
     vars(model)[LOADED_FROM] = str(path), found
+    vars(model)[LOADED_SHAPES] = {name: tuple(whole_shape(param)) for name, param in named_parameters(model)}
 
 
 def _is_stocks(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:

@@ -2,23 +2,32 @@
 
 The numbers come from the plan, which is the same on all ranks, so that all raise the same error. A plan cannot know
 that the model itself lacks something: a part of a weight that a rank has in place of all of it looks like a replica.
-So if ranks differ in what each seems to hold in full, shapes are compared with those that the class gives.
+So shapes are compared with those that were loaded or, where they have changed, with those that the class gives. Where
+one is smaller, so are values between ranks.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..destinations.skeleton import whole_shape
 from ..errors import SaveError
-from ..holdings.marks import PACKED
-from ..holdings.own_names import named_parameters, own_names, own_or_clean
+from ..holdings.holder import Holding
+from ..holdings.marks import LOADED_SHAPES, PACKED
+from ..holdings.own_names import own_names, own_or_clean
+from ..ranks.coordinator import Coordinator
 from ..seams.ds_config import zero3_hidden
+from .lazy_parameters import digest
+from .parameters import Parameters
 from .plan import SavePlan, Sources
 
 
@@ -77,36 +86,72 @@ def packed_padding(model: nn.Module) -> dict[str, int]:
     }
 
 
-def refuse_cut(model: nn.Module, differing: Iterable[str]) -> None:
-    """Raise a SaveError if the parameters `differing`, of which ranks have different values, are smaller than whole.
+def refuse_cut(model: nn.Module, parameters: Parameters, coordinator: Coordinator) -> None:
+    """Raise a SaveError if ranks hold different values of a parameter that is smaller than whole (all ranks).
 
-    Whole is what the model's class makes of its config. A module that is no model of transformers' has no such class.
+    Whole is what it was when it was loaded or, where anything has another shape by now, what the model's class makes
+    of its config. A smaller one with the same values on all ranks is the user's choice. A module that is no model of
+    transformers' has no such class.
     """
-    wanted = set(differing)
-    if not wanted or not isinstance(model, PreTrainedModel):
+    if coordinator.is_alone:
         return
-    expected = _shapes_of_class(model)
-    found = {name: whole_shape(param) for name, param in named_parameters(model) if name in wanted}
-    parts = [
-        f"{name}: {tuple(shape)} of {tuple(expected[name])}"
-        for name, shape in found.items()
-        if name in expected and shape.numel() < expected[name].numel()
-    ]
+    with coordinator.reporting():
+        held = {source: (parameters.layout.names[source], each) for source, each in parameters.holdings.items()}
+        smaller = _smaller(model, {name: each.box.shape for name, each in held.values() if not each.is_gathered})
+        mine = [(name, _described(each)) for name, each in held.values() if name in smaller]
+    seen: dict[tuple[str, Any], set[bytes]] = defaultdict(set)
+    for name, (place, values) in chain.from_iterable(coordinator.all_gather(mine)):
+        seen[name, place].add(values)
+    parts = dict.fromkeys(name for (name, _), values in seen.items() if len(values) > 1)
     if parts:
+        described = [f"{name}: {smaller[name][0]} of {smaller[name][1]}" for name in parts]
         raise SaveError(
             f"Each rank seems to hold {len(parts)} parameter(s) in full, with other values than others, and in "
-            f"smaller shapes than {type(model).__name__} has by its config: {', '.join(parts[:8])}. Each has a part "
-            "of them, and nothing says which; files would lack the others. Nothing was written. Save by what has cut "
-            "the model, outside of streaming()."
+            f"smaller shapes than {type(model).__name__} has by its config: {', '.join(described[:8])}. Each has a "
+            "part of them, and nothing says which; files would lack the others. Nothing was written. Save by what has "
+            "cut the model, outside of streaming()."
         )
 
 
-def _shapes_of_class(model: PreTrainedModel) -> Mapping[str, torch.Size]:
-    """The shapes of a new model of this class; nothing if its class cannot make one of the config alone."""
-    model_class = next(each for each in type(model).__mro__ if each.__module__.split(".")[0] != "torch")
-    try:
-        with torch.device("meta"), zero3_hidden():
-            new = model_class(copy.deepcopy(model.config))
-    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+def _described(holding: Holding) -> tuple[Any, bytes]:
+    """Which elements a rank gives, or has in full, and a digest of their values."""
+    count = holding.box.numel if holding.is_whole else holding.stop - holding.start
+    with holding.open() as values:
+        return (holding.box, holding.first, count), digest(values[:count])
+
+
+def _smaller(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Those of the parameters with these `shapes` that are smaller than whole, and both shapes; mostly none."""
+    if not isinstance(model, PreTrainedModel):
         return {}
-    return {name: param.shape for name, param in new.named_parameters(remove_duplicate=False)}
+    loaded: Mapping[str, tuple[int, ...]] = vars(model).get(LOADED_SHAPES, {})
+    if all(loaded.get(name) == shape for name, shape in shapes.items()):
+        return {}
+    whole = _shapes_of_class(model) or loaded
+    return {
+        name: (shape, whole[name])
+        for name, shape in shapes.items()
+        if name in whole and prod(shape) < prod(whole[name])
+    }
+
+
+_of_classes: WeakKeyDictionary[nn.Module, tuple[str, dict[str, tuple[int, ...]]]] = WeakKeyDictionary()
+"""The config of a model, and what its class makes of it."""
+
+
+def _shapes_of_class(model: PreTrainedModel) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of a new model of this class; nothing if its class cannot make one of the config alone."""
+    config = model.config.to_json_string(use_diff=False)
+    if model not in _of_classes or _of_classes[model][0] != config:
+        model_class = next(each for each in type(model).__mro__ if each.__module__.split(".")[0] != "torch")
+        try:
+            with torch.device("meta"), zero3_hidden():
+                new = model_class(copy.deepcopy(model.config))
+        except (TypeError, ValueError, RuntimeError, NotImplementedError):
+            found = {}
+        else:
+            found = {name: tuple(param.shape) for name, param in new.named_parameters(remove_duplicate=False)}
+        _of_classes[model] = config, found
+    return _of_classes[model][1]

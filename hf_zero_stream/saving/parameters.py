@@ -244,14 +244,6 @@ class NewParameters(Parameters):
         """The own names of what must be saved: all that is held in place of values, else what entries have had."""
         return ({*self._names} if self._is_held else self._offered) - self.gathered
 
-    @property
-    def differing(self) -> set[str]:
-        """The own names of what all ranks hold in full, with different values."""
-        if not self.layout.same:
-            return set()
-        different = self.sources.replicas - self.sources.everywhere
-        return {name for name in different if not self.holdings[name].is_gathered}
-
     def _agree_on_shares(self, holdings: Mapping[str, Holding], digests: Digests) -> None:
         mine = [
             _Held(None if each.box.is_whole else each.box, each.start, each.stop, each.is_whole, digests.get(name))

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..errors import SaveError
+from ..holdings.kinds import persistent_buffers
 from ..ranks.coordinator import Coordinator
 from .count import LeftOut, nothing, packed_padding, refuse_cut, refuse_too_few
 from .files import Publication, ShardWriter
@@ -146,10 +147,10 @@ class Preparation:
             )
             padding = packed_padding(self.model)
             refuse_too_few(plan, parameters.sources, parameters.expected, content.left_out, padding)
-            if content.held is None:
-                refuse_cut(self.model, parameters.differing)
             mine = hashlib.sha256(b"".join(shard.header for shard in shards)).hexdigest()
         refuse_other_tensors(coordinator, mine, "save")
+        if content.held is None:
+            refuse_cut(self.model, parameters, coordinator)
         return content.planned([parameters, *parameters.beside], shards, plan)
 
 
@@ -166,9 +167,11 @@ def circumstances(model: nn.Module) -> Any:
     """What the plans of `model` depend on beside what is held of its parameters."""
     first: dict[int, str] = {}
     ties = [first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)]
+    saved = {id(buffer) for _, buffer in persistent_buffers(model)}  # others may have no memory that can be named
     buffers = [
         (name, buffer.data_ptr(), buffer.dtype, buffer.shape, buffer.stride())
         for name, buffer in model.named_buffers(remove_duplicate=False)
+        if id(buffer) in saved
     ]
     configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
     texts = [config.to_json_string(use_diff=False) for config in configs if hasattr(config, "to_json_string")]

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.base import fill_whole, refuse_wrapped
+from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
-from ..holdings.holder import refuse_meta
-from ..holdings.marks import has_gathered, is_packed, local_of, refuse_parts
+from ..holdings.holder import refuse_meta, refuse_unreadable
+from ..holdings.marks import has_gathered, is_packed, refuse_parts
 from ..ranks.accelerators import settle
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
@@ -338,8 +338,7 @@ def make_ready(model: Any, inner: torch.nn.Module, doing: str, instead: str) -> 
     fill_whole(inner)
     if isinstance(model, torch.nn.Module):
         _refuse_fsdp1(model, doing, instead)
-    values = ((name, local_of(param)) for name, param in inner.named_parameters())
-    refuse_wrapped(values, doing, instead)
+    refuse_unreadable(inner, doing, instead)
 
 
 def _refuse_fsdp1(model: torch.nn.Module, doing: str, instead: str) -> None:

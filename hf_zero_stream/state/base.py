@@ -11,7 +11,7 @@ The digests of what was left out are recorded. A resume compares them with the b
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -142,16 +142,22 @@ def _untrained(model: nn.Module, trained: Collection[str]) -> set[str]:
 def quantised_names(model: nn.Module) -> set[str]:
     """Own names of the tensors of modules that hold any in a quantised form."""
     found: set[str] = set()
-    if not is_packed(model) and not any(getattr(it, "hf_quantizer", None) for it in _pretrained(model)):
-        return found
     names = own_names(model)
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in quantised_modules(model):
         packs = PACKED in vars(module)
-        own = [*module._parameters.values(), *module._buffers.values()]
-        if packs or any(each is not None and not _is_plain(each.dtype) for each in own):
-            tensors = [*module.named_parameters(recurse=packs), *module.named_buffers(recurse=packs)]
-            found |= {names.get(f"{prefix}.{key}" if prefix else key, key) for key, _ in tensors}
+        tensors = [*module.named_parameters(recurse=packs), *module.named_buffers(recurse=packs)]
+        found |= {names.get(f"{prefix}.{key}" if prefix else key, key) for key, _ in tensors}
     return found
+
+
+def quantised_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a quantised model that hold tensors in a quantised form."""
+    if not is_packed(model) and not any(getattr(it, "hf_quantizer", None) for it in _pretrained(model)):
+        return
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if PACKED in vars(module) or any(each is not None and not _is_plain(each.dtype) for each in own):
+            yield prefix, module
 
 
 def _pretrained(model: nn.Module) -> list[PreTrainedModel]:

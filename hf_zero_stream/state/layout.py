@@ -19,6 +19,7 @@ from ..checkpoint.formats import INDEX, read_index_file
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.skeleton import filled, of_same_shape, skeleton_of, stand_in
 from ..engine.load import Load
+from ..errors import UnsupportedError
 from ..holdings.marks import has_converted_experts, is_adapted
 from ..holdings.own_names import own_names, own_or_clean
 from ..loading.dry_load import lazily_loaded_like
@@ -46,6 +47,11 @@ def lay_out(
     """
     entries = parameters.own_entries(buffers=buffers)
     entries = {name: it for name, it in entries.items() if isinstance(it, torch.Tensor)}
+    if lost := sorted({*buffers} - entries.keys()):
+        raise UnsupportedError(
+            f"{', '.join(lost[:8])}: expected {len(lost)} tensor(s) that the weights do not have in the state dict of "
+            "the model; it does not give them. Let it return them under their own names."
+        )
     stem = "model" if key is None else f"model.{key}"
     split = split_torch_state_dict_into_shards(
         entries, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from ..holdings.marks import is_packed
+from .base import quantised_modules
 
 
 __all__ = ["keeps_packing", "refuse_module_entries"]
@@ -21,14 +22,17 @@ def refuse_module_entries(model: nn.Module) -> None:
     That is what ``get_extra_state`` of a module returns, or what code of its own adds; scales of FP8 layers, for
     instance. Quantised layers add how their weights are packed; these are frozen, and the checkpoint has them.
     """
-    if keeps_packing(model):
-        return
+    quantised = tuple(f"{prefix}." for prefix, _ in quantised_modules(model))
     known: set[Any] = set()
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in named:
             known |= {name, id(tensor)}
     entries = model.state_dict(keep_vars=True).items()
-    unknown = [key for key, value in entries if key not in known and id(value) not in known and not _is_empty(value)]
+    unknown = [
+        key
+        for key, value in entries
+        if key not in known and id(value) not in known and not _is_empty(value) and not key.startswith(quantised)
+    ]
     if unknown:
         raise UnsupportedError(
             f"{type(model).__name__}.state_dict() has {len(unknown)} entries that are neither parameters nor buffers: "

@@ -90,7 +90,7 @@ def refuse_unloadable(model: nn.Module, in_state: Collection[str], folder: Path)
         with quiet(is_main=False):  # what is wrong is in the error
             lazy, missing, _ = lazily_loaded_like(model, str(folder), load, dtype=torch.float32, needs_adapters=True)
         convert_lazy(model, lazy, missing)
-    except (HfZeroStreamError, OSError, ValueError, RuntimeError) as error:
+    except (HfZeroStreamError, OSError, ValueError, RuntimeError, AttributeError) as error:
         raise UnsupportedError(f"{_what(model)}: {error}") from error
     finally:
         load.close()

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
+from ..holdings.holder import refuse_unreadable
 from ..holdings.marks import is_adapted, is_peft_model
 from ..holdings.slots import EXACT, elementwise_keys, holdings_of
 from ..holdings.training import STEPS, Training
@@ -128,6 +129,7 @@ def save_state(
         folder = Path(folder)
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).of_trained()
         refuse_optimizer(training)
+        refuse_unreadable(training.model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
         refuse_module_entries(training.model)
         if not training.is_between_steps:
             raise UnsupportedError(

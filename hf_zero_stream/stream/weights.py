@@ -29,6 +29,7 @@ from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import STREAM
 from ..reports.measures import collector_paused
 from ..saving.calls import dtype_of_argument
+from ..saving.count import refuse_cut
 from ..saving.lazy_parameters import holdings_of_model
 from ..saving.parameters import Layout, NewParameters, Parameters
 from ..saving.preparation import circumstances, quiet, refuse_other_tensors
@@ -359,6 +360,7 @@ class WeightStream:
             ]
             mine = hashlib.sha256(repr(metadata).encode()).hexdigest()
         refuse_other_tensors(coordinator, mine, "stream")
+        refuse_cut(self._held, parameters, coordinator)
         # Looked at afterwards: transformers completes a model's config when it lays it out.
         plan = _Plan(self._circumstances(), parameters.layout, buckets, metadata, adapted)
         computed = list(filter(planner.is_computed, tensors)) if coordinator.is_main else []

@@ -20,6 +20,7 @@ from hf_zero_stream.saving.plan import Share, Sources, make_save_plan
 from hf_zero_stream.saving.preparation import Content
 from hf_zero_stream.saving.save import Save
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.parity import ds_config
 
 
 def tiny(**more: Any) -> transformers.PreTrainedModel:
@@ -52,6 +53,84 @@ def test_halves(cluster: None, tmp_path: Path) -> None:
     for outcome in outcomes:
         assert "lm_head.weight: (20, 16) of (40, 16)" in str(outcome.error_message)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def stream_halves(of_equal_values: bool) -> int:
+    model = tiny()
+    half = model.lm_head.weight.detach().chunk(2)[0 if of_equal_values else dist.get_rank()]
+    model.lm_head.weight = nn.Parameter(half.clone())
+    return len(hf_zero_stream.weight_stream(model, to="all").metadata)
+
+
+def test_streamed_halves(cluster: None) -> None:
+    """A stream gave rank 0's half, and compared nothing."""
+    outcomes = run_ranks_expecting_errors(2, stream_halves, False)
+    assert [outcome.error_type for outcome in outcomes] == ["SaveError"] * 2
+    assert all("lm_head.weight: (20, 16) of (40, 16)" in str(outcome.error_message) for outcome in outcomes)
+    assert all(run_ranks(2, stream_halves, True))
+
+
+def partition_halves(folder: Path) -> None:
+    """Each rank has half of the head, and ZeRO-3 has all of that on this rank alone."""
+    import deepspeed
+
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = tiny()
+    half = model.lm_head.weight.detach().chunk(2)[dist.get_rank()]
+    model.lm_head.weight = nn.Parameter(half.clone())
+    deepspeed.zero.Init(module=model, data_parallel_group=alone, config_dict_or_path=ds_config(torch.float32))
+    hf_zero_stream.save_pretrained(model, folder)
+
+
+def test_partitions_of_halves(cluster: None, tmp_path: Path) -> None:
+    """Nothing compared the partitions of ZeRO-3, of which a file had those of one half."""
+    outcomes = run_ranks_expecting_errors(2, partition_halves, tmp_path)
+    assert [outcome.error_type for outcome in outcomes] == ["SaveError"] * 2
+    assert all("lm_head.weight: (20, 16) of (40, 16)" in str(outcome.error_message) for outcome in outcomes)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def save_loaded(checkpoint: Path, folder: Path, change: str) -> None:
+    """The config does not say what the checkpoint has: the class cannot be asked."""
+    with hf_zero_stream.streaming():
+        model = Unlike.from_pretrained(checkpoint)
+    if change == "halves":
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().chunk(2)[dist.get_rank()].clone())
+    hf_zero_stream.save_pretrained(model, folder)
+
+
+class Unlike(transformers.LlamaForCausalLM):
+    """Asks for more than its config, once it has been loaded."""
+
+    made = 0
+
+    def __init__(self, config: Any) -> None:
+        Unlike.made += 1
+        if Unlike.made > 1:
+            raise TypeError("made by a factory")
+        super().__init__(config)
+
+
+def test_compared_with_what_was_loaded(cluster: None, tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "checkpoint")
+    outcomes = run_ranks_expecting_errors(2, save_loaded, tmp_path / "checkpoint", tmp_path / "halves", "halves")
+    assert [outcome.error_type for outcome in outcomes] == ["SaveError"] * 2
+    assert all("lm_head.weight: (20, 16) of (40, 16)" in str(outcome.error_message) for outcome in outcomes)
+    run_ranks(2, save_loaded, tmp_path / "checkpoint", tmp_path / "unchanged", "")
+
+
+def save_resized(folder: Path) -> None:
+    """Fewer rows, which the config says too: the user's choice, also where ranks have drawn other values."""
+    model = tiny()
+    model.resize_token_embeddings(30)
+    with torch.no_grad():
+        model.lm_head.weight.add_(dist.get_rank())
+    hf_zero_stream.save_pretrained(model, folder)
+
+
+def test_resized(cluster: None, tmp_path: Path) -> None:
+    run_ranks(2, save_resized, tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
 
 
 def test_what_a_user_made_smaller(cluster: None, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
+from hf_zero_stream.state.module_entries import refuse_module_entries
+from tests.support.odd_models import Odd, OddConfig
 
 
 class Scaled(nn.Linear):
@@ -68,3 +70,21 @@ def test_shared_and_left_out(tmp_path: Path) -> None:
     model = nn.Sequential(layer, nn.Linear(4, 4), layer)
     hf_zero_stream.save_state(model, tmp_path, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert (tmp_path / "latest").exists()
+
+
+def test_beside_quantised_layers(tmp_path: Path) -> None:
+    """Quantised layers add entries of their own; those of other layers of the same model are not passed over."""
+
+    class Packed(nn.Linear):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[f"{prefix}weight.absmax"] = torch.ones(3)
+
+    packed, layer = Packed(4, 4), Scaled(4, 4)
+    packed.weight = nn.Parameter(torch.ones(4, 2, dtype=torch.uint8), requires_grad=False)
+    model: Any = Odd(OddConfig())
+    model.first, model.second, model.hf_quantizer = packed, layer, object()
+    refuse_module_entries(model)
+    layer.scale = {"scale": 2.0}
+    with pytest.raises(UnsupportedError, match=r"1 entries that are neither .*: second\._extra_state\."):
+        refuse_module_entries(model)

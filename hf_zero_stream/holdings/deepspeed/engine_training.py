@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
@@ -18,7 +19,7 @@ from ..own_names import named_parameters
 from ..slots import MASTER, Member, Slot, entries_of, slots_of_parameters
 from ..training import STEPS, Training
 from . import partitions
-from .masters import ZENFLOW, fragments_of
+from .masters import ZENFLOW, fragments_of, trained_by
 from .model_parallel import refuse_parts
 from .parts import is_empty_somewhere, part_of, trained_part
 
@@ -151,10 +152,17 @@ def _scaler(wrapper: Any) -> Any:
 
 
 def _scaler_state(wrapper: Any) -> dict[str, Any] | None:
+    """The numbers of the loss scaler; names and dtypes are settings."""
     scaler = _scaler(wrapper)
     if scaler is None:
         return None
-    return {name: value for name, value in vars(scaler).items() if isinstance(value, (bool, int, float, type(None)))}
+    kept = {name: value for name, value in vars(scaler).items() if not isinstance(value, (str, torch.dtype))}
+    if odd := [name for name, value in kept.items() if not isinstance(value, (bool, int, float, type(None)))]:
+        raise UnsupportedError(
+            f"{type(scaler).__name__}.{odd[0]}: expected a number in a loss scaler; found a "
+            f"{type(kept[odd[0]]).__name__}, for which a training state has no place. Use DeepSpeed's checkpoints."
+        )
+    return kept
 
 
 @contextmanager
@@ -165,6 +173,22 @@ def _changing(wrapper: Any) -> Iterator[None]:
             getattr(wrapper, name)()
         if name.endswith("prologue"):
             yield
+
+
+def _name_of(param: Any, names: Mapping[int, str]) -> str:
+    """The own name of `param`, from those of the model's parameters by their ``id``.
+
+    Raises:
+        UnsupportedError: it is none of the model's.
+    """
+    if id(param) not in names:
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        raise UnsupportedError(
+            f"The engine's optimizer trains a parameter of shape {shape} that is none of the model's: no module "
+            "has it as a parameter, so that it has no name in a file. Assign it to a module, or put it into a "
+            "ParameterList."
+        )
+    return names[id(param)]
 
 
 def _stage_3(model: nn.Module, wrapper: Any) -> Iterator[Slot]:
@@ -180,7 +204,7 @@ def _stage_3(model: nn.Module, wrapper: Any) -> Iterator[Slot]:
         for param in params:
             _, first, _ = wrapper.grad_position[wrapper.get_param_id(param)]
             _, start, stop = partitions.own_range(param)
-            members.append(Member(names[id(param)], partitions.box_of(param), first, start, stop))
+            members.append(Member(_name_of(param, names), partitions.box_of(param), first, start, stop))
         is_swapped = wrapper._swappable_optimizer_subgroup(number)
         yield Slot(
             wrapper.sub_group_to_group_id[number],
@@ -217,12 +241,20 @@ def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> 
     members: dict[int, tuple[Any, list[Member]]] = {}
     for param, part, first, start, stop in fragments_of(wrapper):
         is_whole = part.numel() >= param.numel() and not hasattr(wrapper, "real_dp_process_group")
-        name = names[id(param)]
+        name = _name_of(param, names)
         box, share = trained_part(name, param, coordinator.rank, coordinator.world_size)
         if is_whole:
             start, stop = share
         member = Member(name, box, first, start, stop, is_whole)
         members.setdefault(id(part), (part, []))[1].append(member)
+    known = {member.name for _, of_part in members.values() for member in of_part}
+    if moved := [name for param in trained_by(wrapper) if (name := _name_of(param, names)) not in known]:
+        raise UnsupportedError(
+            f"{', '.join(moved[:8])}: expected parameters that lie in the engine's flat buffers; {len(moved)} have "
+            "been given other memory (param.data = ...), so that no step changes them, and the engine still keeps "
+            "what it trains for them. Change values in place (param.data.copy_(...)), or use DeepSpeed's own "
+            "checkpoints."
+        )
     return [
         Slot(groups[key], part, entries_of(wrapper.optimizer, part), of_part, is_apart=True)
         for key, (part, of_part) in members.items()

@@ -75,6 +75,12 @@ def masters_of(params: Iterable[Any]) -> dict[int, list[Master]]:
     return found
 
 
+def trained_by(optimizer: Any) -> Iterator[Any]:
+    """The model's parameters that a DeepSpeed optimizer of stages 0 to 2 trains, wherever their memory is."""
+    first, *_ = dict(_with_subclasses(_ATTRIBUTES))[type(optimizer)]
+    yield from chain.from_iterable(getattr(optimizer, first))
+
+
 def fragments_of(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:
     """Where the parameters that a DeepSpeed optimizer of stages 0 to 2 trains lie in the tensors that it trains.
 

@@ -1,0 +1,170 @@
+"""The kinds of tensors that a save, a state or a stream knows: one list for parameters, and one for buffers.
+
+A kind says how its tensors are told, in which memory their values lie, and who says what this rank holds of them. A
+tensor that is of no kind, or whose memory does not hold its values one after the other, is refused by name: there is
+no default. Users add kinds of memory of their own to :data:`.holder.HOLDERS`, which are asked first.
+
+The entries of an optimizer and the options of its groups are held to the same rule: :func:`.slots.elementwise_keys`
+refuses the tensors of which a state cannot keep the values, and :func:`..state.groups.with_kind` all other values that
+would not come back as they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from ..checkpoint.format import dtype_name
+from ..checkpoint.lazy import LazyTensor
+from ..errors import UnsupportedError
+from .marks import has_partition, is_cut, is_dtensor, local_of
+
+
+class Kind(NamedTuple):
+    """A kind of parameters or buffers.
+
+    Attributes:
+        name: for messages.
+        is_one: whether a tensor is of this kind; the first kind that says so has it.
+        memory: the memory that the values of a tensor lie in, on this rank.
+        holder: module and name of the :class:`.holder.Holder` of this kind, which is imported when it is needed.
+    """
+
+    name: str
+    is_one: Callable[[Any], bool]
+    memory: Callable[[Any], torch.Tensor]
+    holder: str = ""
+
+    def held_by(self) -> Any:
+        """The :class:`.holder.Holder` of this kind."""
+        module, name = self.holder.split(":")
+        return getattr(import_module(module, __package__), name)
+
+
+def _partition(param: Any) -> torch.Tensor:
+    partition: torch.Tensor = param.ds_tensor
+    return partition
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _is_whole(tensor: Any) -> bool:
+    return not hasattr(tensor, "placements")
+
+
+PARAMETERS = (
+    Kind("a partition of ZeRO-3", has_partition, _partition, ".deepspeed.held:held_partitions"),
+    Kind("a part that AutoTP has left", is_cut, _itself, ".deepspeed.parts:held_parts"),
+    Kind("a shard (DTensor)", is_dtensor, local_of, ".holder:held_shards"),
+    Kind("a plain tensor", _is_whole, _itself, ".holder:held_replicas"),
+)
+"""Weights that stay quantised are parameters of bytes of these kinds; :mod:`..packed` knows what the bytes mean."""
+
+BUFFERS = (
+    Kind("a DTensor that each rank has in full", is_dtensor, local_of),
+    Kind("a plain tensor", _is_whole, _itself),
+)
+"""Persistent buffers, of which rank 0's are written. Several names of one buffer, or of one memory, are saved once."""
+
+_UNINITIALISED = (UninitializedParameter, UninitializedBuffer)
+
+_UNREADABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("it has no shape and no values yet (a lazy module)", lambda it: isinstance(it, _UNINITIALISED)),
+    ("it is a nested tensor", lambda it: bool(it.is_nested)),
+    ("it holds other tensors in its place", lambda it: hasattr(type(it), "__tensor_flatten__")),
+    (
+        "its class computes what is read from it (__torch_dispatch__)",
+        lambda it: type(it).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__,
+    ),
+    ("it is sparse, or in a layout of its own", lambda it: it.layout != torch.strided),
+    ("it is quantised by torch, and its scales lie elsewhere", lambda it: bool(it.is_quantized)),
+    ("it is quantised by DeepSpeed, and its scales lie elsewhere", lambda it: hasattr(it, "ds_quant_scale")),
+    ("its memory has other signs than its values (a conjugate view)", lambda it: it.is_conj() or it.is_neg()),
+    ("safetensors has no such dtype", lambda it: not dtype_name(it.dtype)),
+)
+"""Why the bytes of a tensor's memory are not its values, or are none that a file can have."""
+
+
+def why_unreadable(tensor: Any) -> str:
+    """Why the memory of `tensor` does not hold its values as a file would; "" if it does."""
+    if isinstance(tensor, LazyTensor):  # it gets its values when they are needed
+        return ""
+    return next((why for why, is_so in _UNREADABLE if is_so(tensor)), "")
+
+
+def kind_of(tensor: Any, kinds: Iterable[Kind]) -> Kind | None:
+    """The kind of `tensor`; None if nobody knows it."""
+    return next((kind for kind in kinds if kind.is_one(tensor)), None)
+
+
+def refuse_unknown(
+    tensors: Mapping[str, Any],
+    kinds: Iterable[Kind],
+    doing: str = "what ranks hold",
+    instead: str = "Put a plain tensor in its place.",
+) -> None:
+    """Raise an UnsupportedError (``{doing}: ... {instead}``) for tensors of none of these `kinds`."""
+    kinds = tuple(kinds)
+    for name, tensor in tensors.items():
+        kind = kind_of(tensor, kinds)
+        why = "it is of no kind that is known" if kind is None else why_unreadable(kind.memory(tensor))
+        if why:
+            raise UnsupportedError(
+                f"{doing}: expected {', or '.join(each.name for each in kinds)}; found {name}, a "
+                f"{_described(tensor)}: {why}. {instead}"
+            )
+
+
+def _described(tensor: Any) -> str:
+    """The type of `tensor`; some have no dtype yet."""
+    dtype = "" if isinstance(tensor, _UNINITIALISED) else f" of {tensor.dtype}"
+    return f"{type(tensor).__name__}{dtype}"
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a state dict of `model` has."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer
+
+
+def refuse_shared_memory(model: nn.Module, doing: str, instead: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ... {instead}``) if a parameter shares memory with something else.
+
+    That is another parameter, or a persistent buffer: a view. What is one tensor under two names shares nothing. Files
+    would have the values twice, and nothing that says so; transformers refuses it too. It saves ties that the model's
+    class declares, and buffers that share the memory of buffers.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    declared = {*tied.keys(), *tied.values()}
+    spans: dict[tuple[str, int], list[tuple[int, int, str, bool]]] = defaultdict(list)
+    for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+        is_alone = has_partition(tensor) or is_dtensor(tensor) or isinstance(tensor, LazyTensor)
+        if is_alone or name in declared or why_unreadable(tensor) or tensor.is_meta or not tensor.numel():
+            continue  # others are refused, or have no memory that could be shared
+        start = tensor.data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        stop = start + (last + 1) * tensor.element_size()
+        place = str(tensor.device), tensor.untyped_storage().data_ptr()
+        spans[place].append(
+            (start, start + (last + 1) * tensor.element_size(), name, isinstance(tensor, nn.Parameter))
+        )
+    for sharing in spans.values():
+        stop, owner, is_before = 0, "", False
+        for start, end, name, is_parameter in sorted(sharing):
+            if start < stop and (is_parameter or is_before):
+                raise UnsupportedError(
+                    f"{doing}: expected parameters with memory of their own; {owner} and {name} are views of the same "
+                    f"memory. Make them one parameter, declare the tie (_tied_weights_keys), or clone one. {instead}"
+                )
+            if end > stop:
+                stop, owner, is_before = end, name, is_parameter
