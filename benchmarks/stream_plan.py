@@ -59,7 +59,7 @@ def world_on_paper(model: nn.Module, world: int) -> Iterator[None]:
     def all_gather(self: Any, value: Any, error: BaseException | None = None) -> list[Any]:
         if error is not None:
             raise error
-        if not (isinstance(value, list) and isinstance(value[0], _Held)):
+        if not (isinstance(value, list) and value and isinstance(value[0], _Held)):
             return [value] * world
         return list(map(pickle.loads, told))
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ..bindings.table import refuse_lacking
 from ..holdings.marks import LOADED_FROM, LOADED_SHAPES, accelerator_state, is_dequantised, whole_shape
-from ..holdings.own_names import named_parameters
 from ..seams.ds_config import found_config
 from ..settings import scope
 from ..settings.config import StreamingConfig, announces_fsdp2, announces_zero3
@@ -85,7 +84,8 @@ def note_source(model: Any, path: Any, kwargs: Mapping[str, Any]) -> None:
     elif commit := getattr(getattr(model, "config", None), "_commit_hash", None):
         found["revision"] = commit
     vars(model)[LOADED_FROM] = str(path), found
-    vars(model)[LOADED_SHAPES] = {name: tuple(whole_shape(param)) for name, param in named_parameters(model)}
+    # Nothing is around its modules yet, unless adapters are: what has another name is compared with the class alone.
+    vars(model)[LOADED_SHAPES] = {name: tuple(whole_shape(param)) for name, param in model.named_parameters()}
 
 
 def _is_stocks(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
