@@ -7,38 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.mpu import Mpu
+
 
 __all__ = ["cut_in_halves"]
-
-
-class Mpu:
-    """Two ranks hold the halves of one model, and no other ranks have the same data."""
-
-    def __init__(self) -> None:
-        self._halves = dist.new_group([0, 1])
-        self._alone = [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
-
-    def get_model_parallel_group(self) -> Any:
-        return self._halves
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return 2
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-    def get_data_parallel_group(self) -> Any:
-        return self._alone
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
 
 
 class _SumBackward(torch.autograd.Function):

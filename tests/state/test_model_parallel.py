@@ -14,33 +14,7 @@ from torch import nn
 
 from hf_zero_stream.errors import HfZeroStreamError
 from tests.support.cluster import run_ranks
-
-
-class Mpu:
-    """Megatron's interface: all ranks are one group of tensor parallelism."""
-
-    def __init__(self) -> None:
-        self.whole = dist.new_group()
-        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        self.own = groups[dist.get_rank()]
-
-    def get_model_parallel_group(self) -> Any:
-        return self.whole
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_data_parallel_group(self) -> Any:
-        return self.own
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
+from tests.support.mpu import Mpu
 
 
 class Sum(torch.autograd.Function):
