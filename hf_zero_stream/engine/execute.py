@@ -29,6 +29,7 @@ PHASES = ("read", "convert", "copy")
 
 
 TELL_S = 0.01
+"""How often a thread tells how far it is: not after each read, for all threads want Python's lock for it."""
 
 
 def execute_reads(
