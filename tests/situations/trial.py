@@ -65,6 +65,10 @@ def trial(situation: Situation, folder: Path, checkpoints: Path) -> Trial:
     refusal = _refusal(situation, found, ours)
     if refusal:
         return Trial(refused=refusal)
+    if _refused_alone(found, ours):
+        failed = _stock_fails_to_resume(situation, reference, stock, checkpoints)
+        if failed:
+            return Trial(stock_failed=failed, ours_there=_error(found), refused=_error(found).partition("\n")[0])
     findings = _errors_of("first", found) or [
         *_of_losses("losses", found, [rank["losses"] for rank in reference]),
         *_of_weights(found[0].get("weights"), reference[0].get("weights")),
@@ -85,11 +89,21 @@ def trial(situation: Situation, folder: Path, checkpoints: Path) -> Trial:
     if any(ours.rglob("training_state*.json")) and situation.resumed_world_size != situation.world_size:
         return Trial(findings=tuple(problems))
     # In their format there is what they save: what they do not restore with as many ranks as before is not in it.
-    stock_again = _run(situation, resumed, "stock", stock, checkpoints)
-    theirs = _of_resume(situation, stock_again, reference, [rank["losses"][-2:] for rank in reference])
-    if theirs:
-        return _beside_a_failure(f"resume: {theirs[0].text}", problems)
-    return Trial(findings=tuple(problems))
+    failed = _stock_fails_to_resume(situation, reference, stock, checkpoints)
+    return _beside_a_failure(failed, problems) if failed else Trial(findings=tuple(problems))
+
+
+def _stock_fails_to_resume(
+    situation: Situation, reference: list[dict[str, Any]], folder: Path, checkpoints: Path
+) -> str:
+    """What stock does not bring back with as many ranks as before, or nothing."""
+    tail = [rank["losses"][-2:] for rank in reference]
+    if situation.follows == "same_process":
+        again = [{"losses": rank["again"]} for rank in reference]
+        theirs = _of_losses("losses after a load in the same process", again, tail)
+    else:
+        theirs = _of_resume(situation, _run(situation, resumed, "stock", folder, checkpoints), reference, tail)
+    return f"resume: {theirs[0].text}" if theirs else ""
 
 
 def _alone(situation: Situation, failed: str, found: list[dict[str, Any]], folder: Path, checkpoints: Path) -> Trial:
@@ -149,10 +163,14 @@ def _refusal(situation: Situation, ranks: list[dict[str, Any]], folder: Path) ->
 
     Unless they have none: DeepSpeed and accelerate resume no optimizer on another number of ranks.
     """
-    refuses = all({"UnsupportedError"} & set(rank.get("kinds", ())) for rank in ranks)
     asked = situation.is_ours or situation.weights in ("ours", "stream") or len(ranks) != situation.world_size
-    left = [path for path in folder.rglob("training_state*.json")] if folder.exists() else []
-    return _error(ranks).partition("\n")[0] if refuses and asked and not left else ""
+    return _error(ranks).partition("\n")[0] if asked and _refused_alone(ranks, folder) else ""
+
+
+def _refused_alone(ranks: list[dict[str, Any]], folder: Path) -> bool:
+    """Whether all ranks have the error of what is documented as refused, and nothing was written."""
+    left = list(folder.rglob("training_state*.json")) if folder.exists() else []
+    return not left and all("UnsupportedError" in rank.get("kinds", ()) for rank in ranks)
 
 
 def _errors_of(run: str, ranks: list[dict[str, Any]]) -> list[Finding]:
