@@ -198,10 +198,37 @@ def contradiction(situation: Situation) -> str | None:
         "embeddings of a classifier stay": s.model == "bert_classifier" and "resized" in s.change,
         "DeepSpeed has no accumulating stage 2 of offload at stage 0": s.home == "zero0" and s.precision == "bf16",
         "torch's distributed checkpoints have no dtypes": s.optimizer == "dtype_entry" and s.by_fsdp,
-        "amsgrad, per-tensor and foreign states want whole parameters": s.optimizer in ("rprop",)
-        and s.precision == "bf16",
+        "Rprop has no bf16": s.optimizer == "rprop" and s.precision == "bf16",
+        **_not_of_stock(s),
     }
     return next((reason for reason, holds in rules.items() if holds), None)
+
+
+def _not_of_stock(s: Situation) -> dict[str, bool]:
+    """What stock fails to train or save, each as it was found: there is nothing to compare with."""
+    by_accelerate_of_fsdp = s.home == "fsdp2" and s.wrapper != "loop"
+    other_ranks = s.resumed_world_size != s.world_size
+    return {
+        "DeepSpeed makes an Adagrad anew, with one group": s.optimizer == "adagrad"
+        and s.by_deepspeed
+        and (s.groups != "one" or s.wrapper == "trainer"),
+        "Adagrad makes its state at once, of what is cut later": s.optimizer == "adagrad"
+        and (by_accelerate_of_fsdp or s.home.startswith("autotp")),
+        "torch's distributed checkpoints know entries of parameters only": s.optimizer == "global_entry"
+        and by_accelerate_of_fsdp,
+        "Adafactor and Rprop do not step DTensors": s.optimizer in ("adafactor", "rprop")
+        and (s.by_fsdp or s.home == "tp_at_load"),
+        "Adafactor clips by the norm of a partition, which is another at another number of ranks": s.optimizer
+        == "adafactor"
+        and s.by_deepspeed
+        and other_ranks,
+        "accelerate shards a module of BERT's twice": s.model == "bert_classifier" and by_accelerate_of_fsdp,
+        "transformers trains a tied head of stale values, other than a plain model's": s.home == "fsdp2_at_load"
+        and s.model in ("tied", "gpt2"),
+        "torch's load makes a generator's name of a string, in DeepSpeed's format that is taken for extra states": (
+            s.optimizer == "odd_entries" and s.change == "extra_state" and s.by_deepspeed
+        ),
+    }
 
 
 def _can_save_weights(s: Situation) -> bool:

@@ -16,7 +16,7 @@ import hf_zero_stream
 from tests.situations.axes import Situation
 from tests.situations.model_parallel import cut_in_halves
 from tests.situations.models import inputs_of, load
-from tests.situations.optimizers import OPTIMIZERS
+from tests.situations.optimizers import optimizer_of
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 
 
@@ -101,7 +101,7 @@ class Session:
             groups = [{"params": large, "lr": 2e-3}, {"params": small}] if small else [{"params": large, "lr": 2e-3}]
         if self.situation.groups == "own_keys":
             groups[0] |= {"name": "large", "flag": None, "factors": (1, 2.5)}
-        create, arguments = OPTIMIZERS[self.situation.optimizer]
+        create, arguments = optimizer_of(self.situation.optimizer)
         self.optimizer = create(groups, **arguments)
         self.scheduler: Any = None
         if self.situation.scheduler == "lambda":
