@@ -163,7 +163,11 @@ def _refusal(situation: Situation, ranks: list[dict[str, Any]], folder: Path) ->
 
     Unless they have none: DeepSpeed and accelerate resume no optimizer on another number of ranks.
     """
-    asked = situation.is_ours or situation.weights in ("ours", "stream") or len(ranks) != situation.world_size
+    asked = (
+        situation.is_ours
+        or situation.weights in ("ours", "ours_shards", "stream")
+        or len(ranks) != situation.world_size
+    )
     return _error(ranks).partition("\n")[0] if asked and _refused_alone(ranks, folder) else ""
 
 
