@@ -23,6 +23,7 @@ FOUND_BEFORE = [
     "change=extra_state",
     "optimizer=global_entry,follows=resume_1",
     "change=extra_state,follows=resume_1",
+    "change=lora_prompt,home=fsdp2,wrapper=accelerate",
 ]
 """One of each kind in which something was lost."""
 

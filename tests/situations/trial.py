@@ -178,7 +178,9 @@ def _refused_alone(ranks: list[dict[str, Any]], folder: Path) -> bool:
 
 
 def _errors_of(run: str, ranks: list[dict[str, Any]]) -> list[Finding]:
-    for number, rank in enumerate(ranks):
+    # A rank whose connection was closed tells less than the one that closed it.
+    order = sorted(enumerate(ranks), key=lambda each: "closed by peer" in each[1].get("error", ""))
+    for number, rank in order:
         if "error" in rank:
             kind = f"{run}: error at {rank['stage']}: {rank['kinds'][0]}"
             return [Finding(kind, f"rank {number}: {rank['error']}\n{rank.get('traceback', '')}")]
