@@ -246,6 +246,9 @@ def _not_of_stock(s: Situation) -> dict[str, bool]:
         == "adafactor"
         and s.by_deepspeed
         and other_ranks,
+        "stage 3 wants one dtype of what is trained, and PEFT makes adapters alone fp32": s.stage == 3
+        and s.change == "lora_modules_to_save"
+        and s.precision == "bf16",
         "accelerate shards a module of BERT's twice": s.model == "bert_classifier" and by_accelerate_of_fsdp,
         "transformers trains a tied head of stale values, other than a plain model's": s.home == "fsdp2_at_load"
         and s.model in ("tied", "gpt2"),
