@@ -246,6 +246,8 @@ def _not_of_stock(s: Situation) -> dict[str, bool]:
         == "adafactor"
         and s.by_deepspeed
         and other_ranks,
+        "DeepSpeed finds no experts under PEFT's names": s.home == "autoep3" and s.adapts,
+        "PEFT has no layers for these by default": s.model == "moe" and s.change in ("lora_vera", "lora_ia3"),
         "stage 3 wants one dtype of what is trained, and PEFT makes adapters alone fp32": s.stage == 3
         and s.change == "lora_modules_to_save"
         and s.precision == "bf16",
