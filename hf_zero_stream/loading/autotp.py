@@ -45,7 +45,9 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
         device = collective_device()
         for deferral in deferrals:
             chunk = chunk_bytes(deferral.config, device)
-            report: Any = deferral.fill(model, coordinator, InPlace(deferral, coordinator, device, whole, chunk))
+            destination = InPlace(deferral, coordinator, device, whole, chunk)
+            destination.into = "the parts that AutoTP has cut"
+            report: Any = deferral.fill(model, coordinator, destination)
             for owner in owners[deferral]:
                 owner.streaming_report = report
         return result

@@ -34,6 +34,7 @@ def hold(checkpoint: Path, config: dict[str, Any], how: str, trains: bool) -> di
     found["after"] = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
     if how == "ours":
         report = engine.module.streaming_report
+        assert report.into == "the parts that AutoTP has cut"
         found["bytes"] = [rank.bytes_needed for rank in report.ranks]
         found["materialised"] = [rank.materialised for rank in report.ranks]
     return found
