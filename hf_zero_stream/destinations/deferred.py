@@ -11,15 +11,19 @@ from torch import nn
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import Own, View
+from ..holdings.shards import Shard
+from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
 from .base import (
     Batch,
     Destination,
+    Item,
     Sourced,
     WholeReader,
     allocating,
     flat_items,
     host_buffer,
+    item_of,
     replace_lazy,
     run_with_what_is_touched,
 )
@@ -94,6 +98,7 @@ class InPlace(Destination):
     Args:
         together: names of parameters that are the same on all ranks, which read them for each other.
         chunk_bytes: of one exchange of these.
+        held: gives what a parameter that is not `together` is a part of, for the digest; None: nobody knows, or all.
     """
 
     into = "lazy tensors of before"
@@ -109,10 +114,12 @@ class InPlace(Destination):
         device: torch.device,
         together: Collection[str] = (),
         chunk_bytes: int = 0,
+        held: Callable[[str, torch.Tensor], Shard | None] = lambda name, param: None,
     ) -> None:
         self.device = device
         self._together = together
         self._chunk_bytes = chunk_bytes
+        self._held = held
         self._reader = reader
         self._coordinator = coordinator
         self._values: list[tuple[LazyTensor, torch.Tensor | None]] = []
@@ -140,7 +147,13 @@ class InPlace(Destination):
             filled[name] = (values.view(-1), view)
         shared = {name: filled.pop(name) for name in list(filled) if name in self._together}
         exchanged = exchange_batches(shared, self._coordinator, self._chunk_bytes, self.device) if shared else []
-        return [Batch(flat_items(filled)), *exchanged]
+        return [Batch([self._item(model, name, *sourced) for name, sourced in filled.items()]), *exchanged]
+
+    def _item(self, model: nn.Module, name: str, flat: torch.Tensor, view: View) -> Item:
+        shard = self._held(name, model.get_parameter(name))
+        if shard is None or shard.box.numel != flat.numel():
+            return item_of(Target.whole(name, flat.dtype, flat.numel()), view, flat)
+        return item_of(shard.target(name, flat.dtype), view, flat)
 
     def complete(self, model: nn.Module) -> None:
         for own, memory in self._memory.items():

@@ -8,8 +8,10 @@ kept of each, and ranks read for each other what DeepSpeed has left whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
@@ -17,7 +19,11 @@ from ..checkpoint.own import become_written
 from ..destinations.base import fill_whole
 from ..destinations.deferred import InPlace
 from ..destinations.replicated import chunk_bytes
-from ..ranks.coordinator import collective_device, expected_at, meeting
+from ..errors import UnsupportedError
+from ..holdings.marks import is_cut
+from ..holdings.shards import Shard
+from ..planning.boxes import ParameterBox
+from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from .deferral import deferrals_of
 
@@ -42,10 +48,10 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
             from ..destinations.deepspeed.flat import watch
 
             watch(model)
-        device = collective_device()
+        device, held = collective_device(), partial(_held, coordinator)
         for deferral in deferrals:
             chunk = chunk_bytes(deferral.config, device)
-            destination = InPlace(deferral, coordinator, device, whole, chunk)
+            destination = InPlace(deferral, coordinator, device, whole, chunk, held)
             destination.into = "the parts that AutoTP has cut"
             report: Any = deferral.fill(model, coordinator, destination)
             for owner in owners[deferral]:
@@ -57,6 +63,18 @@ def configure_model(original: Callable[..., Any], self: Any, model: nn.Module, *
     """The way of all engines: one that has not cut a lazy model wants all of it."""
     fill_whole(model)
     return original(self, model, *args, **kwargs)
+
+
+def _held(coordinator: Coordinator, name: str, param: torch.Tensor) -> Shard | None:
+    """What DeepSpeed's map says that the lazy `param` is a part of; None if it does not say."""
+    if not is_cut(param):
+        return Shard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
+    from ..holdings.deepspeed.parts import part_of
+
+    try:
+        return part_of(name, param)
+    except UnsupportedError:
+        return None
 
 
 def _lazy(model: nn.Module) -> dict[str, LazyTensor]:

@@ -146,3 +146,20 @@ def test_memory(cluster: None, tmp_path: Path) -> None:
         for how in ("stock", "ours")
     }
     assert grown["ours"] < 0.75 * whole, grown
+
+
+def digest(checkpoint: Path, config: dict[str, Any]) -> str:
+    import hf_zero_stream
+
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(verify="full")):
+        digest: str = engine_of(checkpoint, config).module.streaming_report.digest
+    return digest
+
+
+@pytest.mark.parametrize("model", ["uneven", "fused"])
+def test_digest(cluster: None, tmp_path: Path, model: str) -> None:
+    """It is the model's, however ranks hold it."""
+    checkpoint = checkpoint_of(model, tmp_path / "checkpoint")
+    runs = [(2, config_of(model, 1, 2)), (4, config_of(model, 1, 2)), (2, config_of(model, 3, 1))]
+    found = {value for ranks, config in runs for value in run_ranks(ranks, digest, checkpoint, config)}
+    assert len(found) == 1 and found != {""}
