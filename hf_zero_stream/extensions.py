@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,9 @@ from .settings.config import announced_local_rank
 
 
 logger = logging.getLogger(PACKAGE)
+
+_RELEASE_S = 0.2
+"""More than torch takes from closing a lock to removing it."""
 
 
 def holder_of(lock: str | os.PathLike[str]) -> int | None:
@@ -34,8 +38,24 @@ def left_locks() -> Iterator[Path]:
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):  # the default has a folder for each Python
-        if holder_of(lock) is None and lock.exists():
+        if _is_left(lock):
             yield lock
+
+
+def _is_left(lock: str | os.PathLike[str]) -> bool:
+    """Whether nobody of this machine holds the lock.
+
+    Two looks, at the same file: torch closes it a moment before it removes it, and another process may be next.
+    """
+    with suppress(FileNotFoundError):
+        seen = os.stat(lock)
+        for pause in (_RELEASE_S, 0):
+            if holder_of(lock) is not None:
+                return False
+            time.sleep(pause)
+        now = os.stat(lock)
+        return (seen.st_ino, seen.st_ctime_ns) == (now.st_ino, now.st_ctime_ns)
+    return False
 
 
 def advice_on(lock: str | os.PathLike[str]) -> str:
@@ -49,11 +69,11 @@ def advice_on(lock: str | os.PathLike[str]) -> str:
 def wait(original: Callable[..., Any], baton: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of the wait for another process that compiles an extension."""
     lock = baton.lock_file_path
-    if announced_local_rank() == 0 and os.path.exists(lock):
+    if announced_local_rank() == 0:
         process = holder_of(lock)
-        if process is None:
+        if process is None and _is_left(lock):
             logger.warning("This process waits for a lock, and %s", advice_on(lock))
-        else:
+        elif process is not None:
             name = Path(lock).parent.name
             logger.warning("Waiting for process %d, which compiles %s: that takes minutes, once.", process, name)
     return original(baton, *args, **kwargs)

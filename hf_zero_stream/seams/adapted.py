@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..checkpoint.safetensors import NotedShard
-from ..holdings.marks import has_partition, is_peft_model
+from ..errors import UnsupportedError
+from ..holdings.marks import has_partition, is_dtensor, is_peft_model
 from ..holdings.own_names import adapter_names, named_parameters
 
 
@@ -27,15 +28,48 @@ def lay_out_adapters(
 
     noted = []
     for name in model.peft_config if adapters is None else adapters:
-        tensors = get_peft_model_state_dict(
-            model, state_dict=dict(entries), adapter_name=name, save_embedding_layers=False
-        )
+        with _as_for_inference(model.peft_config[name], prompt := _prompt_of(model, name)):
+            tensors = get_peft_model_state_dict(
+                model, state_dict=dict(entries), adapter_name=name, save_embedding_layers=False
+            )
+        if prompt is not None:
+            tensors["prompt_embeddings"] = entries[prompt]
         inner = "" if name == "default" else name
         config = copy.copy(model.peft_config[name])
         config.inference_mode = True  # as PEFT saves it
         config.save_pretrained(str(folder / inner))
         noted.append(NotedShard(str(Path(inner, SAFETENSORS_WEIGHTS_NAME)), tensors, {"format": "pt"}))
     return noted
+
+
+def _prompt_of(model: Any, adapter: str) -> str | None:
+    """The entry that a learned prompt is, which PEFT takes from the model itself; None for adapters of layers.
+
+    Raises an UnsupportedError if ranks share a prompt that is computed of several parameters (all ranks).
+    """
+    kind = model.peft_config[adapter]
+    if not kind.is_prompt_learning:
+        return None
+    encoder = model.prompt_encoder[adapter]
+    if {name for name, _ in encoder.named_parameters()} == {"embedding.weight"}:
+        return f"prompt_encoder.{adapter}.embedding.weight"
+    if any(is_dtensor(param) for param in encoder.parameters()):
+        raise UnsupportedError(
+            f"The prompts of adapter {adapter!r} are computed by {type(encoder).__name__} of several parameters, and "
+            "FSDP2 shards these. Use prompts without a projection, or the checkpoints of accelerate."
+        )
+    return None
+
+
+@contextmanager
+def _as_for_inference(config: Any, prompt: str | None) -> Iterator[None]:
+    """Inside, PEFT takes a prompt as it is, without running its module, of which a rank may hold a part."""
+    before = config.inference_mode
+    config.inference_mode = before or prompt is not None
+    try:
+        yield
+    finally:
+        config.inference_mode = before
 
 
 @contextmanager

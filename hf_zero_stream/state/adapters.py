@@ -26,8 +26,8 @@ def refuse_unreachable(training: Training) -> None:
     """Raise an UnsupportedError if new masters could not be brought into the model."""
     if not training.can_copy_masters or any(slot.is_swapped for slot in training.slots):
         raise UnsupportedError(
-            "Adapters whose values or masters lie in swap files (offload to NVMe) are "
-            "saved as DeepSpeed does. They are small, keep them in memory."
+            "Adapters whose values or masters lie in swap files (offload to NVMe) have no place in a training state. "
+            "They are small, keep them in memory."
         )
 
 

@@ -77,7 +77,7 @@ def save_checkpoint(
                 asynchronous=in_background(),
             )
         except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
-            say_refused(error, "DeepSpeed")
+            _leave_to_deepspeed(self, error)
         else:
             if tag is not None:
                 name_state(Path(save_dir), tag, saved)
@@ -135,10 +135,25 @@ def load_checkpoint(
     return str(folder / resumed.tag), (resumed.data or {}).get(CLIENT, {})
 
 
+def _leave_to_deepspeed(engine: Any, error: Exception) -> None:
+    """Say why DeepSpeed saves a training; raises where its own load would not bring it back (all ranks).
+
+    With `offload_optimizer` on NVMe, ``load_checkpoint`` copies swap files alone, and returns normally: weights and
+    what the optimizer keeps of its steps stay as the new process has them.
+    """
+    if engine.zero_nvme_offload_optimizer():
+        raise UnsupportedError(
+            f"{error} A checkpoint of DeepSpeed's own is no way out here: with offload_optimizer on NVMe its "
+            "load_checkpoint leaves weights and the optimizer's steps as a new process has them. Offload to the CPU, "
+            "or save the weights alone, with save_pretrained."
+        ) from error
+    say_refused(error, "DeepSpeed")
+
+
 def _is_node_local(engine: Any) -> bool:
     """Whether each node is to keep files of its own, which are no folder that all ranks share; says so."""
     if engine.use_node_local_storage():
-        say_refused(UnsupportedError("the config has use_node_local_storage"), "DeepSpeed")
+        _leave_to_deepspeed(engine, UnsupportedError("the config has use_node_local_storage."))
         return True
     return False
 
@@ -149,7 +164,7 @@ def _is_replaced(engine: Any, save_checkpoint: Callable[..., Any]) -> bool:
     others = replaced_methods(own, engine, "module_state_dict", "save_checkpoint", "_save_zero_checkpoint")
     others += [] if is_defined_by(own, save_checkpoint) else ["save_checkpoint"]
     if others:
-        say_refused(UnsupportedError(f"the engine's {' and '.join(others)} is not DeepSpeed's own"), "DeepSpeed")
+        _leave_to_deepspeed(engine, UnsupportedError(f"the engine's {' and '.join(others)} is not DeepSpeed's own."))
     return bool(others)
 
 

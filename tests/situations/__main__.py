@@ -70,6 +70,8 @@ def main() -> int:
             counts["refused"] += bool(result.refused)
             entry = {"situation": str(situation), "seconds": round(time.monotonic() - start, 1)}
             entry |= {"stock failed": result.stock_failed[:300], "refused": result.refused[:300]}
+            if result.stock_failed:
+                entry["ours there"] = result.ours_there[:600]
             if result.findings:
                 counts["findings"] += 1
                 kinds = {finding.kind for finding in result.findings}

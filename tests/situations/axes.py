@@ -26,6 +26,10 @@ AXES: dict[str, tuple[str, ...]] = {
         "lora_merged_before",
         "lora_two_adapters",
         "lora_buffer",
+        "lora_dora",
+        "lora_ia3",
+        "lora_vera",
+        "lora_prompt",
         "fp32_head",
         "extra_state",
     ),
@@ -48,6 +52,9 @@ AXES: dict[str, tuple[str, ...]] = {
         "mpu0",
         "mpu1",
         "mpu2",
+        "pipeline0",
+        "pipeline1",
+        "autoep3",
     ),
     "precision": ("fp32", "bf16"),
     "optimizer": (
@@ -80,6 +87,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "none",
         "save_pretrained",
         "ours",
+        "ours_shards",
         "stream",
         "state_dict",
         "state_dict_rank0",
@@ -87,6 +95,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "save_model",
     ),
     "extra": ("none", "registered"),
+    "habit": ("none", "checkpointing", "new_rate", "dropout"),
     "follows": ("resume", "resume_1", "resume_4", "same_process", "saved_twice"),
 }
 """The values of each axis, simplest first."""
@@ -108,6 +117,7 @@ class Situation:
     saver: str = "theirs"
     weights: str = "none"
     extra: str = "none"
+    habit: str = "none"
     follows: str = "resume"
 
     def __post_init__(self) -> None:
@@ -132,12 +142,12 @@ class Situation:
 
     @property
     def by_deepspeed(self) -> bool:
-        return self.home.startswith(("zero", "autotp", "mpu"))
+        return self.home.startswith(("zero", "autotp", "mpu", "pipeline", "autoep"))
 
     @property
     def has_parts(self) -> bool:
         """Whether ranks hold parts of layers, and make each step together."""
-        return self.home.startswith(("autotp", "mpu", "tp"))
+        return self.home.startswith(("autotp", "mpu", "tp", "pipeline"))
 
     @property
     def by_fsdp(self) -> bool:
@@ -165,7 +175,7 @@ def contradiction(situation: Situation) -> str | None:
     """Why a situation cannot be, or why stock does not have it."""
     s = situation
     wrappers = {"fsdp2": ("accelerate", "trainer", "loop"), "replicas": ("loop",)}
-    wrappers |= dict.fromkeys(("mpu0", "mpu1", "mpu2"), ("engine",))
+    wrappers |= dict.fromkeys(("mpu0", "mpu1", "mpu2", "pipeline0", "pipeline1", "autoep3"), ("engine",))
     wrappers |= dict.fromkeys(("fsdp2_at_load", "tp_at_load"), ("loop",))
     rules = {
         "this home has other wrappers": s.wrapper not in wrappers.get(s.home, ("engine", "accelerate", "trainer")),
@@ -186,7 +196,21 @@ def contradiction(situation: Situation) -> str | None:
         "parts want all their ranks": s.has_parts
         and s.follows in (("resume_4",) if s.home == "tp_at_load" else ("resume_1", "resume_4")),
         "transformers shards plain models": s.home == "fsdp2_at_load" and s.change not in ("none", "frozen"),
-        "stock has no whole model where an mpu cuts it": s.home.startswith("mpu") and s.weights != "none",
+        "stock has no whole model of these": s.home.startswith(("mpu", "pipeline", "autoep")) and s.weights != "none",
+        "stages are made of plain layers": s.home.startswith("pipeline") and s.model == "tied",
+        "experts want a model that has some, and two ranks": s.home == "autoep3"
+        and (s.model != "moe" or s.follows == "resume_1"),
+        "random numbers belong to a number of ranks, and are restored by who says so": s.habit == "dropout"
+        and (
+            s.resumed_world_size != s.world_size
+            or s.has_parts
+            or s.follows == "saved_twice"
+            or (s.saver == "theirs" and s.wrapper == "engine")
+        ),
+        "a schedule or the Trainer sets the rate": s.habit == "new_rate"
+        and (s.scheduler != "none" or s.wrapper == "trainer"),
+        "stages have no model to enable checkpointing of": s.habit == "checkpointing"
+        and s.home.startswith("pipeline"),
         "bitsandbytes does not step DTensors": s.optimizer.startswith("bnb") and (s.by_fsdp or s.home == "tp_at_load"),
         "weights are saved by a wrapper that can": not _can_save_weights(s),
         "adapters are saved in PEFT's way": s.adapts and s.weights != "none",
@@ -198,10 +222,40 @@ def contradiction(situation: Situation) -> str | None:
         "embeddings of a classifier stay": s.model == "bert_classifier" and "resized" in s.change,
         "DeepSpeed has no accumulating stage 2 of offload at stage 0": s.home == "zero0" and s.precision == "bf16",
         "torch's distributed checkpoints have no dtypes": s.optimizer == "dtype_entry" and s.by_fsdp,
-        "amsgrad, per-tensor and foreign states want whole parameters": s.optimizer in ("rprop",)
-        and s.precision == "bf16",
+        "Rprop has no bf16": s.optimizer == "rprop" and s.precision == "bf16",
+        **_not_of_stock(s),
     }
     return next((reason for reason, holds in rules.items() if holds), None)
+
+
+def _not_of_stock(s: Situation) -> dict[str, bool]:
+    """What stock fails to train or save, each as it was found: there is nothing to compare with."""
+    by_accelerate_of_fsdp = s.home == "fsdp2" and s.wrapper != "loop"
+    other_ranks = s.resumed_world_size != s.world_size
+    return {
+        "DeepSpeed makes an Adagrad anew, with one group": s.optimizer == "adagrad"
+        and s.by_deepspeed
+        and (s.groups != "one" or s.wrapper == "trainer"),
+        "Adagrad makes its state at once, of what is cut later": s.optimizer == "adagrad"
+        and (by_accelerate_of_fsdp or s.home.startswith("autotp")),
+        "torch's distributed checkpoints know entries of parameters only": s.optimizer == "global_entry"
+        and by_accelerate_of_fsdp,
+        "Adafactor and Rprop do not step DTensors": s.optimizer in ("adafactor", "rprop")
+        and (s.by_fsdp or s.home == "tp_at_load"),
+        "Adafactor clips by the norm of a partition, which is another at another number of ranks": s.optimizer
+        == "adafactor"
+        and s.by_deepspeed
+        and other_ranks,
+        "stage 3 wants one dtype of what is trained, and PEFT makes adapters alone fp32": s.stage == 3
+        and s.change == "lora_modules_to_save"
+        and s.precision == "bf16",
+        "accelerate shards a module of BERT's twice": s.model == "bert_classifier" and by_accelerate_of_fsdp,
+        "transformers trains a tied head of stale values, other than a plain model's": s.home == "fsdp2_at_load"
+        and s.model in ("tied", "gpt2"),
+        "torch's load makes a generator's name of a string, in DeepSpeed's format that is taken for extra states": (
+            s.optimizer == "odd_entries" and s.change == "extra_state" and s.by_deepspeed
+        ),
+    }
 
 
 def _can_save_weights(s: Situation) -> bool:
@@ -209,6 +263,7 @@ def _can_save_weights(s: Situation) -> bool:
     allowed = {
         "none": True,
         "ours": True,
+        "ours_shards": True,
         "stream": True,
         "save_pretrained": s.wrapper != "trainer" and (by_rank0 or s.home == "replicas"),
         "state_dict": s.wrapper == "accelerate",
@@ -216,7 +271,7 @@ def _can_save_weights(s: Situation) -> bool:
         "torch_save_rank0": s.wrapper == "accelerate" and by_rank0,
         "save_model": s.wrapper in ("accelerate", "trainer"),
     }
-    return allowed[s.weights] and not (s.wrapper == "trainer" and s.weights in ("ours", "stream"))
+    return allowed[s.weights] and not (s.wrapper == "trainer" and s.weights in ("ours", "ours_shards", "stream"))
 
 
 def draw(source: random.Random) -> Situation:

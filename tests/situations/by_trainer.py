@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from tests.situations.axes import Situation
 from tests.situations.models import inputs_of, load
 from tests.situations.observed import values_of
-from tests.situations.optimizers import OPTIMIZERS
+from tests.situations.optimizers import optimizer_of
 
 
 __all__ = ["first", "resumed"]
@@ -73,13 +73,13 @@ def _train(situation: Situation, folder: Path, checkpoints: Path, found: dict[st
         **settings,
     )
     torch.manual_seed(2 if resume else 1)
-    create, arguments = OPTIMIZERS[situation.optimizer]
+    create, arguments = optimizer_of(situation.optimizer)
     watch = Watch()
     trainer = transformers.Trainer(
         model=load(situation, checkpoints),
         args=args,
         train_dataset=Rows(situation),
-        optimizer_cls_and_kwargs=(create, dict(arguments)),
+        optimizer_cls_and_kwargs=(create, arguments),
         callbacks=[watch],
     )
     found["stage"] = "resume and training" if resume else "training and save of the state"

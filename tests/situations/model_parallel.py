@@ -1,4 +1,4 @@
-"""A model that a script cuts itself, as Megatron-DeepSpeed does, and the `mpu` by which DeepSpeed hears of it."""
+"""Models that a script cuts itself: as Megatron-DeepSpeed does, with an `mpu`; or in the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.support.mpu import Mpu
 
 
-__all__ = ["cut_in_halves"]
+__all__ = ["cut_in_halves", "in_stages"]
 
 
 class _SumBackward(torch.autograd.Function):
@@ -48,3 +48,31 @@ def cut_in_halves(model: Any) -> Mpu:
         layer.mlp.register_forward_pre_hook(lambda module, args: (_SumBackward.apply(args[0]),))
         layer.mlp.down_proj.register_forward_hook(lambda module, args, output: _SumForward.apply(output))
     return Mpu()
+
+
+class _Layer(torch.nn.Module):
+    """A layer that makes the positions itself: between stages there is one tensor."""
+
+    def __init__(self, layer: torch.nn.Module, rotary: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._rotary = [rotary]  # without parameters, and of no stage
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(hidden.shape[1])[None]
+        output: torch.Tensor = self.layer(hidden, position_embeddings=self._rotary[0](hidden, positions))
+        return output
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def in_stages(model: Any) -> Any:
+    """The layers of a model in a `PipelineModule`, of which each rank has a stage."""
+    from deepspeed.pipe import PipelineModule
+
+    inner = model.model
+    layers = [_Layer(layer, inner.rotary_emb) for layer in inner.layers]
+    parts = [inner.embed_tokens, *layers, inner.norm, model.lm_head]
+    return PipelineModule(layers=parts, num_stages=2, loss_fn=_loss, partition_method="uniform")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,21 @@ def load(situation: Situation, folder: Path) -> Any:
     """Load the model of a situation and change it, as a script does."""
     dtype = torch.bfloat16 if situation.precision == "bf16" and not situation.by_fsdp else torch.float32
     model_class = getattr(transformers, MODELS[situation.model][1])
-    model = model_class.from_pretrained(folder / situation.model, dtype=dtype, **_sharding(situation))
+    model = model_class.from_pretrained(
+        folder / situation.model, dtype=dtype, **_sharding(situation), **_dropout(situation)
+    )
     for part in _CHANGES[situation.change]:
         model = part(model)
+    if situation.habit == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def _dropout(situation: Situation) -> dict[str, Any]:
+    """Arguments by which a model draws random numbers in each step."""
+    names = {"gpt2": ("resid_pdrop", "attn_pdrop"), "bert_classifier": ("hidden_dropout_prob",)}
+    used = names.get(situation.model, ("attention_dropout",)) if situation.habit == "dropout" else ()
+    return dict.fromkeys(used, 0.1)
 
 
 def _sharding(situation: Situation) -> dict[str, Any]:
@@ -155,6 +167,19 @@ def _adapt(model: Any, **more: Any) -> Any:
     targets = {"gpt2": ["c_attn"], "bert": ["query", "value"]}.get(model.config.model_type, ["q_proj", "v_proj"])
     kind = None if "Classification" in type(model).__name__ else "CAUSAL_LM"
     return get_peft_model(model, LoraConfig(target_modules=targets, task_type=kind, r=2, **more))
+
+
+def _adapt_by(kind: str, **more: Any) -> Any:
+    """Adapters of another kind than LoRA."""
+
+    def adapt(model: Any) -> Any:
+        import peft
+
+        is_classifier = "Classification" in type(model).__name__
+        task = "SEQ_CLS" if is_classifier else "CAUSAL_LM"
+        return peft.get_peft_model(model, getattr(peft, kind)(task_type=task, **more))
+
+    return adapt
 
 
 def _adapt_and_save_modules(model: Any) -> Any:
@@ -236,6 +261,10 @@ _CHANGES: dict[str, tuple[Any, ...]] = {
     "lora_merged_before": (_merge, _adapt),
     "lora_two_adapters": (_adapt, _second_adapter),
     "lora_buffer": (_add_buffer, _adapt),
+    "lora_dora": (functools.partial(_adapt, use_dora=True),),
+    "lora_ia3": (_adapt_by("IA3Config"),),
+    "lora_vera": (_adapt_by("VeraConfig", r=4),),
+    "lora_prompt": (_adapt_by("PromptTuningConfig", num_virtual_tokens=3),),
     "fp32_head": (_add_head, _widen_head),
     "extra_state": (_add_extra_state,),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-__all__ = ["OPTIMIZERS"]
+__all__ = ["OPTIMIZERS", "optimizer_of"]
 
 
 class Momentum(torch.optim.Optimizer):
@@ -137,19 +137,17 @@ class OtherDtype(Momentum):
         return 1.0
 
 
-def _of_bitsandbytes(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Makes one of bitsandbytes', which is imported when it is needed."""
-
-    def make(params: Any, **arguments: Any) -> torch.optim.Optimizer:
+def optimizer_of(name: str) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    """Class and arguments; one of bitsandbytes', a string in the table, is imported when it is needed."""
+    kind, arguments = OPTIMIZERS[name]
+    if isinstance(kind, str):
         import bitsandbytes
 
-        created: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(params, **arguments)
-        return created
-
-    return make
+        kind = getattr(bitsandbytes.optim, kind)
+    return kind, dict(arguments)
 
 
-OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
     "sgd": (torch.optim.SGD, {"lr": 1e-1}),
     "momentum": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
@@ -165,9 +163,9 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
     "group_counter": (GroupCounter, {}),
     "global_entry": (GlobalEntry, {}),
     "other_dtype": (OtherDtype, {}),
-    "bnb_adamw_32bit": (_of_bitsandbytes("AdamW32bit"), {"lr": 1e-2}),
-    "bnb_paged_adamw_32bit": (_of_bitsandbytes("PagedAdamW32bit"), {"lr": 1e-2}),
-    "bnb_adamw_8bit": (_of_bitsandbytes("AdamW8bit"), {"lr": 1e-2, "min_8bit_size": 16}),
-    "bnb_lion_8bit": (_of_bitsandbytes("Lion8bit"), {"lr": 1e-3, "min_8bit_size": 16}),
+    "bnb_adamw_32bit": ("AdamW32bit", {"lr": 1e-2}),
+    "bnb_paged_adamw_32bit": ("PagedAdamW32bit", {"lr": 1e-2}),
+    "bnb_adamw_8bit": ("AdamW8bit", {"lr": 1e-2, "min_8bit_size": 16}),
+    "bnb_lion_8bit": ("Lion8bit", {"lr": 1e-3, "min_8bit_size": 16}),
 }
-"""Class and arguments of each."""
+"""Class and arguments of each; of bitsandbytes, the name of the class."""

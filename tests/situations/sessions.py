@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from tests.situations.axes import Situation
-from tests.situations.model_parallel import cut_in_halves
+from tests.situations.model_parallel import cut_in_halves, in_stages
 from tests.situations.models import inputs_of, load
-from tests.situations.optimizers import OPTIMIZERS
+from tests.situations.optimizers import optimizer_of
+from tests.support.autoep import let_autoep_run
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 
 
@@ -42,6 +43,8 @@ def ds_config(situation: Situation, folder: Path) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    if situation.home == "autoep3":
+        config["expert_parallel"] = {"enabled": True, "autoep_size": 2, "use_grouped_mm": False}
     if situation.home.startswith("autotp"):
         zero["gather_16bit_weights_on_model_save"] = True
         config["tensor_parallel"] = {"autotp_size": 2}
@@ -85,6 +88,10 @@ class Session:
         self._config = HfDeepSpeedConfig(config)  # transformers keeps a weak reference
         self.model = load(self.situation, checkpoints)
         mpu = cut_in_halves(self.model) if self.situation.home.startswith("mpu") else None
+        if self.situation.home.startswith("pipeline"):
+            self.model = in_stages(self.model)
+        if self.situation.home == "autoep3":
+            let_autoep_run()
         self.make_optimizer()
         self.engine, self.optimizer, *_ = deepspeed.initialize(
             model=self.model, optimizer=self.optimizer, lr_scheduler=self.scheduler, config=config, mpu=mpu
@@ -101,7 +108,7 @@ class Session:
             groups = [{"params": large, "lr": 2e-3}, {"params": small}] if small else [{"params": large, "lr": 2e-3}]
         if self.situation.groups == "own_keys":
             groups[0] |= {"name": "large", "flag": None, "factors": (1, 2.5)}
-        create, arguments = OPTIMIZERS[self.situation.optimizer]
+        create, arguments = optimizer_of(self.situation.optimizer)
         self.optimizer = create(groups, **arguments)
         self.scheduler: Any = None
         if self.situation.scheduler == "lambda":
@@ -116,6 +123,9 @@ class Session:
 
     def step(self, step: int) -> float:
         self.engine.train()
+        if self.situation.home.startswith("pipeline"):
+            batches = ((batch["input_ids"], batch["labels"]) for batch in self.batches(step))
+            return float(self.engine.train_batch(batches))
         total = 0.0
         for batch in self.batches(step):
             loss = self.engine(**batch).loss
@@ -161,12 +171,13 @@ class Session:
 
     def save_weights(self, folder: Path, how: str) -> dict[str, Any] | None:
         """Save the weights; returns them where they lie in no files."""
-        if how == "ours" and self.arm == "ours":
-            hf_zero_stream.save_pretrained(self.trained, folder)
+        if how in ("ours", "ours_shards") and self.arm == "ours":
+            size = {"max_shard_size": "20KB"} if how == "ours_shards" else {}
+            hf_zero_stream.save_pretrained(self.trained, folder, **size)
         elif how == "stream" and self.arm == "ours":
             buckets = hf_zero_stream.weight_stream(self.trained, to="rank0")
             return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
-        elif how in ("ours", "stream"):
+        elif how in ("ours", "ours_shards", "stream"):
             values = self.whole_state_dict()
             if dist.get_rank() == 0:  # the layout of files, as transformers makes it
                 self.model.save_pretrained(folder, state_dict=values)

@@ -23,6 +23,7 @@ FOUND_BEFORE = [
     "change=extra_state",
     "optimizer=global_entry,follows=resume_1",
     "change=extra_state,follows=resume_1",
+    "change=lora_prompt,home=fsdp2,wrapper=accelerate",
 ]
 """One of each kind in which something was lost."""
 
@@ -53,6 +54,19 @@ def test_found_before(cluster: None, tmp_path: Path, checkpoints: Path, text: st
 def test_drawn(cluster: None, tmp_path: Path, checkpoints: Path, text: str) -> None:
     """Trains, saves and resumes as stock does."""
     _try(text, tmp_path, checkpoints)
+
+
+@pytest.mark.usefixtures("async_io")
+@pytest.mark.parametrize("wrapper", ["engine", "accelerate"])
+def test_what_deepspeed_would_not_bring_back_is_not_left_to_it(
+    cluster: None, tmp_path: Path, checkpoints: Path, wrapper: str
+) -> None:
+    """With swap files, DeepSpeed's own load restores nothing, without a word; so its save is no way out."""
+    situation = Situation.parse(f"home=zero3_nvme,optimizer=bnb_lion_8bit,wrapper={wrapper}")
+    result = trial(situation, tmp_path, checkpoints)
+    assert result.findings == ()
+    assert "qmap1" in result.refused and "on NVMe" in result.refused and result.stock_failed.startswith("resume")
+    assert not list((tmp_path / "ours").rglob("*.*"))
 
 
 def test_a_seed_draws_the_same() -> None:

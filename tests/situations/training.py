@@ -44,7 +44,13 @@ def first(situation: Situation, arm: str, folder: Path, checkpoints: Path) -> di
             return by_trainer.first(situation, folder, checkpoints, found)
         session = SESSIONS[situation.wrapper](situation, arm, checkpoints)
         found["stage"] = "training"
-        losses = [session.step(step) for step in (0, 1)]
+        if situation.habit == "dropout":
+            torch.manual_seed(3)  # what loads draw is tested elsewhere
+        losses = [session.step(0)]
+        if situation.habit == "new_rate":
+            for group in session.optimizer.param_groups:
+                group["lr"] *= 0.5
+        losses.append(session.step(1))
         _save(session, folder, found)
         if situation.weights != "none":
             found["stage"] = "save of weights"

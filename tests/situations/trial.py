@@ -42,12 +42,14 @@ class Trial:
     """What was found of a situation, and what stock itself could not do there.
 
     Attributes:
-        stock_failed: stock's error; without a stock run to compare with, only ours alone was looked at.
+        stock_failed: what stock itself does not do: its error, or what its resume does not bring back.
+        ours_there: what ours did where stock failed.
         refused: our error for what is documented as refused.
     """
 
     findings: tuple[Finding, ...] = ()
     stock_failed: str = ""
+    ours_there: str = ""
     refused: str = ""
 
 
@@ -57,11 +59,16 @@ def trial(situation: Situation, folder: Path, checkpoints: Path) -> Trial:
     stock, ours = folder / "stock", folder / "ours"
     reference = _run(situation, first, "stock", stock, checkpoints)
     if _error(reference):
-        return Trial(stock_failed=f"{reference[0].get('stage')}: {_error(reference)}")
+        failed = f"{reference[0].get('stage')}: {_error(reference)}"
+        return _alone(situation, failed, _run(situation, first, "ours", ours, checkpoints), ours, checkpoints)
     found = _run(situation, first, "ours", ours, checkpoints)
     refusal = _refusal(situation, found, ours)
     if refusal:
         return Trial(refused=refusal)
+    if _refused_alone(found, ours):
+        failed = _stock_fails_to_resume(situation, reference, stock, checkpoints)
+        if failed:
+            return Trial(stock_failed=failed, ours_there=_error(found), refused=_error(found).partition("\n")[0])
     findings = _errors_of("first", found) or [
         *_of_losses("losses", found, [rank["losses"] for rank in reference]),
         *_of_weights(found[0].get("weights"), reference[0].get("weights")),
@@ -73,10 +80,7 @@ def trial(situation: Situation, folder: Path, checkpoints: Path) -> Trial:
     refusal = _refusal(situation, again, ours / "none")
     if refusal:
         return Trial(refused=refusal)
-    tail = [rank["losses"][-2:] for rank in reference]
-    if situation.resumed_world_size != situation.world_size:
-        tail = [tail[0]] * situation.resumed_world_size
-    problems = _of_resume(situation, again, found, tail)
+    problems = _of_resume(situation, again, found, _tail(situation, reference))
     if not problems:
         return Trial()
     # What stock does not restore either, or not there, is no finding of ours.
@@ -85,14 +89,44 @@ def trial(situation: Situation, folder: Path, checkpoints: Path) -> Trial:
     if any(ours.rglob("training_state*.json")) and situation.resumed_world_size != situation.world_size:
         return Trial(findings=tuple(problems))
     # In their format there is what they save: what they do not restore with as many ranks as before is not in it.
-    stock_again = _run(situation, resumed, "stock", stock, checkpoints)
-    theirs = _of_resume(situation, stock_again, reference, [rank["losses"][-2:] for rank in reference])
-    if theirs:
-        # An error that names what cannot be restored is more than stock's other values.
-        kinds = {finding.kind for finding in theirs} | {"resume: error at resume: UnsupportedError"}
-        left = tuple(finding for finding in problems if finding.kind not in kinds)
-        return Trial(findings=left, stock_failed=f"resume: {theirs[0].text}")
-    return Trial(findings=tuple(problems))
+    failed = _stock_fails_to_resume(situation, reference, stock, checkpoints)
+    return _beside_a_failure(failed, problems) if failed else Trial(findings=tuple(problems))
+
+
+def _stock_fails_to_resume(
+    situation: Situation, reference: list[dict[str, Any]], folder: Path, checkpoints: Path
+) -> str:
+    """What stock does not bring back with as many ranks as before, or nothing."""
+    tail = [rank["losses"][-2:] for rank in reference]
+    if situation.follows == "same_process":
+        again = [{"losses": rank["again"]} for rank in reference]
+        theirs = _of_losses("losses after a load in the same process", again, tail)
+    else:
+        theirs = _of_resume(situation, _run(situation, resumed, "stock", folder, checkpoints), reference, tail)
+    return f"resume: {theirs[0].text}" if theirs else ""
+
+
+def _alone(situation: Situation, failed: str, found: list[dict[str, Any]], folder: Path, checkpoints: Path) -> Trial:
+    """What ours does where stock has no run to compare with: its resume is compared with what it had itself."""
+    errors = _errors_of("first", found)
+    if not errors and situation.follows != "same_process":
+        world_size = situation.resumed_world_size
+        again = _run(situation, resumed, "ours", folder, checkpoints, world_size)
+        errors = _of_resume(situation, again, found, _tail(situation, found))
+    return _beside_a_failure(failed, errors)
+
+
+def _beside_a_failure(failed: str, problems: list[Finding]) -> Trial:
+    """An error is what stock has, too, or more than its other values; a resume with other values is a finding."""
+    silent = tuple(finding for finding in problems if ": error at " not in finding.kind)
+    there = "; ".join(f"{finding.kind}: {finding.text.partition(chr(10))[0]}" for finding in problems)
+    return Trial(findings=silent, stock_failed=failed, ours_there=there or "trains, saves and resumes")
+
+
+def _tail(situation: Situation, ranks: list[dict[str, Any]]) -> list[Any]:
+    """The losses that a resume must have, for each of its ranks."""
+    tail = [rank["losses"][-2:] for rank in ranks]
+    return tail if situation.resumed_world_size == len(ranks) else [tail[0]] * situation.resumed_world_size
 
 
 def _run(
@@ -129,14 +163,24 @@ def _refusal(situation: Situation, ranks: list[dict[str, Any]], folder: Path) ->
 
     Unless they have none: DeepSpeed and accelerate resume no optimizer on another number of ranks.
     """
-    refuses = all({"UnsupportedError"} & set(rank.get("kinds", ())) for rank in ranks)
-    asked = situation.is_ours or situation.weights in ("ours", "stream") or len(ranks) != situation.world_size
-    left = [path for path in folder.rglob("training_state*.json")] if folder.exists() else []
-    return _error(ranks).partition("\n")[0] if refuses and asked and not left else ""
+    asked = (
+        situation.is_ours
+        or situation.weights in ("ours", "ours_shards", "stream")
+        or len(ranks) != situation.world_size
+    )
+    return _error(ranks).partition("\n")[0] if asked and _refused_alone(ranks, folder) else ""
+
+
+def _refused_alone(ranks: list[dict[str, Any]], folder: Path) -> bool:
+    """Whether all ranks have the error of what is documented as refused, and nothing was written."""
+    left = list(folder.rglob("training_state*.json")) if folder.exists() else []
+    return not left and all("UnsupportedError" in rank.get("kinds", ()) for rank in ranks)
 
 
 def _errors_of(run: str, ranks: list[dict[str, Any]]) -> list[Finding]:
-    for number, rank in enumerate(ranks):
+    # A rank whose connection was closed tells less than the one that closed it.
+    order = sorted(enumerate(ranks), key=lambda each: "closed by peer" in each[1].get("error", ""))
+    for number, rank in order:
         if "error" in rank:
             kind = f"{run}: error at {rank['stage']}: {rank['kinds'][0]}"
             return [Finding(kind, f"rank {number}: {rank['error']}\n{rank.get('traceback', '')}")]

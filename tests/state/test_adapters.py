@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 import hf_zero_stream
+from hf_zero_stream.errors import UnsupportedError
 from tests.state.test_changed import train_here
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
@@ -166,3 +167,39 @@ def test_buffers_that_layers_share(zoo_checkpoint: Checkpoint, tmp_path: Path) -
     model, optimizer = made()
     hf_zero_stream.load_state(model, tmp_path, optimizer=optimizer)
     assert train_here(model, optimizer, (2, 3)) == continued
+
+
+PROMPTS = {
+    "prompts": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "projected": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True),
+}
+
+
+def save_sharded_prompts(folder: Path, target: Path, kind: str) -> str:
+    """Save under FSDP2; what PEFT's file has must be what the ranks hold. Returns our error, if there is one."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), PROMPTS[kind])
+    fully_shard(model)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    try:
+        hf_zero_stream.save_state(model, target, optimizer=torch.optim.AdamW(trained))
+    except UnsupportedError as error:
+        return str(error)
+    held = model.prompt_encoder["default"].embedding.weight.full_tensor()
+    assert torch.equal(load_file(target / ADAPTER)["prompt_embeddings"], held)
+    assert not model.peft_config["default"].inference_mode
+    return ""
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompts_that_ranks_share(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
+    """PEFT takes a prompt from its module, which cannot run where a rank has a part of it."""
+    target = tmp_path / "saved"
+    errors = run_ranks(2, save_sharded_prompts, zoo_checkpoint("llama"), target, kind)
+    if kind == "projected":
+        assert all("PrefixEncoder of several parameters" in error for error in errors), errors
+        assert not list(target.rglob("*")), list(target.rglob("*"))
+    else:
+        assert errors == ["", ""]

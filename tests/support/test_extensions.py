@@ -21,9 +21,9 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cpu_adam" / "lock"
 
 
-def wait_inside(lock: Path, caplog: pytest.LogCaptureFixture) -> str:
+def wait_inside(lock: Path, caplog: pytest.LogCaptureFixture, after_s: float = 1.0) -> str:
     """What is logged while torch waits; the lock goes away a moment later."""
-    remove = threading.Timer(0.3, lock.unlink)
+    remove = threading.Timer(after_s, lock.unlink)
     remove.start()
     with caplog.at_level(logging.WARNING, "hf_zero_stream"), streaming():
         FileBaton(str(lock)).wait()
@@ -45,3 +45,9 @@ def test_a_lock_of_a_compiler_that_runs(lock: Path, caplog: pytest.LogCaptureFix
     assert baton.try_acquire() and list(left_locks()) == []
     assert f"Waiting for process {os.getpid()}, which compiles cpu_adam" in wait_inside(lock, caplog)
     os.close(baton.fd)  # type: ignore[arg-type]
+
+
+def test_a_lock_that_is_being_released(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """torch closes the file before it removes it, and for that moment nobody holds it."""
+    lock.touch()
+    assert wait_inside(lock, caplog, after_s=0.05) == ""

@@ -20,6 +20,7 @@ from hf_zero_stream.sources import local
 from hf_zero_stream.sources.base import Hints
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.allocations import AllocationWatch
+from tests.support.autoep import let_autoep_run
 from tests.support.cluster import ROOT, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import losses as printed_losses
 from tests.support.commands import run_command
@@ -88,17 +89,6 @@ def initialise(model: nn.Module, config: dict[str, Any], loader: str) -> Any:
         let_autoep_run()
     engine, *_ = deepspeed.initialize(model=model, config=config)
     return engine
-
-
-def let_autoep_run() -> None:
-    """DeepSpeed 0.19.8 gives a default to the `get` of transformers' table of recorders, which 5.23 does not take."""
-    from transformers.utils import output_capturing
-
-    class Table(dict):
-        def get(self, key: Any, default: Any = None) -> Any:
-            return super().get(key, default) if isinstance(key, str) else super().get(str(key.__class__)) or {}
-
-    output_capturing._CAN_RECORD_REGISTRY = Table(output_capturing._CAN_RECORD_REGISTRY)
 
 
 def losses(folder: Path, config: dict[str, Any], loader: str, kwargs: dict[str, Any]) -> list[float]:
