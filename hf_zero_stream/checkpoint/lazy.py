@@ -11,7 +11,6 @@ real tensors. A load's report names each parameter for which this happened.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -149,16 +148,9 @@ class LazyTensor(torch.Tensor):
         """Turn this object, to which optimizers and modules may refer, into a parameter with the values of `value`."""
         real = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
         copy_attributes(self, real)
-        # What follows this object, and not what it looks at: torch swaps nothing that has a finaliser, and no hooks.
-        called_back = [reference.__callback__ for reference in weakref.getweakrefs(self)]
-        followers = [each for each in called_back if isinstance(each, weakref.finalize)]
-        noted = [(each.atexit, known) for each in followers if (known := each.detach()) is not None]
-        hooks: Any = self._backward_hooks  # type: ignore[has-type]
-        torch.utils.swap_tensors(self, real)
-        if hooks is not None:
-            self._backward_hooks = hooks
-        for atexit, (_, function, args, kwargs) in noted:
-            weakref.finalize(self, function, *args, **kwargs).atexit = atexit
+        from .own import swap  # few loads need it
+
+        swap(self, real)
 
     @property
     def reader(self) -> Materialise:
