@@ -46,13 +46,9 @@ def stocks(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destinatio
         states = []
         for block in (nullcontext(), hf_zero_stream.streaming(as_stock)):
             kept_alive = HfDeepSpeedConfig(ds_config(dtype))
-            try:
-                with block:
-                    load(model_class, place, dtype)
-            except Exception as error:
-                if states:
-                    raise
-                return {"refused": f"stock: {type(error).__name__}: {error}"[:300], "differences": found}
+            fault = _fault_of(block, model_class, place, dtype, may_fail=not states)
+            if fault:
+                return {"refused": f"stock: {fault}"[:300], "differences": found}
             states.append(generators())
             del kept_alive
         if states[0] != states[1]:
@@ -72,19 +68,30 @@ def accelerates(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Desti
             for title, place in zip(LOADS, (folder, _without_a_weight(folder)), strict=True):
                 states = []
                 for block in (nullcontext(), hf_zero_stream.streaming()):
-                    try:
-                        with block:
-                            load(model_class, place, dtype)
-                    except Exception as error:
-                        if states:
-                            raise
-                        return {"refused": f"stock: {type(error).__name__}: {error}"[:300], "differences": found}
+                    fault = _fault_of(block, model_class, place, dtype, may_fail=not states)
+                    if fault:
+                        return {"refused": f"stock: {fault}"[:300], "differences": found}
                     states.append(generators())
                 if states[0] != states[1]:
                     found.append(f"{title}efficient {efficient}: the random number generators are not as stock's")
     finally:
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     return {"differences": found}
+
+
+def _fault_of(block: Any, model_class: Any, folder: Path, dtype: torch.dtype, *, may_fail: bool) -> str:
+    """Load inside `block`; the error of any rank, if it `may_fail`: stock raises on some alone."""
+    fault = ""
+    try:
+        with block:
+            load(model_class, folder, dtype)
+    except Exception as error:
+        if not may_fail:
+            raise
+        fault = f"{type(error).__name__}: {error}"
+    faults: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    return next(filter(None, faults), "")
 
 
 def _without_a_weight(folder: Path) -> Path:
