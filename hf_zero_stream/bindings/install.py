@@ -34,7 +34,7 @@ class Moment(enum.Enum):
     LOAD = "during a load"
     SHARDED = "during a load by distributed_config"
     HIDING = "while ZeRO-3 is hidden from transformers"
-    DEFERRED = "while models live that accelerate will shard"
+    DEFERRED = "while models live that accelerate will shard, or DeepSpeed cut"
     COMPRESSED = "while compressed-tensors dequantises lazy tensors"
     LAYOUT = "while a save lays out its files"
     FLAT = "while models live that stages 1 and 2 may flatten"

@@ -23,7 +23,8 @@ class streaming:  # noqa: N801 - used like a function
     model. Each rank writes its own bytes, and nothing is gathered (see :func:`hf_zero_stream.save_pretrained`).
     Without ZeRO-3 several ranks share the reading if all of them make the call (see
     :attr:`StreamingConfig.share_reads`); with one rank, calls are exactly transformers' own. If accelerate is going to
-    shard the model by FSDP2, each rank reads its shards later, in ``accelerator.prepare()``, also outside the block.
+    shard the model by FSDP2, or DeepSpeed's AutoTP cut it, each rank reads its part later, in
+    ``accelerator.prepare()`` or ``deepspeed.initialize()``, also outside the block.
 
     Ranks make contact when they enter it, or as soon as there is a process group. So enter it early: a rank that comes
     to a load minutes later is waited for, and one that dies is named.

@@ -313,6 +313,13 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             for name in ("init_dtype_attrs", "reset_sharded_param", "to_sharded_dtensor", "_init_sharded_param")
         ],
         Row("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "", weight=_ESSENTIAL, feature="FSDP2"),
+        *[
+            Row(f"{_ENGINE}.{name}", f"loading.autotp:{leads_to}", "model", weight=_ESSENTIAL, feature="AutoTP")
+            for name, leads_to in (
+                ("_apply_autotp_partitioning", "apply_partitioning"),
+                ("_configure_distributed_model", "configure_model"),
+            )
+        ],
     ],
     Moment.FLAT: [
         Row(

@@ -148,7 +148,9 @@ class LazyTensor(torch.Tensor):
         """Turn this object, to which optimizers and modules may refer, into a parameter with the values of `value`."""
         real = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
         copy_attributes(self, real)
-        torch.utils.swap_tensors(self, real)
+        from .own import swap  # few loads need it
+
+        swap(self, real)
 
     @property
     def reader(self) -> Materialise:

@@ -7,6 +7,7 @@ other ops make of it keeps the values of before, and is lazy too, with a node of
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -95,3 +96,19 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[LazyTensor]:
     by_name = ((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs)
     pairs = [(argument.alias_info, value) for argument, value in (*named, *by_name)]
     return list(lazy_among(*(value for alias, value in pairs if alias is not None and alias.is_write)))
+
+
+def swap(lazy: torch.Tensor, real: torch.Tensor) -> None:
+    """Turn the object `lazy` into `real`; what follows the object, its finalisers and hooks, goes on doing so.
+
+    :func:`torch.utils.swap_tensors` swaps nothing that has a finaliser, and leaves hooks with the other object.
+    """
+    called_back = [reference.__callback__ for reference in weakref.getweakrefs(lazy)]
+    followers = [each for each in called_back if isinstance(each, weakref.finalize)]
+    noted = [(each.atexit, known) for each in followers if (known := each.detach()) is not None]
+    hooks: Any = lazy._backward_hooks
+    torch.utils.swap_tensors(lazy, real)
+    if hooks is not None:
+        lazy._backward_hooks = hooks
+    for atexit, (_, function, args, kwargs) in noted:
+        weakref.finalize(lazy, function, *args, **kwargs).atexit = atexit

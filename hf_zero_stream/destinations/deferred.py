@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,19 +11,23 @@ from torch import nn
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import Own, View
-from ..holdings.fsdp import why_no_bytes
+from ..holdings.shards import Shard
+from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
 from .base import (
     Batch,
     Destination,
+    Item,
     Sourced,
     WholeReader,
     allocating,
     flat_items,
     host_buffer,
+    item_of,
     replace_lazy,
     run_with_what_is_touched,
 )
+from .replicated import exchange_batches
 
 
 class Deferred(Destination):
@@ -32,15 +36,18 @@ class Deferred(Destination):
     Args:
         reader: reads the values of a lazy parameter that is used before it is filled.
         complete: called with the model that the user gets.
+        until: when they will be filled, for the report.
+        unpacked_because: why weights may not be packed; "" if they may.
     """
-
-    into = "lazy tensors, which are read when accelerate shards the model"
 
     leaves_lazy = True
 
-    def __init__(self, reader: WholeReader, complete: Callable[[nn.Module], None]) -> None:
-        self.unpacked_because = why_no_bytes()
-        self.takes_packed = not self.unpacked_because
+    def __init__(
+        self, reader: WholeReader, complete: Callable[[nn.Module], None], until: str, unpacked_because: str
+    ) -> None:
+        self.into = f"lazy tensors, which are read when {until}"
+        self.unpacked_because = unpacked_because
+        self.takes_packed = not unpacked_because
         self._reader = reader
         self._complete = complete
 
@@ -87,14 +94,32 @@ class InPlace(Destination):
     """The lazy parameters that `reader` reads. Each becomes a real one of all its values, on its device.
 
     They stay the same objects, to which optimizers may refer.
+
+    Args:
+        together: names of parameters that are the same on all ranks, which read them for each other.
+        chunk_bytes: of one exchange of these.
+        held: gives what a parameter that is not `together` is a part of, for the digest; None: nobody knows, or all.
     """
 
     into = "lazy tensors of before"
 
+    exchange_settings: Sequence[str] = ("staging_bytes",)
+
     leaves_lazy = True  # those of other readers
 
-    def __init__(self, reader: WholeReader, coordinator: Coordinator, device: torch.device) -> None:
+    def __init__(
+        self,
+        reader: WholeReader,
+        coordinator: Coordinator,
+        device: torch.device,
+        together: Collection[str] = (),
+        chunk_bytes: int = 0,
+        held: Callable[[str, torch.Tensor], Shard | None] = lambda name, param: None,
+    ) -> None:
         self.device = device
+        self._together = together
+        self._chunk_bytes = chunk_bytes
+        self._held = held
         self._reader = reader
         self._coordinator = coordinator
         self._values: list[tuple[LazyTensor, torch.Tensor | None]] = []
@@ -120,7 +145,15 @@ class InPlace(Destination):
             else:
                 self._values.append((param, values))
             filled[name] = (values.view(-1), view)
-        return [Batch(flat_items(filled))]
+        shared = {name: filled.pop(name) for name in list(filled) if name in self._together}
+        exchanged = exchange_batches(shared, self._coordinator, self._chunk_bytes, self.device) if shared else []
+        return [Batch([self._item(model, name, *sourced) for name, sourced in filled.items()]), *exchanged]
+
+    def _item(self, model: nn.Module, name: str, flat: torch.Tensor, view: View) -> Item:
+        shard = self._held(name, model.get_parameter(name))
+        if shard is None or shard.box.numel != flat.numel():
+            return item_of(Target.whole(name, flat.dtype, flat.numel()), view, flat)
+        return item_of(shard.target(name, flat.dtype), view, flat)
 
     def complete(self, model: nn.Module) -> None:
         for own, memory in self._memory.items():

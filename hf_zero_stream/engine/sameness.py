@@ -19,6 +19,7 @@ from ..checkpoint.format import ShardHeader
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import FileTensor, View
 from ..errors import CheckpointError, DisagreementError
+from ..holdings.marks import whole_shape
 from ..settings.config import StreamingConfig
 
 
@@ -43,6 +44,7 @@ def description(
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()]
+    shapes = [f"{name}{tuple(whole_shape(tensor))}" for name, tensor in tensors]
     config = model.config.to_dict() if hasattr(model, "config") else {}
     items = {f"the version of {name}": _version(name) for name in LIBRARIES}
     items |= {f"the setting {name}": str(getattr(settings, name)) for name in (*_SETTINGS, *exchange_settings)}
@@ -50,7 +52,7 @@ def description(
         "the model's class": type(model).__name__,
         "the model's config": _digest(_json(config)),
         "the DeepSpeed config": _digest(_json({key: ds_config[key] for key in _DEEPSPEED if key in ds_config})),
-        "the parameters' names and shapes": _digest(*(f"{name}{tuple(tensor.shape)}" for name, tensor in tensors)),
+        "the parameters' names and shapes": _digest(*shapes),
         "the parameters' dtypes": f"{', '.join(sorted(set(dtypes)))} [{_digest(*dtypes)}]",
         "the keys that the checkpoint lacks": _digest(*sorted(missing)),
         "the checkpoint's tensors that become parameters": _digest(*_sources(tensors)),

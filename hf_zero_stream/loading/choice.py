@@ -45,8 +45,8 @@ class Choice(NamedTuple):
 def choose(
     cls: Any, path: Any, kwargs: Mapping[str, Any], found: dict[str, Any], strict: bool | None, *, is_zero3: bool
 ) -> Choice | None:
-    """The load into shards, ZeRO-3's partitions, models that accelerate will shard by FSDP2, or whole models whose
-    ranks share the reading; None for stock.
+    """The load into shards, ZeRO-3's partitions, models that FSDP2 (by accelerate) will shard or AutoTP cut, or whole
+    models whose ranks share the reading; None for stock.
 
     `found` is the DeepSpeed config, of whatever stage, and empty if there is none, as there may be inside a
     ``zero.Init``, too; the other arguments are those of ``from_pretrained``.
@@ -68,19 +68,27 @@ def choose(
             because = cuts_matrices(sharding)
             return Choice(LOAD, "", partial(_into_shards, found, strict, init_distributed(), because))
     subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
-    if not found and shards_by_fsdp2() and not _more_than_plain(kwargs):
+    will_be_cut = _will_cut(found)
+    if (will_be_cut or (not found and shards_by_fsdp2())) and not _more_than_plain(kwargs):
         from .deferral import Deferral  # imports torch's FSDP2
 
+        load = Deferral.load_to_cut if will_be_cut else Deferral.load
         settings = settings_for(found, strict)
-        # Ranks meet when accelerate shards the model. Until then they only need each other where one reads for others.
+        # Ranks meet when the model is sharded. Until then they only need each other where one reads for others.
         occasion = None if settings.read_from == "all" else SHARED_LOAD
-        return Choice(occasion, subject, partial(Deferral.load, settings), works_alone=True)
+        return Choice(occasion, subject, partial(load, settings), works_alone=True)
     if _ranks_load_the_same(kwargs):
         with expected_at(SHARED_LOAD):
             settings = settings_for(found, strict)
         if settings.share_reads:
             return Choice(SHARED_LOAD, subject, partial(_into_replicas, found, settings))
     return None
+
+
+def _will_cut(ds_config: Mapping[str, Any]) -> bool:
+    """Whether ``deepspeed.initialize`` with `ds_config`, not of ZeRO-3, cuts whole models, and converts no experts."""
+    size = (ds_config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    return isinstance(size, int) and size > 1 and not (ds_config.get("expert_parallel") or {}).get("enabled")
 
 
 def choose_alone(

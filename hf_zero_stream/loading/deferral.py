@@ -1,10 +1,10 @@
-"""Models that ``from_pretrained`` leaves lazy, because accelerate will shard them by FSDP2.
+"""Models that ``from_pretrained`` leaves lazy, because somebody will shard them: accelerate by FSDP2.
 
 ``accelerator.prepare()`` shards such a model on the meta device, with all of accelerate's own options, and then each
 rank reads its own shards only. A model that is used before, or never prepared, reads all of itself.
 
 In ``from_pretrained`` a rank reads headers and buffers, alone: ranks may come to it minutes apart. They meet in
-``prepare()``, as in stock, and compare there what each of them has opened.
+``prepare()``, as in stock, and compare there what each of them has opened. (DeepSpeed's AutoTP: :mod:`.autotp`.)
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..destinations.deferred import Deferred, InPlace
 from ..engine.load import Load
 from ..engine.opened import OpenCheckpoint
 from ..errors import UnsupportedError
+from ..holdings import fsdp
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
@@ -51,18 +52,27 @@ class Deferral:
     The model, its hooks and its lazy parameters keep it alive, and it keeps none of them.
     """
 
-    def __init__(self, config: StreamingConfig) -> None:
-        self._config = config
+    def __init__(self, config: StreamingConfig, until: str = "accelerator.prepare() shards it by FSDP2") -> None:
+        self.config = config
+        self._until = until
         self._checkpoint: OpenCheckpoint
         self._lock = threading.RLock()
         self._has_spoken = False
 
     @classmethod
     def load(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
-        """A load that leaves a model's parameters lazy."""
-        deferral = cls(config)
-        load = Load(config, {}, coordinator, Deferred(deferral, deferral._attach))
-        deferral._checkpoint = load.checkpoint
+        """A load that leaves a model's parameters lazy, until accelerate shards it."""
+        return cls(config)._load(coordinator, fsdp.why_no_bytes())
+
+    @classmethod
+    def load_to_cut(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
+        """A load that leaves a model's parameters lazy, until DeepSpeed cuts them; see :mod:`.autotp`."""
+        why = "DeepSpeed's AutoTP cuts matrices, and knows nothing of packed ones"
+        return cls(config, "deepspeed.initialize() cuts it by AutoTP")._load(coordinator, why)
+
+    def _load(self, coordinator: Coordinator, unpacked_because: str) -> Load:
+        load = Load(self.config, {}, coordinator, Deferred(self, self._attach, self._until, unpacked_because))
+        self._checkpoint = load.checkpoint
         return load
 
     def __call__(self, view: View) -> torch.Tensor:
@@ -75,7 +85,7 @@ class Deferral:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
-            "This model cannot be pickled, nor saved by torch.save: its values will be read in accelerator.prepare(). "
+            f"This model cannot be pickled, nor saved by torch.save: its values will be read when {self._until}. "
             "Save it with save_pretrained, or load it outside of streaming()."
         )
 
@@ -90,12 +100,14 @@ class Deferral:
         installed(Moment.DEFERRED).__enter__()
         weakref.finalize(self, installed(Moment.DEFERRED).__exit__)
 
-    def detach(self, model: nn.Module) -> None:
-        """Undo what was done to `model` for the time until it is prepared."""
+    def detach(self, model: nn.Module) -> list[nn.Module]:
+        """Undo what was done to `model` for the time until it is prepared; returns what has been loaded in it."""
+        owners = [module for module in model.modules() if vars(module).get(_MARK) is self]
+        for module in owners:
+            delattr(module, _MARK)
         for module in model.modules():
-            if vars(module).get(_MARK) is self:
-                delattr(module, _MARK)
             self._remove_hooks(module)
+        return owners
 
     def _remove_hooks(self, module: nn.Module) -> None:
         of_loading: Any = module._load_state_dict_pre_hooks
@@ -121,17 +133,17 @@ class Deferral:
     def _say_so(self, module: nn.Module) -> None:
         if not self._has_spoken and Coordinator.of_this_rank().is_main:
             logger.warning(
-                f"hf_zero_stream: {type(module).__name__} is used before accelerator.prepare() has sharded it by "
-                "FSDP2. So each rank that uses it reads all of it now, as it would without streaming()."
+                f"hf_zero_stream: {type(module).__name__} is used before {self._until}. So each rank that uses it "
+                "reads all of it now, as it would without streaming()."
             )
         self._has_spoken = True
 
     @collector_paused()
     def fill(self, model: nn.Module, coordinator: Coordinator, destination: Destination) -> LoadReport:
         """Read into `destination` what is lazy in `model` (all ranks of `coordinator`)."""
-        coordinator.require_same(f"read_from={self._config.read_from!r}")  # decides how ranks go on
+        coordinator.require_same(f"read_from={self.config.read_from!r}")  # decides how ranks go on
         checkpoint = self._checkpoint.again(coordinator, destination.device)
-        load = Load(self._config, {}, coordinator, destination, checkpoint)
+        load = Load(self.config, {}, coordinator, destination, checkpoint)
         with torch.inference_mode(False), torch.no_grad():
             with closing(load), load.memory, load.clock("total"):
                 load.refuse_other_copies()
@@ -139,7 +151,7 @@ class Deferral:
             return load.finish(model, logger)
 
 
-def _deferrals_of(model: nn.Module) -> list[Deferral]:
+def deferrals_of(model: nn.Module) -> list[Deferral]:
     """Those of `model` and of its parts, in an order that is the same on all ranks."""
     marks = [vars(module).get(_MARK) for module in model.modules()]
     readers = [param.reader for param in model.parameters() if isinstance(param, LazyTensor)]
@@ -148,7 +160,7 @@ def _deferrals_of(model: nn.Module) -> list[Deferral]:
 
 def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Module) -> Any:
     """Have accelerate shard a lazy model on the meta device, and read this rank's shards."""
-    deferrals = _deferrals_of(model)
+    deferrals = deferrals_of(model)
     if not deferrals:
         return original(accelerator, model)
     with expected_at(LOAD):
@@ -162,8 +174,8 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
             lazy.intersection_update(*coordinator.all_gather(lazy))
             if not lazy:
                 fill_whole(model)
-            owners = [module for module in model.modules() if vars(module).get(_MARK) is first]
-            for deferral in deferrals:
+            owners = first.detach(model)
+            for deferral in others:
                 deferral.detach(model)
             if not lazy:
                 return original(accelerator, model)

@@ -1,7 +1,7 @@
 """A ZeRO checkpoint of DeepSpeed, stage 1, 2 or 3, as a map of bytes: where each parameter's values and moments lie.
 
-A rank saves the flat tensors that its optimizer trains, in a file of its own (:mod:`.zero_files`). Parts of parameters
-lie in them (:mod:`.zero_layout`). A parameter is its pieces on all ranks, joined in order of rank.
+A rank saves the flat tensors that its optimizer trains, in a file of its own (:mod:`.zero_optimizer_files`). Parts of
+parameters lie in them (:mod:`.zero_layout`). A parameter is its pieces on all ranks, joined in order of rank.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from ..errors import CheckpointError, UnsupportedError
 from ..sources.base import ByteSource, naming_file
 from ..sources.local import LocalFiles
 from .deepspeed_names import OPTIMIZER, SWAPPED, ZERO_2_MODEL, names_in, world_size_of
-from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, read_optimizer_file
 from .zero_layout import FP32, Pieces, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
+from .zero_model_files import ModelFile, read_model_file
+from .zero_optimizer_files import Flat, Group, OptimizerFile, read_optimizer_file
 
 
 T = TypeVar("T")
@@ -165,6 +166,12 @@ def map_of_zero(folder: Path) -> CheckpointMap:
         raise UnsupportedError(
             f"{folder}: it has no values of {len(zero.lacking)} parameters, among them {excerpt(zero.lacking[0])}, "
             "which were neither trained nor frozen. Load the checkpoint into the training, and save the model."
+        )
+    if zero.beside:
+        raise UnsupportedError(
+            f"{folder}: {len(zero.beside)} entries of modules are neither parameters nor buffers, and no tensors: "
+            f"{', '.join(map(excerpt, zero.beside[:8]))}. Load the checkpoint into the training, and save the model. "
+            "DeepSpeed's zero_to_fp32.py leaves them out."
         )
     views = {**zero.buffers(), **zero.frozen(), **zero.views()}
     views |= {alias: views[name] for alias, name in zero.shared.items()}

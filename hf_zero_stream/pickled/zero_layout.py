@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.format import TensorEntry, excerpt
 from ..errors import CheckpointError
-from .zero_files import Flat, ModelFile, OptimizerFile
+from .zero_model_files import ModelFile
+from .zero_optimizer_files import Flat, OptimizerFile
 
 
 FP32 = "fp32"

@@ -61,6 +61,24 @@ def pinned_sizes(nbytes: int) -> list[int]:
     return [grain << bit for bit in reversed(range(count.bit_length())) if count >> bit & 1]
 
 
+def pinned_parts(sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Memory of each of these sizes in bytes, uint8, that lives for long.
+
+    It is pinned, but for the few parts that fit into none of the blocks: these would have to be twice as large.
+    """
+    aligned = [-(-size // 64) * 64 for size in sizes]
+    rooms = [pinned(size) for size in pinned_sizes(sum(aligned))]
+    parts = [torch.empty(0, dtype=torch.uint8)] * len(sizes)
+    for number in sorted(range(len(sizes)), key=aligned.__getitem__, reverse=True):
+        wide = [block for block, room in enumerate(rooms) if len(room) >= aligned[number]]
+        if not wide:
+            parts[number] = torch.empty(sizes[number], dtype=torch.uint8)
+            continue
+        block = min(wide, key=lambda block: len(rooms[block]))
+        parts[number], rooms[block] = rooms[block][: sizes[number]], rooms[block][aligned[number] :]
+    return parts
+
+
 class HostCopy:
     """A copy of what one plan writes; takes it in as a file would (:data:`.write.Put`), and gives it to files."""
 

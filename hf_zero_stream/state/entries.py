@@ -244,6 +244,10 @@ def _number_text(kind: str, value: Any, with_numbers: bool) -> str:
     return f"{kind} {json.dumps(value)}" if with_numbers else "a number"
 
 
+def _without_kinds(described: dict[str, str]) -> dict[str, str]:
+    return {key: "a tensor" if text.startswith("a tensor") else text for key, text in described.items()}
+
+
 def _described(slot: Slot, keys: Collection[str], with_numbers: bool) -> dict[str, str]:
     """What is kept, by name: how tensors are, and small values, numbers only if they are asked for."""
     found = {}
@@ -262,7 +266,8 @@ def _described(slot: Slot, keys: Collection[str], with_numbers: bool) -> dict[st
 def refuse_lost(training: Training, record: StateRecord, place: Path, *, is_new: bool = False) -> None:
     """Compare what the optimizer keeps with the `record` of it, when that is made and when it has been loaded.
 
-    Of another maker's optimizer, which goes on, the names are compared alone.
+    Of another maker's optimizer, which goes on, the names are compared alone. Of tensors in swap files it is compared
+    that they are there: they are not read again.
 
     Raises:
         CheckpointError: anything is missing, is there in addition, or is something else. When it `is_new`, an
@@ -272,10 +277,12 @@ def refuse_lost(training: Training, record: StateRecord, place: Path, *, is_new:
     with_numbers = is_new or is_exact(training.optimizer)
     found = [Recorded(group, record.keys) for group in record.groups]
     for slot in training.slots:
-        if slot.is_swapped or not slot.members:
+        if not slot.members:  # this rank has padding alone there, which no name in the record is of
             continue
         wanted = found[slot.group].of_slot(slot, with_numbers)
         kept = _described(slot, record.keys, with_numbers)
+        if slot.is_swapped:
+            wanted, kept = (_without_kinds(each) for each in (wanted, kept))
         different = sorted(wanted.keys() ^ kept.keys())
         if is_same:
             different += sorted(key for key in wanted.keys() & kept.keys() if wanted[key] != kept[key])

@@ -10,10 +10,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers.utils import logging
 
 from ..errors import CheckpointError
 from ..ranks import accelerators
 
+
+logger = logging.get_logger(__name__)
 
 FILE = "rng.safetensors"
 
@@ -52,6 +55,8 @@ def restore_rank(path: Path, rank: int) -> bool:
         kind = accelerators.kind()
         if kind is not None and kind in found:
             accelerators.set_random_state(kind, found[kind])
+        elif kind is not None:
+            logger.warning_once(f"{path}: it was saved without a {kind} device, so random numbers on that are new.")
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         what = f"the random numbers of rank {rank} are not what save_state writes"
         raise CheckpointError(f"{path}: {what}: {error}") from error

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from ..checkpoint.nodes import HostTensor
 from ..holdings.holder import Holding
+from ..ranks.accelerators import is_accelerator, synchronise
 from ..ranks.coordinator import Coordinator, collective_device
+from ..saving.host_copy import pinned_parts
 from ..saving.parameters import Values, opened
 from ..saving.plan import Part, Segment
 from ..saving.write import take
@@ -42,14 +44,34 @@ class Given:
         buffers = [each for each in given if isinstance(each, HostTensor)]
         self._buffers = {each: replace(each, tensor=each.tensor.clone()) for each in buffers}
         self._first = {each: holdings[each].first for each in given if isinstance(each, str)}
+        self._values = self._memory(holdings)
+        self.update(holdings)
+
+    def _memory(self, holdings: Mapping[str, Holding]) -> dict[str, torch.Tensor]:
+        """Memory for what this rank has given of each parameter: pinned, if an accelerator compares with it."""
+        made, on_device = {}, {}
         with torch.no_grad(), opened(holdings) as values:
-            self._values = {name: values(name, first).to("cpu", copy=True) for name, first in self._first.items()}
+            for name, first in self._first.items():
+                value = values(name, first)
+                if is_accelerator(value.device):
+                    on_device[name] = value.to("meta")
+                else:
+                    made[name] = torch.empty_like(value)
+        for (name, like), part in zip(
+            on_device.items(), pinned_parts([each.nbytes for each in on_device.values()]), strict=True
+        ):
+            made[name] = part.view(like.dtype).view(like.shape)
+        return made
 
     def update(self, holdings: Mapping[str, Holding]) -> None:
         """Keep what has been given in another pass by the same plan."""
+        devices = set()
         with torch.no_grad(), opened(holdings) as values:
             for name, kept in self._values.items():
-                kept.copy_(values(name, self._first[name]))
+                value = values(name, self._first[name])
+                kept.copy_(value, non_blocking=True)
+                devices.add(value.device)
+        synchronise(devices)
         for buffer, kept_buffer in self._buffers.items():
             kept_buffer.tensor.copy_(buffer.tensor)
 
@@ -132,7 +154,7 @@ def _changed(part: Part, values: Values, given: Given) -> tuple[torch.Tensor, to
     """Which elements of its segment `part` has changed, and their values."""
     new = take(part, values)
     bits = _BITS[new.dtype.itemsize]
-    old = given.take(part).to(new.device)
+    old = given.take(part).to(new.device, non_blocking=True)
     where = (new.view(bits) != old.view(bits)).reshape(-1).nonzero().view(-1)
     if not len(where):
         return None

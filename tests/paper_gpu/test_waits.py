@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,6 +93,43 @@ def test_a_background_send_has_a_stream_of_its_own() -> None:
     assert run_ranks(1, stream_of_a_send, on=PAPER_GPUS) == [(True, True)]
 
 
+def given_of_a_stream(checkpoint: Path) -> tuple[list[bool], float]:
+    """Whether what a pass has given is kept in pinned memory; and how much of other sizes would be."""
+    from hf_zero_stream.saving.host_copy import pinned_parts
+
+    stream = hf_zero_stream.weight_stream(plain_model(checkpoint).cuda(), "all", deltas=True)
+    for _ in stream:
+        pass
+    sizes = [70_000 + 7_001 * number for number in range(40)]
+    parts = pinned_parts(sizes)
+    assert [part.nbytes for part in parts] == sizes
+    pinned = sum(part.nbytes for part in parts if part.is_pinned())
+    return [value.is_pinned() for value in stream._given._values.values()], pinned / sum(sizes)
+
+
+def test_what_has_changed_is_told_by_pinned_copies(even_checkpoint: Path) -> None:
+    ((pinned, share),) = run_ranks(1, given_of_a_stream, even_checkpoint, on=PAPER_GPUS)
+    assert len(pinned) > 10 and sum(pinned) >= 0.9 * len(pinned) and share >= 0.9
+
+
+def reserved_by_blocks() -> list[float]:
+    """Growths of what is reserved, in MiB: by tensors of 3, 3 and 11 MiB, and by all of them when they are gone."""
+    torch.cuda.empty_cache()
+    first, tensors, grown = torch.cuda.memory_reserved(), [], []
+    for nbytes in (3 * 2**20, 3 * 2**20, 11 * 2**20 - 2**19):
+        before = torch.cuda.memory_reserved()
+        tensors.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+        grown.append((torch.cuda.memory_reserved() - before) / 2**20)
+    tensors.clear()
+    torch.cuda.empty_cache()
+    return [*grown, (torch.cuda.memory_reserved() - first) / 2**20]
+
+
+def test_the_allocator_reserves_segments() -> None:
+    """As CUDA's: 20 MiB for tensors below 10 MiB, their size rounded to 2 MiB for larger ones."""
+    assert run_ranks(1, reserved_by_blocks, on=PAPER_GPUS) == [[20, 0, 12, 0]]
+
+
 def pinned_by_a_load(checkpoint: Path) -> tuple[int, bool]:
     """How often memory that exists is pinned, which takes a copy, in a load; and whether all partitions are pinned."""
     copies: list[Any] = []
@@ -151,3 +189,22 @@ def device_of_one_shown(local_rank: str) -> str:
 
 def test_a_launcher_that_shows_each_rank_one_gpu() -> None:
     assert run_ranks(1, device_of_one_shown, "1", on=PAPER_GPUS) == ["cuda:0"]
+
+
+def held_up_by_a_collective() -> bool:
+    """Whether a wait for the whole device, on rank 0, lasts until rank 1 comes to the collective."""
+    device = torch.device("cuda", dist.get_rank())
+    tensor = torch.ones(4, device=device)
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize(device)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    start = time.monotonic()
+    dist.all_reduce(tensor, async_op=True)
+    torch.cuda.synchronize(device)
+    return time.monotonic() - start > 0.5
+
+
+def test_a_wait_for_the_whole_device_is_one_for_collectives() -> None:
+    """So the imitation shows what :func:`test_nothing_waits_for_a_whole_device` is for."""
+    assert run_ranks(2, held_up_by_a_collective, on=PAPER_GPUS) == [True, False]

@@ -23,7 +23,7 @@ from hf_zero_stream.pickled import pickles
 from hf_zero_stream.pickled.pickles import read_pickle
 from hf_zero_stream.pickled.torch_files import read_header, why_not
 from hf_zero_stream.pickled.torch_metadata import metadata_of
-from hf_zero_stream.pickled.zero_files import read_model_file
+from hf_zero_stream.pickled.zero_model_files import read_model_file
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.parity import load_and_compare

@@ -254,6 +254,16 @@ def test_all_ranks_raise(trained: Trained, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- converting
 
 
+def test_what_modules_keep_beside(trained: Trained, tmp_path: Path) -> None:
+    """Entries that are no tensors have no place in the files, and are not left out in silence."""
+    folder = tmp_path / "global_step3"
+    shutil.copytree(trained.stock("two groups") / "global_step3", folder)
+    edited(lambda it: it["module"].update({"lm_head._extra_state": {"scale": 2.0}}), MODEL)(folder)
+    with pytest.raises(UnsupportedError, match=r"1 entries of modules are neither .*lm_head\._extra_state"):
+        convert(folder, tmp_path / "out", config=trained.models["two groups"], progress=False)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 

@@ -18,6 +18,8 @@ from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.pickled.zero_folder import read_zero_folder
 from hf_zero_stream.sources.local import LocalFiles
+from hf_zero_stream.state import entries
+from hf_zero_stream.state import load as loading
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.training_state import (
@@ -62,6 +64,37 @@ def test_nvme(cluster: None, tmp_path: Path, parameters: bool) -> None:
     )
     for number in range(2):
         assert different_states(source, tmp_path / "again" / f"{number} {tmp_path.name}") == []
+
+
+def losing_in_swap_files(folder: Path, source: Path, config: dict[str, Any]) -> list[str]:
+    """The errors of loads that lose something of what is in swap files."""
+    found = []
+    for key in ("exp_avg", "step"):
+        engine = engine_of(folder, config, all_in_one_group)  # DeepSpeed's swapper knows what it has swapped
+
+        def losing(optimizer: Any, number: int, recorded: Any, slots: Any, key: str = key) -> None:
+            entries.set_entries(optimizer, number, recorded, slots)
+            swapped = [slot for slot in slots if slot.is_swapped]
+            assert swapped
+            for slot in swapped:
+                del slot.entries[key]
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as raised:
+            patch.setattr(loading, "set_entries", losing)
+            hf_zero_stream.load_state(engine, source)
+        found.append(str(raised.value))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("async_io")
+def test_nvme_loses_nothing_in_silence(cluster: None, tmp_path: Path) -> None:
+    folder = make_moe_checkpoint(tmp_path / "moe", 4e6, num_layers=2, num_experts=8)
+    config = nvme_config(tmp_path / "swap", parameters=False)
+    run_ranks(2, train_and_save, folder, tmp_path, [config], [all_in_one_group], False)
+    for errors in run_ranks(2, losing_in_swap_files, folder, tmp_path / "ours 0", config):
+        for key, error in zip(("exp_avg", "step"), errors, strict=True):
+            assert f": {key}: expected " in error and "found nothing" in error
 
 
 def resume_from_deepspeeds(folder: Path, source: Path, config: dict[str, Any]) -> tuple[list[float], list[float]]:

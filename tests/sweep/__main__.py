@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         "--destinations",
         default="zero3x2",
         help="zero3xN for ZeRO-3 on N ranks; fsdpN, tpN, epN, replicateN joined by - for what distributed_config= "
-        "shards; NAME/5 takes every fifth model",
+        "shards; drawnxN and acceleratexN for random numbers alone; NAME/5 takes every fifth model",
     )
     parser.add_argument("--dtypes", default="fp32", help="fp32, bf16, fp16; fp32-bf16 loads fp32 files in bf16")
     parser.add_argument("--stock", action=argparse.BooleanOptionalAction, help="also what stock does there")

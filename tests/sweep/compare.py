@@ -18,7 +18,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging
 
 from tests.support.parity import differences, ds_config
-from tests.sweep import sharded
+from tests.sweep import drawn, sharded
 from tests.sweep.destinations import Destination
 from tests.sweep.loads import class_of, generators, info_differences, load, load_plain, recorded_ops, saved_differences
 
@@ -44,6 +44,8 @@ def run_batch(
         run = _make
     elif destination.family == "zero3":
         run = {"ours": _ours, "stock": _stock}[job]
+    elif destination.family in ("drawn", "accelerate"):
+        run = {"drawn": drawn.stocks, "accelerate": drawn.accelerates}[destination.family]
     else:
         run = {"ours": sharded.ours, "stock": sharded.stock}[job]
     with open(f"{log}.{rank}.stacks", "w") as stacks, open(f"{log}.{rank}", "a") as rows:
@@ -84,10 +86,10 @@ def _ours(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination
     model_class = class_of(case)
     with recorded_ops() as ops:
         plain, plain_info = load_plain(model_class, folder, dtype)
-    drawn = generators()
+    as_plain = generators()
     with hf_zero_stream.streaming():
         streamed, info = load(model_class, folder, dtype, ds_config=ds_config(dtype))
-    found = [] if generators() == drawn else ["the random number generators are not as after a plain load"]
+    found = [] if generators() == as_plain else ["the random number generators are not as after a plain load"]
     found += [*info_differences(info, plain_info), *differences(streamed, plain, dtype)]
     for param in plain.parameters():
         if param.is_floating_point():

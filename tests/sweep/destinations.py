@@ -11,10 +11,12 @@ from typing import Any
 
 __all__ = ["FAMILIES", "Destination"]
 
-FAMILIES = ("zero3", "fsdp", "tp", "ep")
+FAMILIES = ("zero3", "fsdp", "tp", "ep", "drawn", "accelerate")
+"""Of the last two, random numbers are compared (:mod:`tests.sweep.drawn`): of ZeRO-3, and of accelerate's FSDP2."""
 
 _ARGUMENTS = {"fsdp": "fsdp_size", "tp": "tp_size", "ep": "ep_size", "replicate": "dp_replicate_size"}
-_NAME = re.compile(r"zero3x\d+|(fsdp|tp|ep|replicate)\d+(-(fsdp|tp|ep|replicate)\d+)*")
+_BY_RANKS = re.compile(r"(zero3|drawn|accelerate)x(\d+)")
+_NAME = re.compile(rf"{_BY_RANKS.pattern}|(fsdp|tp|ep|replicate)\d+(-(fsdp|tp|ep|replicate)\d+)*")
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,15 @@ class Destination:
         name, _, every = text.partition("/")
         if not _NAME.fullmatch(name):
             raise ValueError(
-                f"destination: expected zero3xN, or fsdpN, tpN, epN, replicateN joined by -; got {text!r}"
+                "destination: expected zero3xN, drawnxN, acceleratexN, or fsdpN, tpN, epN, replicateN joined by -; "
+                f"got {text!r}"
             )
         return cls(name, int(every or 1))
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes in a DistributedConfig; none for ZeRO-3."""
-        if self.family == "zero3":
+        """The sizes in a DistributedConfig; none of what a number of ranks says all of."""
+        if _BY_RANKS.fullmatch(self.name):
             return {}
         parts = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in self.name.split("-")]
         return {_ARGUMENTS[part[1]]: int(part[2]) for part in parts if part}
@@ -50,15 +53,17 @@ class Destination:
     @property
     def world_size(self) -> int:
         """The number of ranks; experts are spread over those of the other ways."""
-        if self.family == "zero3":
-            return int(self.name.removeprefix("zero3x"))
+        if by_ranks := _BY_RANKS.fullmatch(self.name):
+            return int(by_ranks[2])
         return prod(size for argument, size in self.sizes.items() if argument != "ep_size")
 
     @property
     def family(self) -> str:
         """One of `FAMILIES`: the last of them that has a part in it."""
+        if by_ranks := _BY_RANKS.fullmatch(self.name):
+            return by_ranks[1]
         ways = {part.rstrip("0123456789") for part in self.name.split("-")}
-        return next((family for family in ("ep", "tp", "fsdp") if family in ways), "zero3")
+        return next(family for family in ("ep", "tp", "fsdp") if family in ways)
 
     def takes(self, case: Mapping[str, Any]) -> bool:
         """Whether the model's class has the plans that this needs; every class has one for FSDP."""

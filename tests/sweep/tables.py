@@ -23,6 +23,8 @@ _TITLES = {
     "fsdp": "FSDP2",
     "tp": "Tensor parallelism",
     "ep": "Expert parallelism",
+    "drawn": 'ZeRO-3 with random_numbers="stock": random numbers',
+    "accelerate": "accelerate's FSDP2: random numbers",
 }
 _CANNOT_BUILD = "cannot be built"
 _FACTS = ["type", "class", "parameters", "conversion ops", "materialised", _CANNOT_BUILD]

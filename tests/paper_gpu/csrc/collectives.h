@@ -371,7 +371,7 @@ class ProcessGroup final : public c10d::Backend {
                        "NCCL error: invalid usage. Duplicate GPU detected : rank ", rank_, " and rank ", rank,
                        " both on CUDA device ", found);
     }
-    return *(one = new Queue);
+    return *(one = new_communicator(device));
   }
 
   // Between the ranks a collective runs on a stream of its own, after what the caller's stream has been given.
@@ -385,7 +385,7 @@ class ProcessGroup final : public c10d::Backend {
     } else {
       std::lock_guard<std::mutex> hold(lock);
       auto& pair = pairs[std::to_string(std::min(rank_, peer)) + ":" + std::to_string(std::max(rank_, peer))];
-      stream = pair ? pair : pair = new Queue;
+      stream = pair ? pair : pair = new_communicator(device);
     }
     auto ticket = stream->put([this, before = mark(device), what, body, number] {
       before.wait();

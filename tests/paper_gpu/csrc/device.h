@@ -164,10 +164,16 @@ struct Device {
   bool has_context = false;
   char *shown = nullptr, *real = nullptr;  // the same memory
   std::vector<Queue*> streams;
+  std::vector<Queue*> communicators;  // streams of process groups, for whose collectives a wait for the device waits
   // What the allocator knows (memory.h).
   size_t next = 0, allocated = 0, peak = 0, reserved = 0;
   std::map<char*, Block> blocks;
   std::map<std::pair<int64_t, size_t>, std::vector<char*>> free;  // by stream and size
+  struct Segment {
+    size_t size, cut, in_use;  // in bytes; bytes of which blocks were made; blocks
+  };
+  std::map<char*, Segment> segments;
+  std::map<std::pair<int64_t, size_t>, char*> open;  // the last one of a stream and size
   struct Leaving {
     char* at;
     Block block;
@@ -225,6 +231,13 @@ inline Queue& queue(int index, int64_t stream) {
 
 inline Queue& queue(int index) { return queue(index, stream_of(index)); }
 
+inline Queue* new_communicator(int index) {
+  auto& one = device(index);
+  std::lock_guard<std::mutex> hold(one.lock);
+  one.communicators.push_back(new Queue);
+  return one.communicators.back();
+}
+
 inline int64_t new_stream(int index) {
   auto& one = device(index);
   std::lock_guard<std::mutex> hold(one.lock);
@@ -249,6 +262,7 @@ inline void synchronise(int index) {
     auto& one = device(index);
     std::lock_guard<std::mutex> hold(one.lock);
     streams = one.streams;
+    streams.insert(streams.end(), one.communicators.begin(), one.communicators.end());
   }
   for (auto* stream : streams) stream->wait(stream->last());
 }

@@ -1,7 +1,9 @@
 // Memory of the devices: a caching allocator, which gives freed memory out again at once, on the stream that had it.
 //
 // New memory is full of NaN (0xFF). Sizes are rounded as CUDA's allocator rounds small ones, to 512 bytes; a freed
-// block serves requests down to four fifths of its size.
+// block serves requests down to four fifths of its size. What is reserved grows as with CUDA, by segments: of 2 MiB for
+// blocks up to 1 MiB, of 20 MiB for those below 10 MiB, of their size rounded to 2 MiB for larger ones. A segment is
+// given back when all of its blocks are free. Unlike CUDA's, free neighbours do not become one block.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -35,10 +37,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
       if (!at) {
         TORCH_CHECK_WITH(OutOfMemoryError, one.allocated + size <= CAPACITY, "CUDA out of memory. Tried to allocate ",
                          size, " bytes; ", one.allocated, " of ", CAPACITY, " are in use");
-        at = one.shown + one.next;
-        one.next += size;
-        one.reserved += size;
+        at = cut(one, stream, size);
       }
+      segment_of(one, at).in_use += 1;
       one.blocks[at] = {size, stream, {}};
       one.allocated += size;
       one.peak = std::max(one.peak, one.allocated);
@@ -63,10 +64,21 @@ class DeviceMemory final : public c10::DeviceAllocator {
       synchronise(index);
       std::lock_guard<std::mutex> hold(one.lock);
       for (auto& [key, pointers] : one.free) {
-        one.reserved -= key.second * pointers.size();
-        for (auto* at : pointers) madvise(real(at), key.second / 4096 * 4096, MADV_DONTNEED);
+        auto is_whole = [&](char* at) { return !segment_of(one, at).in_use; };
+        pointers.erase(std::remove_if(pointers.begin(), pointers.end(), is_whole), pointers.end());
       }
-      one.free.clear();
+      for (auto found = one.segments.begin(); found != one.segments.end();) {
+        auto& [at, segment] = *found;
+        if (segment.in_use) {
+          ++found;
+          continue;
+        }
+        one.reserved -= segment.size;
+        madvise(real(at), segment.size, MADV_DONTNEED);
+        for (auto open = one.open.begin(); open != one.open.end();)
+          open = open->second == at ? one.open.erase(open) : std::next(open);
+        found = one.segments.erase(found);
+      }
     }
   }
 
@@ -102,11 +114,33 @@ class DeviceMemory final : public c10::DeviceAllocator {
     return {CAPACITY - one.reserved, CAPACITY};
   }
 
+  static Device::Segment& segment_of(Device& one, char* at) { return std::prev(one.segments.upper_bound(at))->second; }
+
  private:
+  // A new block, of a segment of this stream that has room, or of a new one.
+  static char* cut(Device& one, int64_t stream, size_t size) {
+    constexpr size_t MIB = 1 << 20, SMALL = 2 * MIB, LARGE = 20 * MIB;
+    size_t whole = size <= MIB ? SMALL : size < 10 * MIB ? LARGE : (size + SMALL - 1) / SMALL * SMALL;
+    std::pair<int64_t, size_t> kind{stream, size < 10 * MIB ? whole : 0};
+    auto open = one.open.find(kind);
+    if (open == one.open.end() || one.segments.at(open->second).cut + size > whole || !kind.second) {
+      char* at = one.shown + one.next;
+      one.next += whole;
+      one.reserved += whole;
+      one.segments[at] = {whole, 0, 0};
+      open = one.open.insert_or_assign(kind, at).first;
+    }
+    auto& segment = one.segments.at(open->second);
+    char* at = open->second + segment.cut;
+    segment.cut += size;
+    return at;
+  }
+
   // Memory that other streams used becomes free when they have passed the place where it was freed.
   static void collect(Device& one) {
     auto is_free = [&](Device::Leaving& each) {
       if (!each.uses.are_done()) return false;
+      segment_of(one, each.at).in_use -= 1;
       one.free[{each.block.stream, each.block.size}].push_back(each.at);
       return true;
     };
@@ -136,6 +170,7 @@ inline void release(void* pointer) {
   auto& block = node.mapped();
   one.allocated -= block.size;
   if (block.used_on.empty()) {
+    DeviceMemory::segment_of(one, (char*)pointer).in_use -= 1;
     one.free[{block.stream, block.size}].push_back((char*)pointer);
     return;
   }

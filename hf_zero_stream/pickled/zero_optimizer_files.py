@@ -1,9 +1,8 @@
-"""The two kinds of files in a ZeRO checkpoint of DeepSpeed, each read by itself; see :mod:`.zero_folder`.
+"""``*_optim_states.pt`` in a ZeRO checkpoint of DeepSpeed, each read by itself; see :mod:`.zero_folder`.
 
-``*_optim_states.pt`` has what one rank's optimizer keeps: for each tensor that it trains (a *flat*, in which parts of
-many parameters lie) its values in fp32 and its moments. ``*_model_states.pt`` has what is not trained, and the names
-and shapes of what is. The format has no specification; it is what DeepSpeed's engine and ZeRO optimizers save
-(``runtime/engine.py``, ``runtime/zero/stage3.py``, ``runtime/zero/stage_1_and_2.py``).
+It has what one rank's optimizer keeps: for each tensor that it trains (a *flat*, in which parts of many parameters
+lie) its values in fp32 and its moments. The format has no specification; it is what DeepSpeed's ZeRO optimizers save
+(``runtime/zero/stage3.py``, ``runtime/zero/stage_1_and_2.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 from ..checkpoint.format import TensorEntry, excerpt
 from ..errors import CheckpointError, UnsupportedError
 from ..sources.base import ByteSource
-from .pickles import kind_of
 from .torch_objects import NotPlain, TorchObjects
 
 
@@ -26,17 +24,7 @@ _SWAP_NAME = re.compile(r"\d{1,18}_\d{1,18}")
 _MOST_KEYS = 64
 """Entries that an optimizer keeps for a tensor."""
 
-_OF_THE_ENGINE = {
-    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
-    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
-    *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
-    *("ds_version", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers"),
-}
-"""Entries of a file of model states; all others are what the user gave as ``client_state``."""
-
-_EXPERTS = ("num_experts", "ds_autoep_layers", "autoep_layers")
-
-_BY_DEEPSPEED = "Go on with as many ranks as before, by DeepSpeed itself."
+BY_DEEPSPEED = "Go on with as many ranks as before, by DeepSpeed itself."
 
 
 class Flat(NamedTuple):
@@ -94,41 +82,6 @@ class OptimizerFile:
     scaler: Mapping[str, bool | int | float | None]
     kind: str
     batch_size: int | None
-
-
-@dataclass(frozen=True)
-class ModelFile:
-    """What is not in the optimizers' files, and what is in them.
-
-    Attributes:
-        trained: for each sub-group of parameters that lie in one flat, their shapes, in their order there.
-        tensors: the model's state dict as this rank has it; at stage 3 parameters are empty there.
-        buffers: which of these are buffers.
-        others: the names of its entries that are no tensors.
-        frozen: shapes of the parameters that are not trained (stages 2 and 3).
-        fragments: this rank's part of each of them.
-        shared: other names of parameters.
-        scheduler: its state; a text if it holds what is not plain.
-        client_state: what the user gave, but for what is not plain (`left_out`).
-    """
-
-    path: str
-    size_bytes: int
-    world_size: int
-    trained: Sequence[Mapping[str, tuple[int, ...]]]
-    tensors: Mapping[str, TensorEntry]
-    buffers: frozenset[str]
-    others: Sequence[str]
-    frozen: Mapping[str, tuple[int, ...]]
-    fragments: Mapping[str, TensorEntry]
-    shared: Mapping[str, str]
-    counters: Mapping[str, int]
-    scheduler: Mapping[str, Any] | str | None
-    client_state: Mapping[str, Any]
-    left_out: Sequence[str]
-
-
-# ----------------------------------------------------------------------------------------------------------- optimizer
 
 
 def read_optimizer_file(source: ByteSource, path: str) -> OptimizerFile:
@@ -190,7 +143,7 @@ def _refuse_others(path: str, what: str, keys: Collection[Any]) -> None:
     if keys:
         found = ", ".join(sorted(excerpt(key) for key in keys)[:8])
         raise UnsupportedError(
-            f"{path}: {what}: the optimizer keeps {found}, which belongs to none of its tensors. {_BY_DEEPSPEED}"
+            f"{path}: {what}: the optimizer keeps {found}, which belongs to none of its tensors. {BY_DEEPSPEED}"
         )
 
 
@@ -205,14 +158,14 @@ def _enumerated(objects: TorchObjects, value: Any, what: str) -> int:
 def _partition_count(objects: TorchObjects, wrapper: Mapping[Any, Any]) -> int:
     if "ds_zero_partition_groups" in wrapper:
         raise UnsupportedError(
-            f"{objects.path}: experts are shared by other ranks than the rest (AutoEP). {_BY_DEEPSPEED}"
+            f"{objects.path}: experts are shared by other ranks than the rest (AutoEP). {BY_DEEPSPEED}"
         )
     found = objects.get(wrapper, "optimizer_state_dict", "partition_count")
     counts = {objects.count(each, "partition_count") for each in (found if isinstance(found, list) else [found])}
     if len(counts) != 1:
         raise UnsupportedError(
             f"{objects.path}: partition_count: groups of parameters are shared by different numbers of ranks, as "
-            f"experts are. {_BY_DEEPSPEED}"
+            f"experts are. {BY_DEEPSPEED}"
         )
     return counts.pop()
 
@@ -238,7 +191,7 @@ def _groups(objects: TorchObjects, value: Any, flats: int) -> list[Group]:
             raise UnsupportedError(f"{objects.path}: {what}: {reason}, and not a number.") from reason
         if options.get("use_muon"):
             raise UnsupportedError(
-                f"{objects.path}: {what}: it is trained by Muon, which looks at whole matrices. {_BY_DEEPSPEED}"
+                f"{objects.path}: {what}: it is trained by Muon, which looks at whole matrices. {BY_DEEPSPEED}"
             )
     if len(seen) != flats:
         raise CheckpointError(f"{objects.path}: param_groups: expected {flats} tensors in them, found {len(seen)}.")
@@ -315,92 +268,3 @@ def _of_config(objects: TorchObjects) -> tuple[str, int | None]:
     optimizer, batch = config.get("optimizer"), config.get("train_batch_size")
     kind = optimizer.get("type") if isinstance(optimizer, dict) else None
     return kind if isinstance(kind, str) else "", batch if type(batch) is int else None
-
-
-# --------------------------------------------------------------------------------------------------------------- model
-
-
-def read_model_file(source: ByteSource, path: str) -> ModelFile:
-    """Read ``*_model_states.pt``, but no tensors; raises what :func:`read_optimizer_file` raises."""
-    with source.open_file(path) as file:
-        objects = TorchObjects(file, path)
-        root = objects.mapping(objects.root, "the file")
-        _refuse_other_parallelism(objects, root)
-        module = objects.mapping(objects.get(root, "the file", "module"), "module")
-        scheduler: Any = root.get("lr_scheduler")
-        try:
-            scheduler = None if scheduler is None else objects.plain(scheduler, "lr_scheduler")
-        except NotPlain as reason:
-            scheduler = str(reason)
-        client_state, left_out = _client_state(objects, root)
-        return ModelFile(
-            path,
-            file.size_bytes,
-            objects.count(root.get("dp_world_size"), "dp_world_size"),
-            [
-                _shapes(objects, each, "param_shapes")
-                for each in objects.sequence(objects.get(root, "the file", "param_shapes"), "param_shapes")
-            ],
-            _tensors(objects, module, "module"),
-            frozenset(
-                objects.name(each, "buffer_names")
-                for each in objects.sequence(root.get("buffer_names", []), "buffer_names")
-            ),
-            [
-                objects.name(name, "module")
-                for name, each in module.items()
-                if not objects.is_tensor(each) and each not in (None, {}, [], (), b"", "")
-            ],
-            _shapes(objects, root.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
-            _tensors(objects, root.get("frozen_param_fragments") or {}, "frozen_param_fragments"),
-            {
-                objects.name(alias, "shared_params"): objects.name(name, "shared_params")
-                for alias, name in objects.mapping(root.get("shared_params") or {}, "shared_params").items()
-            },
-            {name: objects.count(root[name], name) for name in _COUNTERS if root.get(name) is not None},
-            scheduler,
-            client_state,
-            left_out,
-        )
-
-
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-
-
-def _refuse_other_parallelism(objects: TorchObjects, root: Mapping[Any, Any]) -> None:
-    sizes = {"mp_world_size": root.get("mp_world_size", 1)}
-    sizes |= objects.mapping(root.get("checkpoint_parallel_dimensions") or {}, "checkpoint_parallel_dimensions")
-    for name, size in sizes.items():
-        if size not in (1, None):
-            raise UnsupportedError(
-                f"{objects.path}: {excerpt(name)}: expected 1, found {kind_of(size)}: each rank has a part of the "
-                "model itself (tensor or pipeline parallelism), not only of its parameters. Use DeepSpeed's own tools."
-            )
-    for name in _EXPERTS:
-        if root.get(name):
-            raise UnsupportedError(f"{objects.path}: {name}: ranks have different experts. {_BY_DEEPSPEED}")
-
-
-def _shapes(objects: TorchObjects, value: Any, what: str) -> dict[str, tuple[int, ...]]:
-    return {
-        objects.name(name, what): objects.sizes(shape, f"{what} of {name}")
-        for name, shape in objects.mapping(value, what).items()
-    }
-
-
-def _tensors(objects: TorchObjects, value: Any, what: str) -> dict[str, TensorEntry]:
-    """Those that are tensors: modules may keep other extra state (``ModelFile.others``)."""
-    named = {objects.name(name, what): each for name, each in objects.mapping(value, what).items()}
-    return {name: objects.tensor(each, name) for name, each in named.items() if objects.is_tensor(each)}
-
-
-def _client_state(objects: TorchObjects, root: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    kept, left_out = {}, []
-    for name, value in root.items():
-        if name in _OF_THE_ENGINE or not isinstance(name, str):
-            continue
-        try:
-            kept[name] = objects.plain(value, name, exactly=True)
-        except NotPlain:
-            left_out.append(name)
-    return kept, left_out
