@@ -197,7 +197,7 @@ def contradiction(situation: Situation) -> str | None:
         and s.follows in (("resume_4",) if s.home == "tp_at_load" else ("resume_1", "resume_4")),
         "transformers leaves a new head that it shards as the memory was": s.home == "fsdp2_at_load"
         and s.model == "bert_classifier",
-        "with cpu_ram_efficient_loading, which stock's arm lacks, what is made after a new head differs between ranks": (
+        "with cpu_ram_efficient_loading, which stock's arm lacks, what follows a new head differs between ranks": (
             s.home == "fsdp2"
             and s.wrapper == "loop"
             and s.model == "bert_classifier"
