@@ -115,11 +115,9 @@ def requirements() -> list[Requirement]:
 
 @functools.cache
 def installed_version(package: str) -> str:
-    """The version of an imported `package`, by what it says of itself, or by its distribution, which takes longer."""
-    if version := getattr(sys.modules.get(package), "__version__", ""):
-        return str(version)
+    """The version of an imported `package`, by its distribution, or by what it says of itself."""
     from importlib import metadata
 
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    return "(unknown version)"
+    return str(getattr(sys.modules.get(package), "__version__", "(unknown version)"))

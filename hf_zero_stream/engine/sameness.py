@@ -6,8 +6,10 @@ Nodes often differ: a stale copy of the checkpoint, an old library, an environme
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from ..checkpoint.format import ShardHeader
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import FileTensor, View
-from ..errors import CheckpointError, DisagreementError, installed_version
+from ..errors import CheckpointError, DisagreementError
 from ..holdings.marks import whole_shape
 from ..settings.config import StreamingConfig
 
@@ -44,7 +46,7 @@ def description(
     dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()]
     shapes = [f"{name}{tuple(whole_shape(tensor))}" for name, tensor in tensors]
     config = model.config.to_dict() if hasattr(model, "config") else {}
-    items = {f"the version of {name}": installed_version(name).partition("+")[0] for name in LIBRARIES}
+    items = {f"the version of {name}": _version(name) for name in LIBRARIES}
     items |= {f"the setting {name}": str(getattr(settings, name)) for name in (*_SETTINGS, *exchange_settings)}
     return items | {
         "the model's class": type(model).__name__,
@@ -94,6 +96,15 @@ def refuse_other_shards(paths: Sequence[str], own: Iterable[Copy], of_rank_0: It
         raise CheckpointError(
             f"{path}: the file on this host {difference}. Make the checkpoint the same on every node."
         )
+
+
+@cache
+def _version(library: str) -> str:
+    """The release: builds for different accelerators count as the same."""
+    try:
+        return importlib.metadata.version(library).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed as a package"
 
 
 def _sources(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
