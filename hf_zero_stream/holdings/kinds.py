@@ -155,9 +155,7 @@ def refuse_shared_memory(model: nn.Module, doing: str, instead: str) -> None:
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         stop = start + (last + 1) * tensor.element_size()
         place = str(tensor.device), tensor.untyped_storage().data_ptr()
-        spans[place].append(
-            (start, start + (last + 1) * tensor.element_size(), name, isinstance(tensor, nn.Parameter))
-        )
+        spans[place].append((start, stop, name, isinstance(tensor, nn.Parameter)))
     for sharing in spans.values():
         stop, owner, is_before = 0, "", False
         for start, end, name, is_parameter in sorted(sharing):

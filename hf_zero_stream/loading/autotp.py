@@ -20,9 +20,7 @@ from ..destinations.base import fill_whole
 from ..destinations.deferred import InPlace
 from ..destinations.replicated import chunk_bytes
 from ..errors import UnsupportedError
-from ..holdings.marks import is_cut
-from ..holdings.shards import Shard
-from ..planning.boxes import ParameterBox
+from ..holdings.shards import Shard, held_of
 from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from .deferral import deferrals_of
@@ -66,13 +64,9 @@ def configure_model(original: Callable[..., Any], self: Any, model: nn.Module, *
 
 
 def _held(coordinator: Coordinator, name: str, param: torch.Tensor) -> Shard | None:
-    """What DeepSpeed's map says that the lazy `param` is a part of; None if it does not say."""
-    if not is_cut(param):
-        return Shard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
-    from ..holdings.deepspeed.parts import part_of
-
+    """What the lazy `param` is a part of, or all; None if DeepSpeed's map does not say."""
     try:
-        return part_of(name, param)
+        return held_of(name, param, None, coordinator)
     except UnsupportedError:
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
 from tests.support.parity import ds_config
+from tests.support.training_state import accelerated_steps
 
 
 Checkpoint = Callable[..., Path]
@@ -46,37 +48,27 @@ def accumulate(folder: Path, target: Path, zero: bool) -> dict[str, Any]:
         model = load("llama", folder)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
-        def train(batches: int) -> list[float]:
-            losses = []
-            for number in range(batches):
-                ids = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(number))
-                with accelerator.accumulate(model):
-                    loss = model(input_ids=ids, labels=ids).loss
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(loss.item())
-            return losses
+        train = partial(accelerated_steps, accelerator, model, optimizer)
 
         def norm() -> float:
             param = next(model.parameters())
             return float((param.ds_tensor if zero else param.to_local()).detach().norm())
 
-        train(2)
+        train(range(2))
         accelerator.save_state(str(target / "between"))
         accelerator.save_state(str(target / "middle"))
-        expected = train(4)
-        train(1)
+        expected = train(range(4))
+        train(range(1))
         saved = norm()
         accelerator.save_state(str(target / "middle"))
         refused = message_of(lambda: accelerator.load_state(str(target / "between")))
-        train(1)
+        train(range(1))
         accelerator.load_state(str(target / "middle"))
         loaded = norm()
         accelerator.load_state(str(target / "between"))
         return {
             "expected": expected,
-            "resumed": train(4),
+            "resumed": train(range(4)),
             "refused": refused,
             "said": said,
             "middle": (saved, loaded),

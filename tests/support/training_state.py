@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,3 +209,17 @@ class TrainerRun:
     accumulation: int = 1
     state_dict_type: str = "FULL_STATE_DICT"
     arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def accelerated_steps(accelerator: Any, model: Any, optimizer: Any, numbers: Iterable[int]) -> list[float]:
+    """The losses of steps by accelerate; the inputs of each are the same on all ranks."""
+    losses = []
+    for number in numbers:
+        ids = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(number))
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

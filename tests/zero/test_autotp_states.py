@@ -15,6 +15,7 @@ from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.training_state import (
+    accelerated_steps,
     all_in_one_group,
     engine_of,
     resume_and_save,
@@ -103,25 +104,14 @@ def by_accelerate(folder: Path, target: Path, how: str, stage: int) -> dict[str,
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return accelerator, *accelerator.prepare(model, optimizer)
 
-    def steps(accelerator: Any, model: Any, optimizer: Any, numbers: range) -> list[float]:
-        losses = []
-        for number in numbers:
-            ids = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(number))
-            loss = model(input_ids=ids, labels=ids).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
     with hf_zero_stream.streaming() if how == "ours" else nullcontext():
         first = trained()
-        losses = steps(*first, range(2))
+        losses = accelerated_steps(*first, range(2))
         first[0].save_state(str(target / how))
-        losses += steps(*first, range(2, 4))
+        losses += accelerated_steps(*first, range(2, 4))
         second = trained()
         second[0].load_state(str(target / how))
-        again = steps(*second, range(2, 4))
+        again = accelerated_steps(*second, range(2, 4))
     return {"losses": losses, "again": again}
 
 
