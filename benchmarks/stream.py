@@ -37,8 +37,8 @@ from benchmarks import machine
 from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import run
 from examples.vllm_on_cpu import Group, free_port, stand_in
+from hf_zero_stream.plugins.stream.receiver import Receiver
 from hf_zero_stream.reports.measures import AnonymousMemory
-from hf_zero_stream.stream.receiver import Receiver
 from tests.support.engine_servers import DirectServer, VLLMServer
 
 

@@ -80,7 +80,7 @@ def world_on_paper(model: nn.Module, world: int) -> Iterator[None]:
 
 def read_by(worker: int, workers: int, tensors: Any) -> dict[str, Any]:
     """What a worker reads: of experts its own, as expert parallelism deals them out, and all of the rest."""
-    from hf_zero_stream.stream.reads import whole
+    from hf_zero_stream.plugins.stream.reads import whole
 
     experts = (re.search(r"experts\.(\d+)\.", each.name) for each in tensors)
     mine = (expert is None or int(expert[1]) % workers == worker for expert in experts)
@@ -88,7 +88,7 @@ def read_by(worker: int, workers: int, tensors: Any) -> dict[str, Any]:
 
 
 def layouts_of(bucket: Any, read: list[dict[str, Any]]) -> Iterator[Any]:
-    from hf_zero_stream.stream.direct import shares_of, sliced
+    from hf_zero_stream.plugins.stream.direct import shares_of, sliced
 
     yield from [shares_of(bucket, 0)] if len(read) == 1 else sliced(bucket, 0, read)
 
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bucket-mib", type=int, default=256)
     settings = parser.parse_args(arguments)
     import hf_zero_stream
-    from hf_zero_stream.stream.wire import encoded
+    from hf_zero_stream.plugins.stream.wire import encoded
 
     model = model_of(MODELS[settings.model][0]())
     with world_on_paper(model, settings.world):

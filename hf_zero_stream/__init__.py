@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from .loading.dry_load import plan as plan
     from .loading.into import load_into as load_into
     from .planning.plan import LoadPlan as LoadPlan
+    from .plugins.stream.sender import WeightSender as WeightSender
+    from .plugins.stream.sender import weight_sender as weight_sender
+    from .plugins.stream.weights import WeightStream as WeightStream
+    from .plugins.stream.weights import weight_stream as weight_stream
     from .reports.load import LoadReport as LoadReport
     from .reports.save import SaveReport as SaveReport
     from .saving.calls import save_pretrained as save_pretrained
@@ -23,10 +27,6 @@ if TYPE_CHECKING:
     from .state.load import Resumed as Resumed
     from .state.load import load_state as load_state
     from .state.save import save_state as save_state
-    from .stream.sender import WeightSender as WeightSender
-    from .stream.sender import weight_sender as weight_sender
-    from .stream.weights import WeightStream as WeightStream
-    from .stream.weights import weight_stream as weight_stream
     from .tensors import load_tensors as load_tensors
     from .tensors import save_tensors as save_tensors
 
@@ -41,8 +41,8 @@ _HOMES = {
     "Resumed": ".state.load",
     "SaveReport": ".reports.save",
     "StreamingConfig": ".settings.config",
-    "WeightSender": ".stream.sender",
-    "WeightStream": ".stream.weights",
+    "WeightSender": ".plugins.stream.sender",
+    "WeightStream": ".plugins.stream.weights",
     "load_into": ".loading.into",
     "load_state": ".state.load",
     "load_tensors": ".tensors",
@@ -51,9 +51,23 @@ _HOMES = {
     "save_state": ".state.save",
     "save_tensors": ".tensors",
     "streaming": ".bindings.streaming",
-    "weight_sender": ".stream.sender",
-    "weight_stream": ".stream.weights",
+    "weight_sender": ".plugins.stream.sender",
+    "weight_stream": ".plugins.stream.weights",
 }
+
+
+def _home_of(name: str) -> Any:
+    """The module that a public name comes from; a MissingPluginError if the folder of its plug-in is gone."""
+    home = _HOMES[name]
+    try:
+        return importlib.import_module(home, __name__)
+    except ModuleNotFoundError as error:
+        _, _, plugin, *_ = *home.split("."), "", ""
+        if error.name != f"{__name__}.plugins.{plugin}":
+            raise
+        from .registry.plugins import missing
+
+        raise missing(plugin, f"{__name__}.{name}") from None
 
 
 def _find(name: str) -> Any:
@@ -61,7 +75,7 @@ def _find(name: str) -> Any:
         return __dir__()
     found = None
     if name in _HOMES:
-        found = getattr(importlib.import_module(_HOMES[name], __name__), name)
+        found = getattr(_home_of(name), name)
     elif name.startswith("StreamingAuto"):
         from .auto import STREAMING_CLASSES
 

@@ -20,6 +20,7 @@ __all__ = [
     "DisagreementError",
     "HfZeroStreamError",
     "LoadError",
+    "MissingPluginError",
     "PeerError",
     "ReadError",
     "SaveError",
@@ -80,6 +81,10 @@ class UnsupportedError(HfZeroStreamError, NotImplementedError):
 
 class VersionError(HfZeroStreamError, ImportError):
     """transformers or DeepSpeed lacks something that this package relies on; names the version found."""
+
+
+class MissingPluginError(HfZeroStreamError, ImportError):
+    """A plug-in of this package is needed that is not installed; names it, and what needs it."""
 
 
 def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = "") -> None:

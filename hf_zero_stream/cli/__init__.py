@@ -14,15 +14,23 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
-from ..errors import HfZeroStreamError
+from ..errors import PACKAGE, HfZeroStreamError
+from ..registry.plugins import missing, plugins
 from ..reports.text import printable
 
 
-COMMANDS = {
-    name: import_module(f".{name}", __package__)
-    for name in ("run", "inspect", "plan", "verify", "convert", "demo", "doctor")
-}
-"""Command -> its module, which has the command's function `run` and an `EXAMPLE`."""
+OURS = ("run", "inspect", "plan", "verify", "convert", "doctor")
+"""Commands of the core; plug-ins bring others."""
+
+
+OF_PLUGINS = {"demo": "demo"}
+"""Commands of this package's own plug-ins, for the error where the plug-in is not there."""
+
+
+def commands() -> dict[str, str]:
+    """Command -> its module, which has the command's function `run` and an `EXAMPLE`."""
+    brought = [plugin.commands for plugin in plugins()]
+    return {name: f".cli.{name}" for name in OURS} | {name: place for each in brought for name, place in each.items()}
 
 
 class _Command(TyperCommand):
@@ -33,6 +41,16 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*commands()]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in OF_PLUGINS and cmd_name not in commands():
+            raise missing(OF_PLUGINS[cmd_name], f"hf-zero-stream {cmd_name}")
+        if cmd_name not in self.commands and cmd_name in commands():
+            self.commands[cmd_name] = _made(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -67,10 +85,14 @@ def _options(
     """Options of no command; the text of the help is that of `app`."""
 
 
-for _name, _module in COMMANDS.items():
+def _made(name: str) -> Any:
+    """The command `name`, whose module is imported now."""
+    module = import_module(commands()[name], PACKAGE)
+    alone = typer.Typer(rich_markup_mode=None, add_completion=False)
     # What stands behind the command of `run` is that command's, options too.
-    _settings = {"allow_interspersed_args": _name != "run"}
-    app.command(_name, cls=_Command, epilog=f"Example: {_module.EXAMPLE}", context_settings=_settings)(_module.run)
+    settings = {"allow_interspersed_args": name != "run"}
+    alone.command(name, cls=_Command, epilog=f"Example: {module.EXAMPLE}", context_settings=settings)(module.run)
+    return typer.main.get_command(alone)
 
 
 def main() -> None:

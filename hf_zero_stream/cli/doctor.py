@@ -17,6 +17,7 @@ from warnings import catch_warnings
 import typer
 
 from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError, requirements
+from ..registry.plugins import tool
 from ..reports.text import count_text
 from ..settings.config import (
     StreamingConfig,
@@ -104,8 +105,7 @@ def run(
         "ops": ops,
     }
     if bundle is not None:
-        from .bundle import write_bundle
-
+        write_bundle = tool("doctor --bundle", "demo")
         path_of_accelerate = accelerate_config or _default_config()
         write_bundle(bundle, path_of_accelerate, doctor=data, ds_config=ds_config, report=report)
     if form == "table":
@@ -180,15 +180,15 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     for package, what in uses.items():
         yield Check(what, "ok" if find_spec(package) else "no", f"package {package}")
     # DeepSpeed compiles its ops with these at first use, unless they were installed compiled.
-    for tool, advice in (("ninja", "pip install ninja"), ("g++", "install a C++ compiler")):
-        found = shutil.which(tool)
-        yield Check(tool, "ok" if found else "note", "on the path" if found else f"not on the path: {advice}")
+    for program, advice in (("ninja", "pip install ninja"), ("g++", "install a C++ compiler")):
+        found = shutil.which(program)
+        yield Check(program, "ok" if found else "note", "on the path" if found else f"not on the path: {advice}")
 
 
 def _check_table() -> Iterator[Check]:
     """Whether the installed versions have every function that is replaced in them, and what is lost where not."""
-    from ..bindings.install import Weight
     from ..bindings.table import TABLE
+    from ..registry.rows import Weight
     from ..reports.measures import collector_paused
 
     rows = [row for rows in TABLE.values() for row in rows if find_spec(row.package)]
@@ -209,6 +209,7 @@ def _check_table() -> Iterator[Check]:
         means = {
             Weight.ESSENTIAL: f"{feature or 'each load or save that needs it'} ends in a VersionError",
             Weight.FEATURE: f"{feature or 'what needs it'}: left to stock",
+            Weight.PARTITIONS: f"{feature}: left to stock; beside it, loads under ZeRO-3 end in a VersionError",
             Weight.SPEED: "loads are slower",
         }[weight]
         status = "problem" if weight is Weight.ESSENTIAL else "note"

@@ -12,11 +12,11 @@ from transformers import PreTrainedConfig
 from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import logging
 
-from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..errors import CheckpointError, HfZeroStreamError
 from ..loading.dry_load import Forecast, lazily_loaded, load_of_layouts
 from ..planning.footprint import HOST
+from ..registry.rows import Moment
 from ..settings.config import StreamingConfig
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import prod
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..registry.plugins import tool
 from ..reports.text import bytes_text, count_text, folded_names
 from . import frame
 from .checkpoints import loadable
-from .suggest import Machines, needs_of_node, suggest
 
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ def run(
     checkpoint = loadable(path, revision, trust_remote_code=trust_remote_code, dequantize=dequantize)
     how: dict[str, Any] = {"device": device, "adamw": adamw, "lora": lora}
     if suggested:
-        suggest(path, checkpoint, how, Machines(world_size, ranks_per_node, limits), dtype or "bf16", write, form)
+        suggest = tool("plan --suggest", "demo")
+        suggest(path, checkpoint, how, world_size, ranks_per_node, limits, dtype or "bf16", write, form)
         return
     config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
     most = MOST_BARS if html else MOST_RANKS if plot else 1
@@ -151,20 +153,35 @@ def run(
         "fits": fits if limits else None,
     }
     if plot or html:
-        from .picture import as_svg, draw
-
         on_rank = {HOST: host_memory and host_memory // min(ranks_per_node, world_size), device: device_memory}
         drawn = [forecast, *(forecasts[number] for number in ranks if number != rank)]
         shown = drawn, device, {place: limit for place, limit in on_rank.items() if limit}
         if plot:
-            draw(plot, *shown)
+            tool("plan --plot", "demo")(plot, *shown)
         if html:
             from .page import write_page
 
             title, blocks = f"{path}: {count_text(world_size, 'rank')}", list(_blocks(data, forecast.memory))
             note = "All memory is computed before anything is loaded. Activations are not counted."
-            write_page(html, title, as_svg(*shown), note, blocks)
+            write_page(html, title, tool("plan --html", "demo")(*shown), note, blocks)
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
+
+
+def phases_of(footprint: MemoryFootprint, device: str) -> tuple[Mapping[str, int], ...]:
+    """Bytes by place in the load, the engine's start, the passes through the model and the optimizer's step."""
+    passes = Counter(footprint.held) + Counter({device: footprint.largest_gather})
+    return footprint.load_peak, footprint.start_peak, passes, footprint.step_peak
+
+
+def needs_of_node(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
+    """The memory that a device and the host of a node with `ranks_per_node` ranks need, without activations."""
+    phases = phases_of(footprint, device)
+    most = {place: max(phase.get(place, 0) for phase in phases) for place in {device, "cpu"}}
+    return {
+        "device": 0 if device == "cpu" else most[device],
+        "host": most["cpu"] * ranks_per_node,
+        "ranks_per_node": ranks_per_node,
+    }
 
 
 def _lora(rank: int | None, targets: str | None) -> dict[str, Any] | None:

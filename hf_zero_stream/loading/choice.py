@@ -11,7 +11,7 @@ import torch
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
-from ..bindings.table import OF_PARTITIONS, refuse_lacking
+from ..bindings.table import refuse_unsafe_partitions
 from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import UnsupportedError
@@ -109,7 +109,7 @@ def choose_alone(
 def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:
     from ..destinations.deepspeed import partitioned, zero3
 
-    refuse_lacking(OF_PARTITIONS)
+    refuse_unsafe_partitions()
     settings, around, ds_config = settings_for(found, strict), partitioned.open_init(), completed(found)
     if around is not None:
         ds_config = partitioned.config_of(around, ds_config if found else {})

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
@@ -33,6 +32,7 @@ from ..errors import UnsupportedError
 from ..holdings import fsdp
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
+from ..registry.rows import Moment
 from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig

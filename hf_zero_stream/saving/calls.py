@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..errors import ConfigError, SaveError, UnsupportedError, UrlError
 from ..holdings.marks import has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
+from ..registry.rows import Moment
 from ..reports.save import SaveReport
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped

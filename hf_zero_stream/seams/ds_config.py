@@ -19,8 +19,8 @@ from typing import Any
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
-from ..bindings.install import Moment
 from ..bindings.table import installed
+from ..registry.rows import Moment
 from ..settings.config import StreamingConfig
 from ..settings.scope import current_config, having
 

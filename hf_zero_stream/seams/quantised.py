@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
+from ..registry.rows import Moment
 from .session import Original, Session, in_session
 
 

@@ -20,12 +20,13 @@ from huggingface_hub import StateDictSplit
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..bindings.install import Moment, standing_in
+from ..bindings.install import standing_in
 from ..bindings.table import installed
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
 from ..holdings.marks import is_dequantised, is_packed
+from ..registry.rows import Moment
 from ..settings.scope import having
 
 

@@ -13,11 +13,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel, modeling_utils
 
-from ..bindings.install import Moment, Replacement
+from ..bindings.install import Replacement
 from ..bindings.table import TABLE
 from ..destinations.base import RandomState
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError
+from ..registry.rows import Moment
 from .ds_config import zero3_hidden
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from hf_zero_stream.bindings import install
-from hf_zero_stream.bindings.install import Installation, Moment, Row, Weight
+from hf_zero_stream.bindings.install import Installation
 from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import PACKAGE, VersionError
+from hf_zero_stream.registry.rows import Moment, Row, Weight
 from tests.support.cluster import ROOT
 
 
@@ -38,7 +39,7 @@ def test_it_is_there_and_leads_to_a_function(row: Row) -> None:
         assert list(row.places())
     if row.leads_to:
         module, _, name = row.leads_to.partition(":")
-        assert callable(getattr(importlib.import_module(f"{PACKAGE}.{module}"), name))
+        assert callable(getattr(importlib.import_module(module, PACKAGE), name))
 
 
 @pytest.mark.parametrize("row", [row for rows in TABLE.values() for row in rows if row.package in ELSEWHERE])
@@ -46,7 +47,7 @@ def test_it_leads_to_a_function_and_a_client_looks_at_the_original(row: Row) -> 
     """The client asserts in its environment what the test above asserts here."""
     if row.leads_to:
         module, _, name = row.leads_to.partition(":")
-        assert callable(getattr(importlib.import_module(f"{PACKAGE}.{module}"), name))
+        assert callable(getattr(importlib.import_module(module, PACKAGE), name))
     texts = [path.read_text() for path in (ROOT / "benchmarks" / "clients").glob("*.py")]
     assert any(f'assert_rows("{row.package}")' in text for text in texts)
 
@@ -54,7 +55,7 @@ def test_it_leads_to_a_function_and_a_client_looks_at_the_original(row: Row) -> 
 def test_the_page_names_each_row_in_its_order() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     for moment, rows in TABLE.items():
-        (cell,) = [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {moment.value} |")]
+        (cell,) = [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {moment.description} |")]
         assert re.findall(r"`([^`]+)`", cell) == list(dict.fromkeys(row.of.partition(":")[2] for row in rows))
 
 
@@ -70,10 +71,10 @@ def library() -> Iterator[Any]:
     del sys.modules["of_tests"]
 
 
-ESSENTIAL = Row("of_tests:act", "errors:PACKAGE", "first second", Weight.ESSENTIAL)
+ESSENTIAL = Row("of_tests:act", ".errors:PACKAGE", "first second", Weight.ESSENTIAL)
 FEATURES = [
-    Row("of_tests:Own.act", "errors:PACKAGE", feature="acts"),
-    Row("of_tests:gone", "errors:PACKAGE", feature="acts"),
+    Row("of_tests:Own.act", ".errors:PACKAGE", feature="acts"),
+    Row("of_tests:gone", ".errors:PACKAGE", feature="acts"),
 ]
 
 

@@ -19,9 +19,9 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
-from hf_zero_stream.bindings.install import Moment, Row, Weight
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
+from hf_zero_stream.registry.rows import Moment, Row, Weight
 from tests.quantised.test_dequantised import load as load_dequantised
 from tests.quantised.test_gguf import write_lfm2
 from tests.support.cluster import run_ranks

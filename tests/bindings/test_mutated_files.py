@@ -19,8 +19,8 @@ import transformers
 from deepspeed.utils import zero_to_fp32
 
 import hf_zero_stream
-from hf_zero_stream.bindings.install import Moment
 from hf_zero_stream.prefix import environment
+from hf_zero_stream.registry.rows import Moment
 from tests.bindings.test_mutated_trainings import Mutation, mutated, mutations
 from tests.state.test_zero_tools import differences, engine_free_model, save_by_both
 from tests.support.cluster import run_ranks
@@ -172,7 +172,7 @@ def test_deepspeeds_tools(
 
 SCRIPT = """
 import os, sys
-from hf_zero_stream.bindings.install import Moment
+from hf_zero_stream.registry.rows import Moment
 from hf_zero_stream.bindings.table import TABLE
 import torch.distributed as dist
 from torch.distributed import distributed_c10d

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from examples.vllm_on_cpu import stand_in
 from hf_zero_stream.bindings import install
-from hf_zero_stream.bindings.install import Moment, Row
 from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.registry.rows import Moment, Row
 from tests.bindings.test_mutated_bindings import MUTATIONS
 from tests.bindings.test_mutated_trainings import Mutation, mutated
 from tests.bindings.test_trl import make_tokenizer
@@ -45,7 +45,7 @@ def unasked(row: Row, patch: pytest.MonkeyPatch) -> Row:
         with put(instance, **{each: method for each, method in methods.items() if each != name}):
             yield
 
-    patch.setattr(importlib.import_module("hf_zero_stream.stream.trl"), "standing_in", standing_in)
+    patch.setattr(importlib.import_module("hf_zero_stream.plugins.stream.trl"), "standing_in", standing_in)
     return row
 
 

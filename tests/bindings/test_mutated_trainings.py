@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from hf_zero_stream.bindings.install import Moment, Row
 from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.registry.rows import Moment, Row
 from tests.bindings.test_mutated_bindings import MUTATIONS, mutation_of
 from tests.drift import smoke
 from tests.quantised.test_packed_peft import losses_of_kinds

@@ -14,9 +14,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel, core_model_loading
 
 import hf_zero_stream
-from hf_zero_stream.bindings.install import Installation, Moment, Row, Weight
+from hf_zero_stream.bindings.install import Installation
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
+from hf_zero_stream.registry.rows import Moment, Row, Weight
 from hf_zero_stream.seams import sharding
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce

@@ -1,5 +1,6 @@
 """The command line: its frame, `inspect` and `plan`. Exit codes: 0 ok, 1 the check failed, 2 wrong usage."""
 
+import importlib
 import itertools
 import json
 import random
@@ -21,14 +22,14 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_zero_stream
-from hf_zero_stream.cli import COMMANDS, app, frame
+from hf_zero_stream.cli import app, commands, frame
 from hf_zero_stream.reports.text import fold, folded_names
 from tests.support.commands import command_environment
 from tests.support.parity import ds_config
 from tests.support.zoo import ZOO, build_model, make_moe_checkpoint
 
 
-NAMES = list(COMMANDS)
+NAMES = list(commands())
 USAGE = 2
 
 
@@ -63,9 +64,10 @@ def test_help_has_an_example(name: str) -> None:
 def test_examples_are_understood(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(ds_config()))
     monkeypatch.chdir(tmp_path)
-    program, command_name, *arguments = COMMANDS[name].EXAMPLE.split()
+    program, command_name, *arguments = importlib.import_module(commands()[name], "hf_zero_stream").EXAMPLE.split()
     assert (program, command_name) == ("hf-zero-stream", name)
-    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    group: Any = typer.main.get_command(app)
+    command = group.get_command(None, name)
     assert command.make_context(name, arguments).params
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hf_zero_stream.cli import demo
+from hf_zero_stream.plugins.demo import demo
 from tests.cli.test_cli import run, run_json
 from tests.cli.test_docs import DOCUMENT, assert_shown, blocks, commands
 from tests.support.commands import command_environment

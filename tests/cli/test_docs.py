@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_zero_stream.cli import COMMANDS, app
+from hf_zero_stream.cli import app
 from tests.cli.test_cli import NAMES
 from tests.support.cluster import ROOT
 from tests.support.commands import link_repository
@@ -114,7 +114,7 @@ def test_documents_show_every_command() -> None:
 def test_documents_name_every_option() -> None:
     """Options that are in the document exist."""
     existing = {"--version"}  # of no command: tests/cli/test_cli.py
-    for name in COMMANDS:
+    for name in NAMES:
         result = CliRunner().invoke(app, [name, "--help"])
         existing |= set(re.findall(r"--[a-z0-9-]+", result.stdout))
     without_make = re.sub(r"^python -m benchmarks.*$", "", DOCUMENT, flags=re.MULTILINE)

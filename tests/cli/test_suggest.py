@@ -11,7 +11,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from hf_zero_stream.cli.suggest import Machines, smallest
+from hf_zero_stream.plugins.demo.suggest import Machines, smallest
 from tests.cli.test_cli import run, run_json
 from tests.support.zoo import make_moe_checkpoint
 

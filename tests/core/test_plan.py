@@ -16,11 +16,11 @@ import transformers
 from safetensors.torch import save_file
 
 import hf_zero_stream
-from hf_zero_stream.bindings.install import Moment
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.planning.plan import Target, plan_batch
+from hf_zero_stream.registry.rows import Moment
 from hf_zero_stream.sources.local import _HeaderFile
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8

@@ -9,7 +9,7 @@ import sys
 
 from packaging.requirements import Requirement
 
-from hf_zero_stream.bindings.install import Weight
+from hf_zero_stream.registry.rows import Weight
 from tests.drift import contracts, stacks
 from tests.support.cluster import ROOT
 

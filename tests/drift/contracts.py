@@ -13,9 +13,9 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from hf_zero_stream.bindings.install import Row, Weight
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.holdings import fsdp
+from hf_zero_stream.registry.rows import Row, Weight
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")

@@ -16,9 +16,9 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig, streaming
-from hf_zero_stream.bindings.install import Moment
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.registry.rows import Moment
 from hf_zero_stream.seams.ds_config import _StandIn
 from hf_zero_stream.settings import config, scope
 from tests.support.cluster import run_ranks

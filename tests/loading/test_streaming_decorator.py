@@ -16,9 +16,9 @@ import pytest
 import transformers
 
 from hf_zero_stream import StreamingConfig, streaming
-from hf_zero_stream.bindings.install import Moment
 from hf_zero_stream.bindings.table import installed
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.registry.rows import Moment
 from hf_zero_stream.settings import scope
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config

@@ -70,8 +70,8 @@ def test_streams_are_kept_from_load_to_load(even_checkpoint: Path) -> None:
 
 def stream_of_a_send() -> tuple[bool, bool]:
     """Whether a background send is on the stream of the training, and whether the next one waits for it."""
+    from hf_zero_stream.plugins.stream.servers import Server
     from hf_zero_stream.ranks.accelerators import side_streams
-    from hf_zero_stream.stream.servers import Server
 
     device, streams = torch.device("cuda", 0), []
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hf_zero_stream
-from hf_zero_stream.bindings.install import Moment
 from hf_zero_stream.bindings.table import installed
 from hf_zero_stream.errors import CheckpointError, LoadError
+from hf_zero_stream.registry.rows import Moment
 from tests.ports.test_byte_source import Raw
 from tests.ports.test_destination_example import Columns
 from tests.support.cluster import run_ranks

@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 import transformers
 
-from hf_zero_stream.cli.demo import drop_from_cache
 from hf_zero_stream.engine import opened
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
+from hf_zero_stream.plugins.demo.demo import drop_from_cache
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources import local

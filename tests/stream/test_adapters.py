@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
-from hf_zero_stream.stream.merging import merges_values
+from hf_zero_stream.plugins.stream.merging import merges_values
 from tests.support.cluster import run_ranks
 from tests.support.packed_models import Folders
 from tests.support.packed_training import load as load_packed

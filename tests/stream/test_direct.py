@@ -54,7 +54,7 @@ def model_of(checkpoint: Path, home: str) -> Any:
 
 def send(checkpoint: Path, home: str, url: str, folder: Path, deltas: bool) -> int:
     """Three times, with changes before each, and a pass and a save of the same values after it (all ranks)."""
-    from hf_zero_stream.stream import direct
+    from hf_zero_stream.plugins.stream import direct
 
     direct.MESSAGE_BYTES = 3000
     model = model_of(checkpoint, home)

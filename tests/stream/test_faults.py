@@ -158,7 +158,7 @@ def test_a_rank_that_is_in_two_meetings(monkeypatch: pytest.MonkeyPatch) -> None
 @contextmanager
 def unreadable(stream: Any, number: int) -> Iterator[None]:
     """The value of one parameter cannot be read."""
-    import hf_zero_stream.stream.buckets as buckets
+    import hf_zero_stream.plugins.stream.buckets as buckets
 
     original, count = buckets.begin_exchange, [0]
 

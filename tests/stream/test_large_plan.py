@@ -9,8 +9,8 @@ from math import prod
 import hf_zero_stream
 from benchmarks.scale import MODELS
 from benchmarks.stream_plan import model_of, world_on_paper
-from hf_zero_stream.stream.direct import MESSAGE_BYTES, shares_of, sliced
-from hf_zero_stream.stream.reads import whole
+from hf_zero_stream.plugins.stream.direct import MESSAGE_BYTES, shares_of, sliced
+from hf_zero_stream.plugins.stream.reads import whole
 
 
 WORLD = 64

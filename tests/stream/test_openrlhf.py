@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hf_zero_stream.stream.weights import weight_stream
+from hf_zero_stream.plugins.stream.weights import weight_stream
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
 from tests.support.parity import ds_config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero_stream.stream.reads import Ranges, Reads, whole
+from hf_zero_stream.plugins.stream.reads import Ranges, Reads, whole
 
 
 def watched(reads: Reads, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:

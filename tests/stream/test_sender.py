@@ -16,8 +16,8 @@ import torch.distributed as dist
 from examples.vllm_on_cpu import join
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
 from hf_zero_stream.errors import ConfigError, StreamError
-from hf_zero_stream.stream.plan import StreamedTensor
-from hf_zero_stream.stream.sender import differences
+from hf_zero_stream.plugins.stream.plan import StreamedTensor
+from hf_zero_stream.plugins.stream.sender import differences
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import EngineServer, SGLangServer, VLLMServer
 from tests.support.loading import load_with
@@ -175,7 +175,7 @@ def test_a_server_that_is_silent(cluster: None, zoo_checkpoint: Checkpoint, star
 
 
 def die(checkpoint: Path, engine: str, url: str, victim: int) -> None:
-    from hf_zero_stream.stream import buckets
+    from hf_zero_stream.plugins.stream import buckets
 
     sender = sender_of(checkpoint, engine, url)
     original, count = buckets.begin_exchange, [0]

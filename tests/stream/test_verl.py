@@ -99,7 +99,7 @@ def test_adapters_are_merged(cluster: None, zoo_checkpoint: Callable[..., Path],
 def left(folder: Path, adapt: Adapt | None, options: dict[str, Any], lacks: str) -> int:
     """How many streams were made; of a verl that `lacks` a function."""
     import hf_zero_stream
-    from hf_zero_stream.stream import verl as ours
+    from hf_zero_stream.plugins.stream import verl as ours
 
     model = fully_sharded(folder) if adapt is None else under_fsdp2(folder, adapt, torch.float32)
     engine = verl(lacks)(model, **options)

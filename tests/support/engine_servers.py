@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_zero_stream.stream.receiver import Receiver
+from hf_zero_stream.plugins.stream.receiver import Receiver
 
 
 T = TypeVar("T")

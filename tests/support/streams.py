@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_zero_stream.stream import weights
-from hf_zero_stream.stream.buckets import filled
+from hf_zero_stream.plugins.stream import weights
+from hf_zero_stream.plugins.stream.buckets import filled
 from tests.support.live_sharded import Way
 from tests.support.loading import load_with
 from tests.support.packed_training import load as load_packed

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import nn
 
-from ...bindings.install import Moment
 from ...bindings.table import installed
 from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_version
 from ...holdings.deepspeed.original_experts import Origin, converted_layers
 from ...holdings.marks import CONVERTED
 from ...planning.boxes import Cut, ParameterBox
+from ...registry.rows import Moment
 
 
 try:

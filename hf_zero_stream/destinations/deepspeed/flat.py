@@ -26,12 +26,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from ...bindings.install import Moment
 from ...bindings.table import installed
 from ...checkpoint.lazy import LazyTensor
 from ...holdings.deepspeed import partitions
 from ...ranks.accelerators import free_bytes, is_accelerator, kind
 from ...ranks.coordinator import Coordinator, all_gather
+from ...registry.rows import Moment
 from ...settings.config import StreamingConfig
 from ...settings.scope import having
 from ..base import Batch

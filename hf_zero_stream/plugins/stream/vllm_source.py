@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ..errors import refuse_unknown_version
+from ...errors import refuse_unknown_version
 
 
 if TYPE_CHECKING:

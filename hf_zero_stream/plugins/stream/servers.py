@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import StreamError, VersionError
-from ..ranks import accelerators
-from ..ranks.coordinator import Coordinator
+from ...errors import StreamError, VersionError
+from ...ranks import accelerators
+from ...ranks.coordinator import Coordinator
 from .buckets import Bucket
 from .calls import Calls
 from .plan import StreamedTensor

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import Computed, HostTensor, Node, Stored, View
-from ..saving.plan import Round, Segment, Sources, segments_of
+from ...checkpoint.lazy import LazyTensor
+from ...checkpoint.nodes import Computed, HostTensor, Node, Stored, View
+from ...saving.plan import Round, Segment, Sources, segments_of
 
 
 LEAST_ROUND_BYTES = 2**20

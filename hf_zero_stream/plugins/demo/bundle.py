@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import yaml
 
-from .. import __version__
-from ..errors import PACKAGE
+from ... import __version__
+from ...errors import PACKAGE
 
 
 _PACKAGES = (

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..reports.text import bytes_text, count_text
-from . import frame
+from ...cli import frame
+from ...cli.plan import needs_of_node
+from ...reports.text import bytes_text, count_text
 
 
 if TYPE_CHECKING:
-    from ..planning.footprint import MemoryFootprint
+    pass
 
 
 ON_HOST = {"device": "cpu"}
@@ -38,18 +38,21 @@ def suggest(
     path: str,
     checkpoint: AbstractContextManager[tuple[str, dict[str, Any]]],
     how: Mapping[str, Any],
-    machines: Machines,
+    most_ranks: int,
+    ranks_per_node: int,
+    limits: Mapping[str, int],
     dtype: str,
     write: Path | None,
     form: Literal["table", "json"],
 ) -> None:
     """Print what was looked at and what fits, and write accelerate's config for it; exit code 1 if nothing fits.
 
-    `checkpoint` is that of :func:`.checkpoints.loadable`; `how` has the arguments of :func:`hf_zero_stream.plan` that
-    are the same for all set-ups.
+    `checkpoint` is that of :func:`...cli.checkpoints.loadable`; `how` has the arguments of
+    :func:`hf_zero_stream.plan` that are the same for all set-ups. For `limits` see :class:`Machines`.
     """
+    machines = Machines(most_ranks, ranks_per_node, limits)
     with checkpoint as (place, arguments):
-        from ..loading.dry_load import plan
+        from ...loading.dry_load import plan
 
         def needs(ranks: int, config: Mapping[str, Any]) -> dict[str, int]:
             memory = plan(place, world_size=ranks, ds_config=config, **how, **arguments).memory
@@ -102,23 +105,6 @@ def smallest(
             if setup["fits"]:
                 return setup, looked_at
     return None, looked_at
-
-
-def phases_of(footprint: MemoryFootprint, device: str) -> tuple[Mapping[str, int], ...]:
-    """Bytes by place in the load, the engine's start, the passes through the model and the optimizer's step."""
-    passes = Counter(footprint.held) + Counter({device: footprint.largest_gather})
-    return footprint.load_peak, footprint.start_peak, passes, footprint.step_peak
-
-
-def needs_of_node(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
-    """The memory that a device and the host of a node with `ranks_per_node` ranks need, without activations."""
-    phases = phases_of(footprint, device)
-    most = {place: max(phase.get(place, 0) for phase in phases) for place in {device, "cpu"}}
-    return {
-        "device": 0 if device == "cpu" else most[device],
-        "host": most["cpu"] * ranks_per_node,
-        "ranks_per_node": ranks_per_node,
-    }
 
 
 def write_config(path: Path, setup: Mapping[str, Any]) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.nodes import Stored
-from ..engine.execute import HugePages
-from ..errors import PeerError
-from ..ranks.coordinator import Coordinator, collective_device
-from ..saving.parameters import Parameters, Values, evaluated, opened
-from ..saving.plan import Round, Segment
-from ..saving.write import begin_exchange
+from ...checkpoint.nodes import Stored
+from ...engine.execute import HugePages
+from ...errors import PeerError
+from ...ranks.coordinator import Coordinator, collective_device
+from ...saving.parameters import Parameters, Values, evaluated, opened
+from ...saving.plan import Round, Segment
+from ...saving.write import begin_exchange
 from .merging import AdaptedLayers
 from .plan import BucketPlan, Evaluation
 

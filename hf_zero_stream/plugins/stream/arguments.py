@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import ConfigError, UnsupportedError
-from ..ranks.coordinator import Coordinator
+from ...errors import ConfigError, UnsupportedError
+from ...ranks.coordinator import Coordinator
 
 
 _KNOWN = {"to": ("rank0", "all", "owners"), "only": ("all", "trainable"), "layout": ("hub", "model")}

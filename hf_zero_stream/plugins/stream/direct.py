@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import StreamError
-from ..ranks import accelerators
-from ..ranks.coordinator import Coordinator, collective_device
-from ..saving.parameters import Parameters, opened
-from ..saving.plan import Part
-from ..saving.write import take
+from ...errors import StreamError
+from ...ranks import accelerators
+from ...ranks.coordinator import Coordinator, collective_device
+from ...saving.parameters import Parameters, opened
+from ...saving.plan import Part
+from ...saving.write import take
 from .buckets import Filling
 from .merging import AdaptedLayers
 from .plan import BucketPlan, Named

@@ -14,14 +14,14 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.nodes import HostTensor
-from ..holdings.holder import Holding
-from ..ranks.accelerators import is_accelerator, synchronise
-from ..ranks.coordinator import Coordinator, collective_device
-from ..saving.host_copy import pinned_parts
-from ..saving.parameters import Values, opened
-from ..saving.plan import Part, Segment
-from ..saving.write import take
+from ...checkpoint.nodes import HostTensor
+from ...holdings.holder import Holding
+from ...ranks.accelerators import is_accelerator, synchronise
+from ...ranks.coordinator import Coordinator, collective_device
+from ...saving.host_copy import pinned_parts
+from ...saving.parameters import Values, opened
+from ...saving.plan import Part, Segment
+from ...saving.write import take
 from .buckets import Filling
 from .merging import AdaptedLayers
 from .plan import BucketPlan, Entry

@@ -1,6 +1,6 @@
 """One rank of ``demo``, started by torchrun: loads, trains, and writes its figures to a file.
 
-python -m hf_zero_stream.cli.demo_rank ARM TASK
+python -m hf_zero_stream.plugins.demo.demo_rank ARM TASK
 
 The arm "streaming" also saves its training, and "resumed" goes on with it.
 """
@@ -25,8 +25,8 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from transformers.integrations import HfDeepSpeedConfig
 
-from ..reports.measures import AnonymousMemory, GrowthPeak
-from ..settings.config import without_own_section
+from ...reports.measures import AnonymousMemory, GrowthPeak
+from ...settings.config import without_own_section
 from .demo import Task
 
 
@@ -57,7 +57,7 @@ def loaded(arm: str, task: Task) -> Any:
         model = model_class.from_pretrained(task.folder, dtype=dtype)
         model.kept_config = config
         return model
-    from ..bindings.streaming import streaming
+    from ...bindings.streaming import streaming
 
     with streaming():
         return model_class.from_pretrained(task.folder, dtype=dtype, ds_config=task.config)
@@ -92,7 +92,7 @@ def measure(arm: str, task: Task) -> dict[str, Any]:
 
 def digests(model: torch.nn.Module) -> dict[str, str] | None:
     """Of the bits of this rank's part of every parameter, by name; None if some are in swap files."""
-    from ..holdings.deepspeed.partitions import own_range
+    from ...holdings.deepspeed.partitions import own_range
 
     found = {}
     for name, param in model.named_parameters():
@@ -106,7 +106,7 @@ def digests(model: torch.nn.Module) -> dict[str, str] | None:
 
 def train(arm: str, model: Any, task: Task) -> list[float]:
     """The losses of all steps and of the one after them; of that alone in a training that goes on."""
-    from .. import load_state, save_pretrained, save_state
+    from ... import load_state, save_pretrained, save_state
 
     engine, *_ = deepspeed.initialize(
         model=model, config=without_own_section(task.config), model_parameters=model.parameters()

@@ -12,4 +12,4 @@ def register() -> None:
     except ImportError:
         return
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "hf_zero_stream.stream.vllm_engine", "Engine")
+        WeightTransferEngineFactory.register_engine(BACKEND, "hf_zero_stream.plugins.stream.vllm_engine", "Engine")

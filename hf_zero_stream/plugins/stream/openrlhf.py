@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..bindings.install import standing_in
-from ..holdings.marks import has_partition
-from ..holdings.own_names import named_parameters
+from ...bindings.install import standing_in
+from ...holdings.marks import has_partition
+from ...holdings.own_names import named_parameters
 from .buckets import Bucket
 from .merging import has_adapters
 from .of_trainers import stream_of

@@ -16,9 +16,9 @@ from typing import Any
 from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 
-from ..loading.dry_load import Forecast
-from ..planning.footprint import DISK, HOST, MemoryFootprint
-from ..planning.plan import LoadPlan
+from ...loading.dry_load import Forecast
+from ...planning.footprint import DISK, HOST, MemoryFootprint
+from ...planning.plan import LoadPlan
 
 
 _MOST_SHARDS, _MOST_READERS = 40, 8

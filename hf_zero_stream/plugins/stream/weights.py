@@ -17,26 +17,26 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..bindings.install import standing_in
-from ..checkpoint.safetensors import NotedShard
-from ..errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
-from ..holdings.holder import refuse_meta
-from ..holdings.marks import is_packed
-from ..holdings.own_names import adapter_names, named_buffers, named_parameters
-from ..planning.plan import materialise_reason
-from ..ranks.accelerators import settle
-from ..ranks.coordinator import Coordinator, expected_at, meeting
-from ..ranks.rendezvous import STREAM
-from ..reports.measures import collector_paused
-from ..saving.calls import dtype_of_argument
-from ..saving.count import refuse_cut
-from ..saving.lazy_parameters import holdings_of_model
-from ..saving.parameters import Layout, NewParameters, Parameters
-from ..saving.preparation import circumstances, quiet, refuse_other_tensors
-from ..saving.save import make_ready
-from ..seams.adapted import lay_out_adapters
-from ..seams.saving import lay_out_pretrained
-from ..seams.wrappers import unwrapped
+from ...bindings.install import standing_in
+from ...checkpoint.safetensors import NotedShard
+from ...errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
+from ...holdings.holder import refuse_meta
+from ...holdings.marks import is_packed
+from ...holdings.own_names import adapter_names, named_buffers, named_parameters
+from ...planning.plan import materialise_reason
+from ...ranks.accelerators import settle
+from ...ranks.coordinator import Coordinator, expected_at, meeting
+from ...ranks.rendezvous import STREAM
+from ...reports.measures import collector_paused
+from ...saving.calls import dtype_of_argument
+from ...saving.count import refuse_cut
+from ...saving.lazy_parameters import holdings_of_model
+from ...saving.parameters import Layout, NewParameters, Parameters
+from ...saving.preparation import circumstances, quiet, refuse_other_tensors
+from ...saving.save import make_ready
+from ...seams.adapted import lay_out_adapters
+from ...seams.saving import lay_out_pretrained
+from ...seams.wrappers import unwrapped
 from .arguments import refuse_different_values, refuse_other_models, refuse_unknown_values
 from .buckets import Bucket, filled
 from .deltas import Given, patches

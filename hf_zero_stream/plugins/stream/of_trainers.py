@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..holdings.marks import is_packed
-from ..seams.wrappers import unwrapped
+from ...holdings.marks import is_packed
+from ...seams.wrappers import unwrapped
 from .weights import WeightStream, weight_stream
 
 

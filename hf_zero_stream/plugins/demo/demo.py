@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..reports.text import bytes_text
-from . import frame
+from ...cli import frame
+from ...reports.text import bytes_text
 
 
 EXAMPLE = "hf-zero-stream demo --checkpoint Qwen/Qwen3-0.6B --nproc 2"
@@ -94,12 +94,12 @@ def run(
     trains nothing. Each load has its own processes, started by torchrun; the first in a process pays for imports, ours
     too. Without --ds-config and --dtype it is in bf16. Exit code 1 if a check fails.
     """
-    from ..checkpoint.soundness import shards_of
-    from ..destinations.deepspeed.zero3 import partition_dtype
-    from ..engine.places import cached_folder
-    from ..loading.dry_load import model_class_of
-    from ..ranks import accelerators
-    from .models import transformers_errors
+    from ...checkpoint.soundness import shards_of
+    from ...cli.models import transformers_errors
+    from ...destinations.deepspeed.zero3 import partition_dtype
+    from ...engine.places import cached_folder
+    from ...loading.dry_load import model_class_of
+    from ...ranks import accelerators
 
     gpus = accelerators.device_count() if accelerators.kind() == "cuda" else 0
     if on == "cuda" and gpus < nproc:
@@ -134,7 +134,7 @@ def run(
     data["checks"] = [{"passed": passed, "what": what} for passed, what in checks]
     blocks = [*_blocks(data), "\n".join(f"{'✓' if passed else '✗'} {what}" for passed, what in checks)]
     if html and not any("error" in found for found in arms.values()):
-        from .page import write_page
+        from ...cli.page import write_page
         from .picture import memory_as_svg
 
         partition = max(arms["streaming"]["partition_bytes"])
@@ -196,7 +196,7 @@ def _run_arm(arm: str, task: Task, nproc: int, on: str) -> dict[str, Any]:
     results = Path(task.results)
     (results / "task.json").write_text(json.dumps(asdict(task)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    command = [*torchrun, "-m", "hf_zero_stream.cli.demo_rank", arm, str(results / "task.json")]
+    command = [*torchrun, "-m", "hf_zero_stream.plugins.demo.demo_rank", arm, str(results / "task.json")]
     code, printed = _launched(command, {**_QUIET, **os.environ, **(_ON_A_CPU if on == "cpu" else {})})
     files = [results / f"{arm}-{number}.json" for number in range(nproc)]
     ranks = [json.loads(file.read_text()) for file in files if file.exists()]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.nodes import Stored
-from ..errors import UnsupportedError
-from ..holdings import fsdp
-from ..holdings.own_names import named_parameters
-from ..saving.parameters import Layout
+from ...checkpoint.nodes import Stored
+from ...errors import UnsupportedError
+from ...holdings import fsdp
+from ...holdings.own_names import named_parameters
+from ...saving.parameters import Layout
 from .plan import Merging
 
 

@@ -1,0 +1,96 @@
+"""Plug-ins: found by entry points, declared as data, and imported when what they bring is met.
+
+A plug-in is a distribution with an entry point of the group ``hf_zero_stream.plugins`` that leads to a
+:class:`Plugin`. The folders of :mod:`hf_zero_stream.plugins` are found so too. A declaration names functions as
+``module:name``; these modules are imported at their first use, so that a load pays for nothing that it does not need.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+from ..errors import PACKAGE, ConfigError, MissingPluginError
+from .rows import Moment, Row
+
+
+GROUP = "hf_zero_stream.plugins"
+
+OURS: Mapping[str, str] = {
+    "demo": "hf-zero-stream demo, plan --suggest, --plot and --html, doctor --bundle",
+    "stream": "weights for inference engines",
+}
+"""The plug-ins of this package, and what is missing without each."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What one plug-in brings.
+
+    Attributes:
+        name: for messages.
+        rows: functions of other libraries that are replaced or relied on; see :class:`.rows.Row`.
+        commands: commands of ``hf-zero-stream``: name -> module with a function ``run``, as typer takes it, and the
+            text ``EXAMPLE``.
+        tools: functions that commands of ours call for one of their options: name -> ``module:function``.
+    """
+
+    name: str
+    rows: Mapping[Moment, Sequence[Row]] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
+    tools: Mapping[str, str] = field(default_factory=dict)
+
+
+@functools.cache
+def plugins() -> tuple[Plugin, ...]:
+    """All that are installed, by name; raises a ConfigError if an entry point leads to no :class:`Plugin`."""
+    found: dict[str, Plugin] = {}
+    for entry in sorted(_entries(), key=lambda entry: entry.name):
+        try:
+            plugin = entry.load()
+        except ModuleNotFoundError as error:
+            if error.name == entry.module and entry.module.startswith(f"{GROUP}."):
+                continue  # one of ours, whose folder has been taken away
+            raise
+        if not isinstance(plugin, Plugin):
+            raise ConfigError(
+                f"the entry point {entry.name} of {GROUP}: expected a Plugin at {entry.value}; found {plugin!r}."
+            )
+        found[plugin.name] = plugin
+    return tuple(found.values())
+
+
+def _entries() -> Iterable[metadata.EntryPoint]:
+    """Those of all distributions; and of a checkout that nobody has installed, those that its folders stand for."""
+    entries = list(metadata.entry_points(group=GROUP))
+    if any(entry.module.startswith(f"{GROUP}.") for entry in entries):
+        return entries
+    folder = Path(__file__).parent.parent / "plugins"
+    own = [path.name for path in folder.glob("[a-z]*") if path.is_dir()]
+    return [*entries, *(metadata.EntryPoint(name, f"{GROUP}.{name}:PLUGIN", GROUP) for name in own)]
+
+
+def resolved(place: str) -> Any:
+    """What ``module:name`` names; a module that begins with a dot is one of this package."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module, PACKAGE), name)
+
+
+def missing(name: str, what: str) -> MissingPluginError:
+    """The error that `what` needs the plug-in `name` of ours, which is not there."""
+    return MissingPluginError(
+        f"{what} needs the plug-in {name!r} of {PACKAGE} ({OURS[name]}), which is not installed. Install {PACKAGE} as "
+        f"a whole, or leave out what needs it."
+    )
+
+
+def tool(name: str, of: str) -> Any:
+    """The function that plug-ins bring as `name`; a MissingPluginError names the plug-in of ours `of` if none does."""
+    for plugin in plugins():
+        if name in plugin.tools:
+            return resolved(plugin.tools[name])
+    raise missing(of, name)

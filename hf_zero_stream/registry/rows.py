@@ -1,0 +1,172 @@
+"""What a row of the table of replaced functions is; plain data, for the core's table and those of plug-ins."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from ..errors import installed_version
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """For how long rows are installed. A plug-in may make moments of its own.
+
+    Attributes:
+        name: one word.
+        description: completes "rows are installed ...".
+        on_top_of: the moment whose rows are installed too, before those of this one.
+    """
+
+    name: str
+    description: str
+    on_top_of: Moment | None = None
+
+    MODELS: ClassVar[Moment]
+    REACHED: ClassVar[Moment]
+    BLOCK: ClassVar[Moment]
+    LOAD: ClassVar[Moment]
+    SHARDED: ClassVar[Moment]
+    HIDING: ClassVar[Moment]
+    DEFERRED: ClassVar[Moment]
+    COMPRESSED: ClassVar[Moment]
+    LAYOUT: ClassVar[Moment]
+    FLAT: ClassVar[Moment]
+    EXPERTS: ClassVar[Moment]
+    RECORDERS: ClassVar[Moment]
+
+
+Moment.MODELS = Moment("MODELS", "from the first packed or sharded model on, and while a thread is inside streaming()")
+Moment.REACHED = Moment("REACHED", "in a process that `hf-zero-stream run` has reached, and that has no ranks yet")
+Moment.BLOCK = Moment("BLOCK", "while a thread is inside streaming()", Moment.MODELS)
+Moment.LOAD = Moment("LOAD", "during a load", Moment.BLOCK)
+Moment.SHARDED = Moment("SHARDED", "during a load by distributed_config", Moment.LOAD)
+Moment.HIDING = Moment("HIDING", "while ZeRO-3 is hidden from transformers")
+Moment.DEFERRED = Moment("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
+Moment.COMPRESSED = Moment("COMPRESSED", "while compressed-tensors dequantises lazy tensors")
+Moment.LAYOUT = Moment("LAYOUT", "while a save lays out its files")
+Moment.FLAT = Moment("FLAT", "while models live that stages 1 and 2 may flatten")
+Moment.EXPERTS = Moment("EXPERTS", "from the first load of converted experts on")
+Moment.RECORDERS = Moment("RECORDERS", "while DeepSpeed converts experts")
+
+
+class Weight(enum.Enum):
+    """What it means that an installed version lacks a function."""
+
+    ESSENTIAL = "values would be wrong: a VersionError"
+    FEATURE = "the row's feature is left to stock, with a warning"
+    PARTITIONS = "the row's feature is left to stock, which takes empty partitions for weights: no load under ZeRO-3"
+    SPEED = "what follows is slower"
+
+
+class Row(NamedTuple):
+    """A function of another library, and what is called in its place, with the original first.
+
+    Attributes:
+        of: ``module:function`` or ``module:Class.method``. ``name()`` is the class of what the call returns, and
+            ``*`` stands for the module's own public classes, as far as they define the method.
+        leads_to: ``module:function``; a module that begins with a dot is one of ours. Empty if the original is only
+            called.
+        relies_on: the parameters of the original that the function of ours knows by name, separated by spaces.
+        feature: what is lost without the row.
+        since: the first version of the package that has it, if not all that are supported do.
+        until: the first version that has it no more.
+    """
+
+    of: str
+    leads_to: str
+    relies_on: str = ""
+    weight: Weight = Weight.FEATURE
+    feature: str = ""
+    since: str = ""
+    until: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.of.partition(":")[0]
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """How messages name it: without the package."""
+        _, _, module = self.module.partition(".")
+        return ".".join(filter(None, (module, self.of.partition(":")[2])))
+
+    def is_whole(self) -> bool:
+        """Whether its module has been imported, to its end or as far as this function."""
+        module = sys.modules.get(self.module)
+        return module is not None and (not getattr(module.__spec__, "_initializing", False) or bool(self._found()))
+
+    def is_of(self, version: str) -> bool:
+        """Whether `version` of the package should have the function; what is no version is taken for the newest."""
+        if not (self.since or self.until):
+            return True
+        from packaging.version import InvalidVersion, Version  # an import that most calls can do without
+
+        try:
+            found = Version(version)
+        except InvalidVersion:
+            return not self.until
+        return (not self.since or found >= Version(self.since)) and (not self.until or found < Version(self.until))
+
+    def is_imported(self) -> bool:
+        """Whether its module has been imported, and is of a version that should have the function."""
+        return self.is_whole() and self.is_of(installed_version(self.package))
+
+    def places(self) -> list[tuple[Any, str]]:
+        """Owner and attribute, once the module has been imported: none if it lacks it, several for ``*``."""
+        return self._found() if self.is_imported() else []
+
+    def _found(self) -> list[tuple[Any, str]]:
+        *path, name = self.of.partition(":")[2].split(".")
+        owners: list[Any] = [sys.modules[self.module]]
+        for step in path:
+            owners = [inner for owner in owners for inner in _inside(owner, step)]
+        of_owners = [owner.__mro__ if isinstance(owner, type) else [owner] for owner in owners]
+        # What a class has from `object` alone is replaced in the class itself.
+        defining = [[each for each in mro if name in vars(each)] for mro in of_owners]
+        return [
+            (found[0] if found[0] is not object else mro[0], name)
+            for mro, found in zip(of_owners, defining, strict=True)
+            if found
+        ]
+
+    def lacking(self) -> str:
+        """What the imported module lacks of what the row relies on; empty if it has it all, or is not there yet."""
+        if not self.is_imported():
+            return ""
+        found = self._found()
+        if not found and "*" not in self.of:
+            return self.name
+        for owner, name in found:
+            known = _parameters(inspect.getattr_static(owner, name))
+            unknown = [each for each in self.relies_on.split() if known is not None and each not in known]
+            if unknown:
+                return f"{self.name}({', '.join(unknown)})"
+        return ""
+
+
+def _inside(owner: Any, step: str) -> list[Any]:
+    if step == "*":
+        own = [each for each in vars(owner).values() if isinstance(each, type) and each.__module__ == owner.__name__]
+        return [each for each in own if not each.__name__.startswith("_")]
+    if step.endswith("()"):
+        return [type(getattr(owner, step[:-2])())]
+    return [getattr(owner, step)] if hasattr(owner, step) else []
+
+
+def _parameters(function: Any) -> set[str] | None:
+    """The names of the parameters of a function; None if it takes any, or nobody knows."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        return None
+    return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
