@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.cluster import ENVIRONMENT, PAPER_GPUS, run_ranks, warm_up
+from tests.support.cluster import ENVIRONMENT, PAPER_GPUS, ROOT, run_ranks, warm_up
 from tests.support.extensions import compile_extension
 
 
@@ -25,6 +25,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.venvs import vllm_on_cpu  # noqa: E402
+from hf_zero_stream.registry.plugins import OURS  # noqa: E402
 from scripts import system_packages  # noqa: E402
 from scripts.system_packages import ASYNC_IO, COMPILER, HEADERS  # noqa: E402
 from tests import sampling  # noqa: E402
@@ -33,17 +34,27 @@ from tests.support.sharded import even_model  # noqa: E402
 from tests.support.zoo import make_checkpoint  # noqa: E402
 
 
+MISSING = [name for name in OURS if not (ROOT / "hf_zero_stream" / "plugins" / name).is_dir()]
+"""Plug-ins that have been taken away, as ``make core`` does."""
+
+collect_ignore = MISSING  # the folders with their tests
+
+
 def pytest_configure(config: pytest.Config) -> None:
     sampling.is_sample = "not slow" in config.getoption("markexpr")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark rows of tests that start ranks as slow, so that ``make test`` runs one row and ``make test-all`` all rows.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a plug-in that has been taken away, and mark rows of tests that start ranks as slow, so that ``make test`` runs one row and ``make test-all`` all rows.
 
     The marker ``sample(n)`` leaves n rows, as different as can be: each has a value that no row before it had. Rows
     that are marked as slow themselves are none of them: so a test says which of its rows are cheap.
     """
+    lacking = [item for item in items if any(set(mark.args) & {*MISSING} for mark in item.iter_markers("plugin"))]
+    if lacking:
+        items[:] = [item for item in items if item not in lacking]
+        config.hook.pytest_deselected(items=lacking)
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
