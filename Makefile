@@ -32,7 +32,7 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test test-all nightly peers drift compat sweep situations fuzz quality style demo docs package stranger bench scale ecosystem gpu azurite clean
+.PHONY: help system venv test test-all nightly peers drift compat sweep situations fuzz core quality style demo docs package stranger bench scale ecosystem gpu azurite clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
@@ -46,6 +46,7 @@ help:
 	@echo "make sweep    load every model type of transformers and write docs/models.csv (SWEEP_ARGS='--types bert,t5')"
 	@echo "make situations train, save and resume in drawn situations beside stock, for SITUATIONS_MINUTES (60)"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
+	@echo "make core     run the core's tests without plug-ins, and those of each plug-in without each other one"
 	@echo "make quality  lint, format check, types, which subpackage may import which"
 	@echo "make style    fix what ruff can fix"
 	@echo "make demo     run hf-zero-stream demo: stock and streaming side by side"
@@ -127,6 +128,9 @@ situations: $(STAMP) $(COMPILED)
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[fuzz]"
 	for target in $(FUZZ_TARGETS); do $(BIN)/python -m fuzz $$target -runs=$(FUZZ_RUNS) || exit 1; done
+
+core: $(STAMP) $(COMPILED)
+	$(BIN)/python -m scripts.core -- -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 quality: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

@@ -46,7 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a plug-in that has been taken away, and mark rows of tests that start ranks as slow, so that ``make test`` runs one row and ``make test-all`` all rows.
+    """Leave out what needs a plug-in that has been taken away. Mark rows of tests that start ranks as slow.
+
+    So ``make test`` runs one row of such a test, and ``make test-all`` all rows.
 
     The marker ``sample(n)`` leaves n rows, as different as can be: each has a value that no row before it had. Rows
     that are marked as slow themselves are none of them: so a test says which of its rows are cheap.

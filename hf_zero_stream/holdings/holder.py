@@ -16,6 +16,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import partition_range
+from ..registry.plugins import plugins, resolved
 from .kinds import BUFFERS, PARAMETERS, kind_of, persistent_buffers, refuse_shared_memory, refuse_unknown
 from .marks import is_inside_fsdp2, local_of, shards_modules
 from .own_names import named_parameters
@@ -53,7 +54,7 @@ class Holding:
 
 
 class Holder(Protocol):
-    """One kind of memory that parameters may lie in. Add it to :data:`HOLDERS`."""
+    """One kind of memory that parameters may lie in. A plug-in names it, or it is added to :data:`HOLDERS`."""
 
     def __call__(
         self, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
@@ -81,6 +82,10 @@ HOLDERS: list[Holder] = []
 """Holders of other kinds of memory, which are asked first: the first that knows a parameter says what is held."""
 
 
+def _added() -> list[Holder]:
+    return [*HOLDERS, *(resolved(place) for plugin in plugins() for place in plugin.holders)]
+
+
 def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
     """What this rank holds of each parameter of `model`, by the first of its own names, in their order.
 
@@ -98,7 +103,7 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         for name in [name for name in left if name in found]:
             del left[name]
 
-    for holder in HOLDERS:
+    for holder in _added():
         hold(holder, left)
     refuse_unknown(left, PARAMETERS)
     if masters and "deepspeed" in sys.modules:  # its import takes seconds
@@ -118,9 +123,9 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
 def refuse_unreadable(model: nn.Module, doing: str, instead: str) -> None:
     """Raise an UnsupportedError (``{doing}: ... {instead}``) if `model` has tensors that nobody knows how to read.
 
-    Of parameters that may be for one of :data:`HOLDERS`, :func:`holdings` finds that out.
+    Of parameters that may be for a holder that somebody has added, :func:`holdings` finds that out.
     """
-    if not HOLDERS:
+    if not _added():
         refuse_unknown(dict(model.named_parameters()), PARAMETERS, doing, instead)
     refuse_unknown(dict(persistent_buffers(model)), BUFFERS, doing, instead)
     refuse_shared_memory(model, doing, instead)

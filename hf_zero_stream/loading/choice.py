@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ from transformers.utils import logging
 from ..bindings.table import refuse_unsafe_partitions
 from ..destinations.base import Destination
 from ..engine.load import Load
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..ranks import accelerators
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
+from ..registry.plugins import plugins, resolved
 from ..settings import scope
 from ..settings.config import StreamingConfig, announced_local_rank, announces_zero3, announces_zero3_init, completed
 from .entrance import shards_by_fsdp2
@@ -51,6 +53,11 @@ def choose(
     `found` is the DeepSpeed config, of whatever stage, and empty if there is none, as there may be inside a
     ``zero.Init``, too; the other arguments are those of ``from_pretrained``.
     """
+    with suppress(ConfigError):  # raised below, where the other ranks are told
+        if (settings := settings_for(found, strict)).destination:
+            return Choice(
+                LOAD if _has_ranks() else None, "", partial(_into_brought, found, settings), works_alone=True
+            )
     if is_zero3:
         from ..destinations.deepspeed import zero3  # imports deepspeed, which takes seconds
 
@@ -104,6 +111,18 @@ def choose_alone(
             "out and move the model afterwards, or download the checkpoint."
         )
     return partial(_into_replicas, found, settings_for(found, strict))
+
+
+def _into_brought(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
+    """A load into a destination that a plug-in brings."""
+    places = {name: place for plugin in plugins() for name, place in plugin.destinations.items()}
+    if settings.destination not in places:
+        raise ConfigError(
+            f"destination: expected one that a plug-in brings ({', '.join(sorted(places)) or 'none is installed'}); "
+            f"got {settings.destination!r}."
+        )
+    make: Callable[..., Destination] = resolved(places[settings.destination])
+    return Load(settings, completed(found), coordinator, make(coordinator, settings, found))
 
 
 def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:
@@ -176,14 +195,18 @@ def settings_for(ds_config: Mapping[str, Any], strict: bool | None) -> Streaming
     return settings if strict is None else replace(settings, strict=strict)
 
 
+def _has_ranks() -> bool:
+    """Whether this process is one of several ranks."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
     """Whether there are several ranks, each of which would load all of the model into its host memory."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _has_ranks():
         return False
     sharding = _sharding_argument(kwargs)
-    if sharding and dist.get_rank() == 0:
+    if sharding and torch.distributed.get_rank() == 0:
         from ..seams.sharding import is_known
 
         needs = "" if is_known() else ", which is streamed with transformers 5.17 or newer"

@@ -95,7 +95,7 @@ def _is_stocks(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
     """
     settings = StreamingConfig.resolve(scope.current_config(), {})
     path = kwargs.get("pretrained_model_name_or_path", path)
-    asks = settings.strict or not _OURS.isdisjoint(kwargs) or _may_be_at_url(path)
+    asks = settings.strict or bool(settings.destination) or not _OURS.isdisjoint(kwargs) or _may_be_at_url(path)
     return not (asks or _may_stream() or announces_zero3() or shards_by_fsdp2() or found_config()[0])
 
 

@@ -36,12 +36,18 @@ class Plugin:
         rows: functions of other libraries that are replaced or relied on; see :class:`.rows.Row`.
         commands: commands of ``hf-zero-stream``: name -> module with a function ``run``, as typer takes it, and the
             text ``EXAMPLE``.
+        destinations: where weights may go: name, for :attr:`..settings.config.StreamingConfig.destination`, ->
+            ``module:function``, which takes a Coordinator, the StreamingConfig and the DeepSpeed config (empty if
+            there is none), and returns a :class:`..destinations.base.Destination`.
+        holders: each a ``module:function`` that is a :class:`..holdings.holder.Holder`; asked before the core's.
         tools: functions that commands of ours call for one of their options: name -> ``module:function``.
     """
 
     name: str
     rows: Mapping[Moment, Sequence[Row]] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
+    destinations: Mapping[str, str] = field(default_factory=dict)
+    holders: Sequence[str] = ()
     tools: Mapping[str, str] = field(default_factory=dict)
 
 

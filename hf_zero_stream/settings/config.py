@@ -51,7 +51,7 @@ class StreamingConfig:
 
     None of the settings but `keep_quantized` and `random_numbers` changes what is loaded, only how, and what `strict`
     refuses. Each rank may have its own settings, except for `read_from`, `share_reads`, `strict`, `verify`,
-    `keep_quantized`, `random_numbers` and, where ranks share the reading, `staging_bytes`.
+    `destination`, `keep_quantized`, `random_numbers` and, where ranks share the reading, `staging_bytes`.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
@@ -101,6 +101,9 @@ class StreamingConfig:
     They differ for models whose `__init__` draws values that the checkpoint replaces (CLIP, ViT, SigLIP, DINOv2,
     BLIP): stock draws them, and a plain load does not. Loaded values are equal; what is drawn next is not.
     """
+
+    destination: str = ""
+    """Name of the plug-in's destination that weights go to; "": where DeepSpeed, accelerate or the call say."""
 
     strict: bool = False
     """Raise on all ranks, before any weights are read, if a key is missing, unexpected or of another shape.
@@ -275,8 +278,8 @@ def _unmet(name: str, value: Any, default: Any) -> str:
     if type(value) is not type(default):
         return type(default).__name__
     if isinstance(value, str):
-        choices = _choices(name)
-        return "" if value in choices else f"one of {', '.join(choices)}"
+        choices = _choices(name)  # none: any string
+        return "" if not choices or value in choices else f"one of {', '.join(choices)}"
     minimum = 1 if name in _AT_LEAST_ONE else 0
     return f"at least {minimum}" if value < minimum else ""
 

@@ -57,19 +57,6 @@ def test_one_module_asks_torch_about_accelerators(module: str) -> None:
     assert not asked & OF_ACCELERATORS
 
 
-def test_an_engine_needs_torch_alone() -> None:
-    """What runs in vLLM's process, where the package is installed without what it depends on."""
-    of_engine = {
-        f"hf_zero_stream.plugins.stream.{name}" for name in ("wire", "receiver", "reads", "vllm_plugin", "vllm_engine")
-    }
-    for module in of_engine:
-        sources = {source for source, _ in imports_of(module)}
-        own = {source for source in sources if source.startswith("hf_zero_stream")}
-        assert own <= of_engine
-        others = {source.partition(".")[0] for source in sources - own} - sys.stdlib_module_names
-        assert others <= {"torch", "vllm"}, module
-
-
 def test_two_watches_of_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is told, and neither asks the other without end."""
     (tmp_path / "watched_by_two.py").write_text("")

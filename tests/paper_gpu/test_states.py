@@ -126,6 +126,7 @@ def buffers_of_three_saves(checkpoint: Path, folder: Path) -> list[list[str]]:
     return [[name for name in buffers if not torch.equal(got[name], buffers[name])] for got in (again, passed)]
 
 
+@pytest.mark.plugin("stream")
 def test_buffers_that_change_between_saves(tmp_path: Path) -> None:
     """The plan of a save is used again; what it says of buffers must be what they hold by then."""
     build_model("deepseek_v3").save_pretrained(tmp_path / "model")

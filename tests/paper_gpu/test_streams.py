@@ -28,6 +28,7 @@ def streamed(checkpoint: Path, folder: Path, home: str, to: str) -> tuple[list[A
     return stream_changes(model, folder, to, bucket_bytes=20_000), devices
 
 
+@pytest.mark.plugin("stream")
 @pytest.mark.parametrize(
     ("home", "to"),
     [

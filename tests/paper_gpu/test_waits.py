@@ -89,6 +89,7 @@ def stream_of_a_send() -> tuple[bool, bool]:
     return streams == [ours, ours] and ours != torch.cuda.current_stream().stream_id, len(waited) == 1
 
 
+@pytest.mark.plugin("stream")
 def test_a_background_send_has_a_stream_of_its_own() -> None:
     assert run_ranks(1, stream_of_a_send, on=PAPER_GPUS) == [(True, True)]
 
@@ -107,6 +108,7 @@ def given_of_a_stream(checkpoint: Path) -> tuple[list[bool], float]:
     return [value.is_pinned() for value in stream._given._values.values()], pinned / sum(sizes)
 
 
+@pytest.mark.plugin("stream")
 def test_what_has_changed_is_told_by_pinned_copies(even_checkpoint: Path) -> None:
     ((pinned, share),) = run_ranks(1, given_of_a_stream, even_checkpoint, on=PAPER_GPUS)
     assert len(pinned) > 10 and sum(pinned) >= 0.9 * len(pinned) and share >= 0.9

@@ -62,6 +62,7 @@ def stream_halves(of_equal_values: bool) -> int:
     return len(hf_zero_stream.weight_stream(model, to="all").metadata)
 
 
+@pytest.mark.plugin("stream")
 def test_streamed_halves(cluster: None) -> None:
     """A stream gave rank 0's half, and compared nothing."""
     outcomes = run_ranks_expecting_errors(2, stream_halves, False)

@@ -115,6 +115,7 @@ def _train(folder: Path, kind: str, stage: int, how: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.plugin("stream")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_parts_are_saved_by_deepspeed(cluster: None, tmp_path: Path, kind: str, stage: int) -> None:

@@ -149,6 +149,7 @@ def checkpoint_of(model: str, folder: Path) -> Path:
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+@pytest.mark.plugin("stream")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "stage", "dtype"),
@@ -202,6 +203,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
+@pytest.mark.plugin("stream")
 @pytest.mark.parametrize("model", ["fused", "viewed"])
 def test_fused_weights(cluster: None, tmp_path: Path, model: str) -> None:
     """DeepSpeed cuts them, and leaves it to users to have the model compute with what is left."""
