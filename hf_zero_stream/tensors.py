@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from .checkpoint import formats
-from .checkpoint.format import Format
+from .checkpoint.formats import Format
 from .checkpoint.map import AbsentSlice
 from .checkpoint.soundness import shards_of
 from .destinations.base import Destination, fill_whole
-from .destinations.live_whole import memory_of
+from .destinations.live import memory_of
 from .destinations.skeleton import filled, of_same_shape, own_tensors, stand_in
 from .engine.load import Load
 from .engine.opened import OpenCheckpoint

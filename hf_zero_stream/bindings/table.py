@@ -151,7 +151,7 @@ _OURS: Mapping[Moment, Sequence[Row]] = {
         ),
         Row(f"{_MODELING}:get_checkpoint_shard_files", ".seams.loading:get_checkpoint_shard_files", weight=_ESSENTIAL),
         Row(f"{_MODELING}:load_state_dict", ".seams.loading:load_state_dict", weight=_ESSENTIAL),
-        Row(f"{_MODEL}.get_init_context", ".seams.session:get_init_context", weight=_ESSENTIAL),
+        Row(f"{_MODEL}.get_init_context", ".seams.building:get_init_context", weight=_ESSENTIAL),
         Row(f"{_MODEL}._load_pretrained_model", ".seams.loading:load_pretrained_model", "load_config", _ESSENTIAL),
         Row(
             f"{_MODEL}._load_and_finalize_distributed_pretrained_model",

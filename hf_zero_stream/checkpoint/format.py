@@ -15,16 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
-from ..sources.base import ByteSource, SourceFile
+from ..sources.base import SourceFile
 
-
-if TYPE_CHECKING:
-    from .map import CheckpointMap
 
 MAX_DIMENSIONS = 64
 """More than torch's kernels take."""
@@ -107,27 +104,6 @@ class Shard(SourceFile):
 
     metadata: Mapping[str, str]
     described_in: str = field(default="", kw_only=True)
-
-
-class Format(Protocol):
-    """Finds the tensors in files; a module can be one.
-
-    For each file one rank calls :meth:`read_header`, and then every rank :meth:`parse_header` with what it read.
-    """
-
-    def read_header(self, source: ByteSource, path: str) -> ShardHeader:
-        """Read what says which tensors are in a file; the cost is bounded whatever the file holds.
-
-        Raises:
-            ReadError: the file is missing or cannot be read; its cause is the source's error.
-            CheckpointError: it is no regular file, or cannot be of this format.
-        """
-
-    def parse_header(self, path: str, number: int, header: ShardHeader) -> CheckpointMap:
-        """Check a header, which is untrusted, in time linear in its length; a CheckpointError names file and field.
-
-        `path` is where this rank sees the file; `number` is that of its first shard, for the entries.
-        """
 
 
 class NotAMap(Exception):

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..errors import PACKAGE, CheckpointError
 from ..sources.base import ByteSource, naming_file
 from ..sources.local import LocalFiles, open_nonblocking, status_of_regular
-from .format import Format, ShardHeader, excerpt, parse_object
+from .format import ShardHeader, excerpt, parse_object
 from .map import CheckpointMap
 
 
@@ -58,8 +58,29 @@ def has_unfinished(folder: Path) -> bool:
     return folder.is_dir() and next(folder.glob(f"{UNFINISHED}*"), None) is not None
 
 
+class Format(Protocol):
+    """Finds the tensors in files; a module can be one.
+
+    For each file one rank calls :meth:`read_header`, and then every rank :meth:`parse_header` with what it read.
+    """
+
+    def read_header(self, source: ByteSource, path: str) -> ShardHeader:
+        """Read what says which tensors are in a file; the cost is bounded whatever the file holds.
+
+        Raises:
+            ReadError: the file is missing or cannot be read; its cause is the source's error.
+            CheckpointError: it is no regular file, or cannot be of this format.
+        """
+
+    def parse_header(self, path: str, number: int, header: ShardHeader) -> CheckpointMap:
+        """Check a header, which is untrusted, in time linear in its length; a CheckpointError names file and field.
+
+        `path` is where this rank sees the file; `number` is that of its first shard, for the entries.
+        """
+
+
 class Row(NamedTuple):
-    """A format: what its files' paths end in, and the module of ours that is a :class:`.format.Format`.
+    """A format: what its files' paths end in, and the module of ours that is a :class:`Format`.
 
     `holds_values`: these files hold the tensors themselves; otherwise they say which other files do.
     `is_always_map`: its reader raises no :class:`.format.NotAMap`.
@@ -95,12 +116,12 @@ def _format_of(path: str) -> Format:
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """See :meth:`.format.Format.read_header`."""
+    """See :meth:`Format.read_header`."""
     return _format_of(path).read_header(source, path)
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
-    """See :meth:`.format.Format.parse_header`."""
+    """See :meth:`Format.parse_header`."""
     return _format_of(path).parse_header(path, number, header)
 
 

@@ -11,30 +11,35 @@ real tensors. A load's report names each parameter for which this happened.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from ..errors import UnsupportedError
 from . import nodes
 from .nodes import (
     Address,
-    Copy,
-    HostTensor,
     Node,
     NodeStorage,
     Own,
-    Pointwise,
     View,
     no_memory,
-    row_major_strides,
 )
 
 
 aten = torch.ops.aten
+
+Operation = Callable[[Any, Any, Any], Any]
+
+operations: list[Operation] = []
+"""Runs an op on lazy tensors, given the op and its arguments: :mod:`.lazy_ops` puts itself here."""
+
+
+def run_op(func: Any, args: Any, kwargs: Any) -> Any:
+    return operations[0](func, args, kwargs)
+
 
 Materialise = Callable[[View], torch.Tensor]
 """Reads the values of a view; only ops that need values immediately call it."""
@@ -148,8 +153,6 @@ class LazyTensor(torch.Tensor):
         """Turn this object, to which optimizers and modules may refer, into a parameter with the values of `value`."""
         real = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
         copy_attributes(self, real)
-        from .own import swap  # few loads need it
-
         swap(self, real)
 
     @property
@@ -203,21 +206,7 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not func.is_view:
-            lazy = list(lazy_among(*args, *kwargs.values()))
-            reader = lazy[0]._materialise
-            if any(isinstance(each._node, Own) or each._materialise != reader for each in lazy):
-                from . import own  # loads need none
-
-                return own.run(func, args, kwargs)
-        return cls.run(func, args, kwargs)
-
-    @staticmethod
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an op, lazy where that is possible."""
-        handler = HANDLERS.get(func)
-        result = NotImplemented if handler is None else handler(func, args, kwargs)
-        return _run_on_meta(func, args, kwargs) if result is NotImplemented else result
+        return run_op(func, args, kwargs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -227,70 +216,6 @@ def whole_meta(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     So two inputs of an op may share a storage: the result is then a view of the first, as in every view op of aten.
     """
     return torch.empty(sizes, dtype=dtype, device="meta")
-
-
-def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """The general case: a view if the meta result shares storage, else an opaque node or a result on real tensors."""
-    # Composite ops arrive whole where autograd is switched off around us (our own handlers, torch.inference_mode).
-    result = func.decompose(*args, **kwargs)
-    if result is not NotImplemented:
-        return result
-    if func._schema.is_mutable:
-        return _run_on_values(func, args, kwargs)
-    try:
-        # Most are views of one tensor by numbers, thousands of them in a model of experts.
-        if func.is_view and isinstance(args[0], LazyTensor):
-            result = func(args[0]._meta, *args[1:], **kwargs)
-        else:
-            result = on_meta(func, args, kwargs)
-    except (RuntimeError, NotImplementedError):
-        return _run_on_values(func, args, kwargs)
-
-    has_several = isinstance(result, (list, tuple))
-    if not all(isinstance(meta, torch.Tensor) and meta.is_meta for meta in (result if has_several else (result,))):
-        return _run_on_values(func, args, kwargs)
-    first = first_lazy(args, kwargs)
-    storage = first._meta.untyped_storage()._cdata
-
-    def to_lazy(meta: torch.Tensor, output: int | None = None) -> LazyTensor:
-        if meta.untyped_storage()._cdata == storage and meta.dtype == first.dtype:
-            return LazyTensor(meta, first._node, first._materialise, first.device)
-        view_args, view_kwargs = tree_map(to_view, (tuple(args), kwargs))
-        node = nodes.Opaque(tuple(meta.size()), meta.dtype, func, view_args, view_kwargs, output)
-        return LazyTensor.whole(node, first._materialise)
-
-    if has_several:
-        return type(result)([to_lazy(meta, output) for output, meta in enumerate(result)])
-    return to_lazy(result)
-
-
-def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Read the op's inputs whole and run it now, because its result or its shape depends on values."""
-    schema, materialise = func._schema, first_lazy(args, kwargs)._materialise
-    if func._schema.is_mutable:
-        from .own import written_by
-
-    for value in written_by(func, args, kwargs) if func._schema.is_mutable else ():
-        raise UnsupportedError(
-            f"{func} would write into a checkpoint tensor without memory: {value!r}. Make a new tensor and assign "
-            "that: parameter.data = new."
-        )
-
-    def to_lazy(value: Any) -> Any:
-        # A plain result would hide from the report that this parameter was materialised.
-        if not isinstance(value, torch.Tensor) or schema.is_mutable:
-            return value
-        return LazyTensor.whole(HostTensor.of(value, f"{func} depends on values"), materialise)
-
-    def to_value(value: Any) -> Any:
-        return value.materialise() if isinstance(value, LazyTensor) else value
-
-    real_args, real_kwargs = tree_map(to_value, (tuple(args), kwargs))
-    return tree_map(to_lazy, func(*real_args, **real_kwargs))
-
-
-def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*tree_map(to_meta, tuple(args)), **tree_map(to_meta, kwargs))
 
 
 def first_lazy(args: Any, kwargs: Any) -> LazyTensor:
@@ -306,16 +231,6 @@ def lazy_among(*values: Any) -> Iterator[LazyTensor]:
                 yield item
 
 
-def to_meta(value: Any) -> Any:
-    if isinstance(value, LazyTensor):
-        return value._meta
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def to_view(value: Any) -> Any:
-    return value.view_of_node if isinstance(value, LazyTensor) else value
-
-
 def copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
     """Python attributes that model code or transformers put on a tensor, such as ``_is_hf_initialized``."""
     for name, value in vars(old).items():
@@ -323,76 +238,24 @@ def copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
             setattr(new, name, value)
 
 
-def copied(func: Any, args: Any, kwargs: Any) -> Any:
-    (source,) = args
-    dtype, device = kwargs.get("dtype") or source.dtype, kwargs.get("device") or source.device
-    if device.type == "meta":
-        return torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=device)
-    view = source.view_of_node
-    if dtype == source.dtype and view.strides == row_major_strides(view.sizes):
-        return LazyTensor(source._meta, source._node, source.reader, device)
-    node = Copy(view.sizes, dtype, view)
-    return LazyTensor(whole_meta(node.sizes, dtype), node, source.reader, device)
+def swap(lazy: torch.Tensor, real: torch.Tensor) -> None:
+    """Turn the object `lazy` into `real`; what follows the object, its finalisers and hooks, goes on doing so.
+
+    :func:`torch.utils.swap_tensors` swaps nothing that has a finaliser, and leaves hooks with the other object.
+    """
+    called_back = [reference.__callback__ for reference in weakref.getweakrefs(lazy)]
+    followers = [each for each in called_back if isinstance(each, weakref.finalize)]
+    noted = [(each.atexit, known) for each in followers if (known := each.detach()) is not None]
+    hooks: Any = lazy._backward_hooks
+    torch.utils.swap_tensors(lazy, real)
+    if hooks is not None:
+        lazy._backward_hooks = hooks
+    for atexit, (_, function, args, kwargs) in noted:
+        weakref.finalize(lazy, function, *args, **kwargs).atexit = atexit
 
 
-def cat(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors: Sequence[Any] = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if not all(isinstance(tensor, LazyTensor) for tensor in tensors) or len({t.dtype for t in tensors}) != 1:
-        return NotImplemented  # a mix with real tensors or with type promotion: rare, and torch knows the rules
-    views = [tensor.view_of_node for tensor in tensors]
-    if func is aten.stack.default:
-        dim %= len(views[0].sizes) + 1
-        views = [
-            View(v.node, (*v.sizes[:dim], 1, *v.sizes[dim:]), (*v.strides[:dim], 0, *v.strides[dim:]), v.offset)
-            for v in views
-        ]
-    else:
-        views = [view for view in views if view.sizes != (0,)]  # torch's legacy rule: such tensors are skipped
-        if not views:
-            return NotImplemented
-        dim %= len(views[0].sizes)
-    expected = (views[0].sizes[:dim], views[0].sizes[dim + 1 :])
-    if any((view.sizes[:dim], view.sizes[dim + 1 :]) != expected for view in views):
-        return NotImplemented  # torch itself raises, with its own message
-    return LazyTensor.of(View.joined(tuple(views), dim), tensors[0].reader)
-
-
-def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
-    result = on_meta(func, args, kwargs)
-    sizes = tuple(result.size())
-
-    def expanded(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim():
-            value = value.expand(sizes)
-            return value.view_of_node if isinstance(value, LazyTensor) else View.whole(HostTensor.of(value))
-        return to_view(value)
-
-    node = Pointwise(sizes, result.dtype, func, tuple(map(expanded, args)), kwargs)
-    return LazyTensor.whole(node, first_lazy(args, kwargs).reader)
-
-
-def _rare(name: str) -> Callable[..., Any]:
-    def handler(func: Any, args: Any, kwargs: Any) -> Any:
-        from . import lazy_ops  # few loads need it
-
-        return getattr(lazy_ops, name)(func, args, kwargs)
-
-    return handler
-
-
-HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    aten._to_copy.default: copied,
-    aten.clone.default: copied,
-    aten.cat.default: cat,
-    aten.stack.default: cat,
-    aten.index_select.default: _rare("index_select"),
-    aten.index.Tensor: _rare("index"),
-    aten.constant_pad_nd.default: _rare("pad"),
-    aten.new_zeros.default: _rare("new_zeros"),
-    aten.repeat.default: _rare("repeat"),
-    # These IEEE 754 rounds correctly: piece by piece, in vector or in scalar code, they give the same bits.
-    # Transcendental functions are not among them: their vector and scalar versions differ.
-    **{overload: _pointwise for op in (aten.add, aten.sub, aten.mul, aten.div) for overload in (op.Tensor, op.Scalar)},
-    **{op.default: _pointwise for op in (aten.neg, aten.abs, aten.reciprocal)},
-}
+def become_written(params: Iterable[torch.Tensor]) -> None:
+    """Turn each of `params` that code has written into, or into whose memory, into a parameter with values."""
+    for param in params:
+        if isinstance(param, LazyTensor) and isinstance(param.node, Own) and param.node.memory is not None:
+            param.become(param.in_memory())

@@ -142,7 +142,7 @@ class Copy(Node):
 
 @dataclass(eq=False, slots=True)
 class Own(Node):
-    """A parameter's own memory, which code may write into (see :mod:`.own`); no :class:`View` looks at it.
+    """A parameter's own memory, which code may write into (see :mod:`.lazy_ops`); no :class:`View` looks at it.
 
     Its values are those of `unwritten` until there is `memory`, which is flat.
     """

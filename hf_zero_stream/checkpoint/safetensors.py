@@ -1,4 +1,4 @@
-"""Safetensors files: headers that are read (see :class:`.format.Format`), and headers for files to be written.
+"""Safetensors files: headers that are read (see :class:`.formats.Format`), and headers for files to be written.
 
 The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON
 object that maps each tensor's name to ``{"dtype", "shape", "data_offsets": [begin, end]}`` with offsets relative to
@@ -40,7 +40,7 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """See :meth:`.format.Format.read_header`."""
+    """See :meth:`.formats.Format.read_header`."""
     with naming_file(path, "the safetensors header"), source.open_file(path) as file:
         prefix = file.read(0, 8)
         if len(prefix) < 8:
@@ -68,7 +68,7 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
-    """See :meth:`.format.Format.parse_header`; the tensors come in order of the header."""
+    """See :meth:`.formats.Format.parse_header`; the tensors come in order of the header."""
     fields = parse_object(header.text, f"{path}: header")
     metadata = fields.pop("__metadata__", None)
     if metadata is None:  # absent or null: the library takes both

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint.nodes import FileTensor, View
-from ..holdings.shards import Shard
+from ..holdings.holding import LocalShard
 from ..planning.boxes import Cut, ParameterBox, regions_of_range
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator, collective_device
@@ -49,7 +49,7 @@ class Columns(NamedTuple):
     name: str
     local: torch.Tensor
     view: View
-    shard: Shard
+    shard: LocalShard
     dim: int
     pieces: Sequence[tuple[int, int]]
     rank: int
@@ -77,7 +77,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(
-    name: str, local: torch.Tensor, view: View, shard: Shard, cuts: Sequence[Cut], spec: Any, hints: Hints
+    name: str, local: torch.Tensor, view: View, shard: LocalShard, cuts: Sequence[Cut], spec: Any, hints: Hints
 ) -> Columns | None:
     """How the ranks along one dimension of a mesh read a parameter together; None if each should read its own part.
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import Own, View
-from ..holdings.shards import Shard
+from ..holdings.holding import LocalShard
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
 from .base import (
@@ -114,7 +114,7 @@ class InPlace(Destination):
         device: torch.device,
         together: Collection[str] = (),
         chunk_bytes: int = 0,
-        held: Callable[[str, torch.Tensor], Shard | None] = lambda name, param: None,
+        held: Callable[[str, torch.Tensor], LocalShard | None] = lambda name, param: None,
     ) -> None:
         self.device = device
         self._together = together

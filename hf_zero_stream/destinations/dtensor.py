@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
 from ..holdings import fsdp
+from ..holdings.holding import LocalShard
 from ..holdings.marks import is_packed, local_of
 from ..holdings.own_names import named_parameters
-from ..holdings.shards import Shard, cuts_of, held_of
+from ..holdings.shards import cuts_of, held_of
 from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
@@ -76,7 +77,7 @@ class DTensors(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        shards: dict[str, Shard] = {}
+        shards: dict[str, LocalShard] = {}
         device = torch.device("meta") if only_planned else self.device
 
         def parameter(name: str, old: torch.Tensor) -> nn.Parameter | None:
@@ -116,7 +117,7 @@ class DTensors(Destination):
             batches += quantising_batches(to_quantise, self._coordinator, self.device)
         return batches
 
-    def _columns(self, name: str, local: torch.Tensor, view: View, shard: Shard) -> Columns | None:
+    def _columns(self, name: str, local: torch.Tensor, view: View, shard: LocalShard) -> Columns | None:
         sharded, managed = self._sharded.get(name), self._managed.get(name)
         if sharded is None:
             return None

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..holdings.holding import LocalShard
 from ..holdings.marks import local_of
-from ..holdings.shards import Shard
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from .base import random_state, run_with_what_is_touched, set_random_state
@@ -28,7 +28,7 @@ class WholeParameters:
     """
 
     def __init__(
-        self, model: nn.Module, shards: Mapping[str, Shard], missing: Iterable[str], coordinator: Coordinator
+        self, model: nn.Module, shards: Mapping[str, LocalShard], missing: Iterable[str], coordinator: Coordinator
     ) -> None:
         self._model, self._shards, self._missing = model, shards, set(missing)
         self._coordinator = coordinator

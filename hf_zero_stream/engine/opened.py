@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import formats
-from ..checkpoint.format import Format, Shard, ShardHeader
+from ..checkpoint.format import Shard, ShardHeader
+from ..checkpoint.formats import Format
 from ..checkpoint.map import CheckpointMap
 from ..checkpoint.nodes import View
 from ..errors import ReadError

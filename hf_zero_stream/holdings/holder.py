@@ -3,79 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
-from ..planning.boxes import ParameterBox
-from ..planning.plan import partition_range
 from ..registry.plugins import plugins, resolved
+from .holding import Holder, Holding
 from .kinds import BUFFERS, PARAMETERS, kind_of, persistent_buffers, refuse_shared_memory, refuse_unknown
-from .marks import is_inside_fsdp2, local_of, shards_modules
+from .marks import is_inside_fsdp2, shards_modules
 from .own_names import named_parameters
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What this rank holds of a parameter that is being saved: elements of one box of it, counted in row-major order.
-
-    The boxes that ranks hold of one parameter are equal or disjoint, and together they are all of it.
-
-    Attributes:
-        box: may be empty. That of a ZeRO partition is the whole parameter.
-        start: first element of the box that this rank gives.
-        stop: one past the last; equal to `start` where it gives none.
-        open: a context with the flat values that are held, from element :attr:`first` on.
-        is_whole: this rank holds all elements of the box, as other ranks do; their values are compared.
-        is_swapped: the values come out of a swap file each time they are opened.
-        is_gathered: a ``GatheredParameters`` around the save holds them, and they may be new on one rank only.
-    """
-
-    box: ParameterBox
-    dtype: torch.dtype
-    start: int
-    stop: int
-    open: Callable[[], AbstractContextManager[torch.Tensor]]
-    is_whole: bool = False
-    is_swapped: bool = False
-    is_gathered: bool = False
-
-    @property
-    def first(self) -> int:
-        """The number of the first element that is held."""
-        return 0 if self.is_whole else self.start
-
-
-class Holder(Protocol):
-    """One kind of memory that parameters may lie in. A plug-in names it, or it is added to :data:`HOLDERS`."""
-
-    def __call__(
-        self, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-    ) -> Mapping[str, Holding]:
-        """What this rank holds of those of `params` that lie in memory of this kind, by name.
-
-        The same names on all ranks, also where a rank holds no element. Parameters of other kinds are left out.
-
-        Args:
-            params: parameters of `model`, each once.
-            masters: the fp32 values that an optimizer trains, where there are any, in place of the model's own.
-
-        Raises:
-            UnsupportedError: the values cannot be reached; the message says what to do.
-        """
-        ...
-
-
-def open_flat(param: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-    """A context with the flat values that a parameter has by then."""
-    return nullcontext(param.detach().contiguous().view(-1))
 
 
 HOLDERS: list[Holder] = []
@@ -139,35 +78,3 @@ def refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:
             "Give them values first: load the model without offload to the CPU or to disk by a device_map, or call "
             "to_empty() and fill them."
         )
-
-
-def held_replicas(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`Holder`: all of each parameter, of which each rank gives 1/N."""
-
-    def holding(param: nn.Parameter) -> Holding:
-        _, start, stop = partition_range(param.numel(), rank, world_size)
-        box = ParameterBox.whole(param.shape)
-        return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
-
-    return {name: holding(param) for name, param in params.items()}
-
-
-def held_shards(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`Holder`: the shards of DTensors."""
-    from . import fsdp
-    from .shards import shard_of
-
-    managed = fsdp.managed_params(model)
-
-    def holding(name: str, param: Any) -> Holding:
-        record = managed.get(name)
-        # FSDP2 may have put gathered parameters in place of its own.
-        mine = record if record is not None and record.sharded_param is param else None
-        shard, values = shard_of(name, param, mine), partial(open_flat, local_of(param))
-        return Holding(shard.box, param.dtype, *shard.share, values, is_whole=shard.copies > 1)
-
-    return {name: holding(name, param) for name, param in params.items()}

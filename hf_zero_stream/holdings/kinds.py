@@ -33,7 +33,7 @@ class Kind(NamedTuple):
         name: for messages.
         is_one: whether a tensor is of this kind; the first kind that says so has it.
         memory: the memory that the values of a tensor lie in, on this rank.
-        holder: module and name of the :class:`.holder.Holder` of this kind, which is imported when it is needed.
+        holder: module and name of the :class:`.holding.Holder` of this kind, which is imported when it is needed.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     holder: str = ""
 
     def held_by(self) -> Any:
-        """The :class:`.holder.Holder` of this kind."""
+        """The :class:`.holding.Holder` of this kind."""
         module, name = self.holder.split(":")
         return getattr(import_module(module, __package__), name)
 
@@ -63,8 +63,8 @@ def _is_whole(tensor: Any) -> bool:
 PARAMETERS = (
     Kind("a partition of ZeRO-3", has_partition, _partition, ".deepspeed.held:held_partitions"),
     Kind("a part that AutoTP has left", is_cut, _itself, ".deepspeed.parts:held_parts"),
-    Kind("a shard (DTensor)", is_dtensor, local_of, ".holder:held_shards"),
-    Kind("a plain tensor", _is_whole, _itself, ".holder:held_replicas"),
+    Kind("a shard (DTensor)", is_dtensor, local_of, ".shards:held_shards"),
+    Kind("a plain tensor", _is_whole, _itself, ".holding:held_replicas"),
 )
 """Weights that stay quantised are parameters of bytes of these kinds; :mod:`..packed` knows what the bytes mean."""
 

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..errors import UnsupportedError
 from ..planning.boxes import Cut, ParameterBox
-from ..planning.plan import Target, partition_range
 from ..ranks.coordinator import Coordinator
 from . import fsdp
+from .holding import Holding, LocalShard, open_flat
 from .kinds import PARAMETERS, refuse_unknown
-from .marks import is_cut
+from .marks import is_cut, local_of
 
 
-class Shard(NamedTuple):
-    """What this rank holds of a parameter, as number `copy` of the `copies` ranks of its mesh that hold the same.
-
-    `is_repeated`: there may be other meshes of ranks that hold all of it too, one of them with rank 0. Of tensor
-    parallelism under FSDP2, what only FSDP2 shards is on a mesh of its own for each rank of tensor parallelism.
-    """
-
-    box: ParameterBox
-    copy: int
-    copies: int
-    is_repeated: bool = False
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """The first element of the box that this rank gives when it is saved, and one past the last."""
-        _, start, stop = partition_range(self.box.numel, self.copy, self.copies)
-        return start, stop
-
-    def target(self, name: str, dtype: torch.dtype, elements: tuple[int, int] | None = None) -> Target:
-        """The target of all of the box of parameter `name`, or of these elements of it."""
-        start, stop = elements or (0, self.box.numel)
-        box = None if self.box.is_whole else self.box
-        return Target(name, dtype, stop - start, start, stop, box, is_copy=self.copy > 0 or self.is_repeated)
-
-
-def held_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Coordinator) -> Shard:
+def held_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Coordinator) -> LocalShard:
     """As :func:`shard_of`, and of a parameter that is no DTensor: all of it, as every rank holds it."""
     if isinstance(param, DTensor):
         return shard_of(name, param, managed)
@@ -52,10 +28,10 @@ def held_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Co
 
         return part_of(name, param)
     refuse_unknown({name: param}, PARAMETERS, "an optimizer's parameter")
-    return Shard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
+    return LocalShard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
 
 
-def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> Shard:
+def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> LocalShard:
     """What this rank holds of `param`; `managed` is FSDP2's record of it, if there is one.
 
     FSDP2 cuts last, although its placement comes first. Where tensor parallelism cuts a fused weight along the same
@@ -69,7 +45,7 @@ def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> Shard:
         if isinstance(placement, Replicate):
             copy, copies = copy * size + coordinate, copies * size
     is_repeated = int(param.device_mesh.mesh.min()) != 0
-    return Shard(ParameterBox.of_cuts(param.shape, cuts_of(name, param, managed)), copy, copies, is_repeated)
+    return LocalShard(ParameterBox.of_cuts(param.shape, cuts_of(name, param, managed)), copy, copies, is_repeated)
 
 
 def cuts_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> list[Cut]:
@@ -116,3 +92,19 @@ def _cuts(placed: Sequence[_Placed]) -> Iterator[Cut]:
         else:
             yield Cut(placement.dim, size, coordinate, groups)
     yield from last
+
+
+def held_shards(
+    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+) -> dict[str, Holding]:
+    """A :class:`Holder`: the shards of DTensors."""
+    managed = fsdp.managed_params(model)
+
+    def holding(name: str, param: Any) -> Holding:
+        record = managed.get(name)
+        # FSDP2 may have put gathered parameters in place of its own.
+        mine = record if record is not None and record.sharded_param is param else None
+        shard, values = shard_of(name, param, mine), partial(open_flat, local_of(param))
+        return Holding(shard.box, param.dtype, *shard.share, values, is_whole=shard.copies > 1)
+
+    return {name: holding(name, param) for name, param in params.items()}

@@ -25,7 +25,7 @@ from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from . import fsdp
-from .holder import Holding
+from .holding import Holding
 from .marks import local_of
 from .own_names import named_parameters
 from .shards import held_of

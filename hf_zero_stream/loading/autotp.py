@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.own import become_written
+from ..checkpoint.lazy import LazyTensor, become_written
 from ..destinations.base import fill_whole
 from ..destinations.deferred import InPlace
 from ..destinations.replicated import chunk_bytes
 from ..errors import UnsupportedError
-from ..holdings.shards import Shard, held_of
+from ..holdings.holding import LocalShard
+from ..holdings.shards import held_of
 from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from .deferral import deferrals_of
@@ -63,7 +63,7 @@ def configure_model(original: Callable[..., Any], self: Any, model: nn.Module, *
     return original(self, model, *args, **kwargs)
 
 
-def _held(coordinator: Coordinator, name: str, param: torch.Tensor) -> Shard | None:
+def _held(coordinator: Coordinator, name: str, param: torch.Tensor) -> LocalShard | None:
     """What the lazy `param` is a part of, or all; None if DeepSpeed's map does not say."""
     try:
         return held_of(name, param, None, coordinator)

@@ -21,9 +21,8 @@ from torch import nn
 from transformers.utils import logging
 
 from ..bindings.table import installed
-from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.lazy import LazyTensor, become_written
 from ..checkpoint.nodes import View
-from ..checkpoint.own import become_written
 from ..destinations.base import Destination, fill_whole
 from ..destinations.deferred import Deferred, InPlace
 from ..engine.load import Load

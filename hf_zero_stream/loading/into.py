@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..destinations.base import Destination, fill_whole, refuse_wrapped
+from ..destinations.live import memory_of
 from ..destinations.live_shards import LiveShards
-from ..destinations.live_whole import memory_of
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp
-from ..holdings.marks import is_packed, local_of, refuse_parts
+from ..holdings.marks import is_packed, local_of
+from ..holdings.model_parallel import refuse_parts
 from ..holdings.own_names import named_buffers
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD

@@ -39,7 +39,7 @@ _MOST_CUTS = 64
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """What the ``.metadata`` at `path` says, and where elements lie; see :class:`..checkpoint.format.Format`.
+    """What the ``.metadata`` at `path` says, and where elements lie; see :class:`..checkpoint.formats.Format`.
 
     Raises:
         ReadError: a file is missing or cannot be read.
@@ -75,7 +75,7 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
-    """See :meth:`..checkpoint.format.Format.parse_header`.
+    """See :meth:`..checkpoint.formats.Format.parse_header`.
 
     Raises:
         CheckpointError: the chunks of a tensor overlap, or leave holes.

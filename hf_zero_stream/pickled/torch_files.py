@@ -63,7 +63,7 @@ _KNOWN = {_REBUILD, _REBUILD_PARAMETER, _ORDERED, *(Global("torch", name) for na
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """See :meth:`..checkpoint.format.Format.read_header`; raises :class:`NotAMap` too."""
+    """See :meth:`..checkpoint.formats.Format.read_header`; raises :class:`NotAMap` too."""
     try:
         with naming_file(path, "what torch.save wrote"), source.open_file(path) as file:
             tensors = _tensors(file, path)
@@ -83,7 +83,7 @@ def why_not(source: ByteSource, paths: Sequence[str]) -> str:
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
-    """See :meth:`..checkpoint.format.Format.parse_header`; tensors may share bytes."""
+    """See :meth:`..checkpoint.formats.Format.parse_header`; tensors may share bytes."""
     fields = parse_object(header.text, f"{path}: header")
     views = {name: view_of_field(path, number, name, field, header.size_bytes) for name, field in fields.items()}
     return CheckpointMap((Shard(path, header.size_bytes, {}, tag=header.tag),), views, format="torch.save")

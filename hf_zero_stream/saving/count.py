@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import SaveError
-from ..holdings.holder import Holding
+from ..holdings.holding import Holding
 from ..holdings.marks import LOADED_SHAPES, PACKED
 from ..holdings.own_names import own_names, own_or_clean
 from ..ranks.coordinator import Coordinator

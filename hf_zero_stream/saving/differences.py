@@ -14,7 +14,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..errors import SaveError, UnsupportedError
-from ..holdings.holder import Holding
+from ..holdings.holding import Holding
 from ..holdings.marks import is_cut
 from ..ranks.coordinator import Coordinator
 

@@ -39,7 +39,7 @@ from ..seams.wrappers import (
 )
 from ..settings.scope import active_configs, having
 from . import calls
-from .calls import refuse_url
+from .arguments import refuse_url
 from .outside_models import values_outside_models
 
 

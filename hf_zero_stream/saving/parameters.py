@@ -20,7 +20,7 @@ from ..checkpoint.nodes import HostTensor, Node, Stored, View, sources_of
 from ..destinations.base import narrowed
 from ..engine.compute import Evaluator
 from ..errors import SaveError
-from ..holdings.holder import Holding
+from ..holdings.holding import Holding
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles

@@ -21,7 +21,8 @@ from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta, refuse_unreadable
-from ..holdings.marks import has_gathered, is_packed, refuse_parts
+from ..holdings.marks import has_gathered, is_packed
+from ..holdings.model_parallel import refuse_parts
 from ..ranks.accelerators import settle
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
@@ -31,8 +32,8 @@ from ..reports.save import PHASES, SaveReport, SavingRank
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
+from .arguments import dtype_of_argument, refuse_url, refuse_values
 from .background import write_in_background
-from .calls import dtype_of_argument, refuse_url, refuse_values
 from .count import anything, ignored_by
 from .files import Comparison, Publication, ShardWriter, reserve, sync_all
 from .host_copy import HostCopy, HostMemory

@@ -1,4 +1,4 @@
-"""What a user's ``__init__`` makes of a model under ZeRO-3.
+"""How a load has transformers build the model; and what a user's ``__init__`` makes of it under ZeRO-3.
 
 Stock fills the parameters that it has made. Here others take their place, and get what it gave to those: values,
 names, attributes and hooks.
@@ -9,23 +9,58 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
+from transformers import modeling_utils
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor
-from .session import Session, is_users
+from .ds_config import zero3_hidden
+from .session import Original, Session, in_session, is_users
 
 
 KEPT_BYTES = 2**28
 """How many bytes of values of parameters are kept from the end of an ``__init__``, where users' classes add theirs."""
 
 _VALUE, _MADE = "_hf_zero_stream_value", "_hf_zero_stream_made"
+
+
+@in_session
+def get_init_context(session: Session, original: Original, cls: Any, *args: Any) -> Any:
+    """The contexts in which transformers builds the model."""
+    if session.building:
+        return original(cls, *args)
+    is_part, hides_zero3 = session.inside is not None, session.load.destination.hides_zero3
+    with zero3_hidden() if is_part or hides_zero3 else nullcontext():
+        contexts = [_building(session), *original(cls, *args)]
+    if hides_zero3 and not is_part:
+        # transformers' own tests look for this line, which it logs where it finds ZeRO-3.
+        modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
+        # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
+        contexts.append(modeling_utils.set_zero3_state())
+        if session.load.config.random_numbers == "stock" and not session.is_dry:
+            from .drawing import drawing
+
+            contexts += [modeling_utils.init.no_init_weights(), drawing(session.load.destination.device)]
+        if is_users(cls):
+            contexts = [each for each in contexts if not isinstance(each, torch.device)]
+            contexts.append(parameters_on_meta(session))
+    return contexts
+
+
+@contextmanager
+def _building(session: Session) -> Iterator[None]:
+    session.building = True
+    try:
+        with zero3_hidden():
+            yield
+    finally:
+        session.building = False
 
 
 @contextmanager

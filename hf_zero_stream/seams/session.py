@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 import transformers
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel
 
 from ..bindings.install import Replacement
 from ..bindings.table import TABLE
@@ -19,7 +17,6 @@ from ..destinations.base import RandomState
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError
 from ..registry.rows import Moment
-from .ds_config import zero3_hidden
 
 
 if TYPE_CHECKING:
@@ -153,41 +150,6 @@ class Stopped(BaseException):
 
     def __init__(self, lazy_model: LazyModel) -> None:
         self.lazy_model = lazy_model
-
-
-@in_session
-def get_init_context(session: Session, original: Original, cls: Any, *args: Any) -> Any:
-    """The contexts in which transformers builds the model."""
-    if session.building:
-        return original(cls, *args)
-    is_part, hides_zero3 = session.inside is not None, session.load.destination.hides_zero3
-    with zero3_hidden() if is_part or hides_zero3 else nullcontext():
-        contexts = [_building(session), *original(cls, *args)]
-    if hides_zero3 and not is_part:
-        # transformers' own tests look for this line, which it logs where it finds ZeRO-3.
-        modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
-        # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
-        contexts.append(modeling_utils.set_zero3_state())
-        if session.load.config.random_numbers == "stock" and not session.is_dry:
-            from .drawing import drawing
-
-            contexts += [modeling_utils.init.no_init_weights(), drawing(session.load.destination.device)]
-        if is_users(cls):
-            contexts = [each for each in contexts if not isinstance(each, torch.device)]
-            from .building import parameters_on_meta
-
-            contexts.append(parameters_on_meta(session))
-    return contexts
-
-
-@contextmanager
-def _building(session: Session) -> Iterator[None]:
-    session.building = True
-    try:
-        with zero3_hidden():
-            yield
-    finally:
-        session.building = False
 
 
 def is_users(cls: type) -> bool:

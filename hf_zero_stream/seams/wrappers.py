@@ -23,7 +23,8 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.utils import logging
 
 from ..bindings.install import is_defined_by, is_replaced, replaced_methods
-from ..holdings.marks import is_sharded, why_parts
+from ..holdings.marks import is_sharded
+from ..holdings.model_parallel import why_parts
 
 
 logger = logging.get_logger(__name__)

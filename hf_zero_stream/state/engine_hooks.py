@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..bindings.install import is_defined_by, replaced_methods
 from ..errors import ConfigError, UnsupportedError
-from ..holdings.marks import has_parts, why_parts
+from ..holdings.model_parallel import has_parts, why_parts
 from ..ranks.coordinator import Coordinator
 from ..settings.scope import active_configs
 from .callers import (

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..holdings.marks import is_adapted
 from ..loading.into import load_into
-from ..saving.calls import refuse_url
+from ..saving.arguments import refuse_url
 from ..saving.files import is_unfinished
 from ..saving.hooks import NotedSaves, noted_saves
 from ..saving.pending import after_pending, finish_pending

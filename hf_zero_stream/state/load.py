@@ -14,7 +14,8 @@ from transformers.utils import logging
 
 from ..checkpoint.format import excerpt
 from ..errors import CheckpointError, UnsupportedError
-from ..holdings.marks import is_adapted, refuse_parts
+from ..holdings.marks import is_adapted
+from ..holdings.model_parallel import refuse_parts
 from ..holdings.own_names import own_names, own_or_clean
 from ..holdings.slots import EXACT
 from ..holdings.training import Training

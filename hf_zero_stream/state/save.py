@@ -35,7 +35,7 @@ from ..pickled.deepspeed_names import entries_of_deepspeed, write_signs
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
-from ..saving.calls import refuse_unknown, refuse_url
+from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.files import finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero_stream.checkpoint.lazy import LazyTensor
+from hf_zero_stream.checkpoint.lazy import LazyTensor, become_written
 from hf_zero_stream.checkpoint.nodes import Own
-from hf_zero_stream.checkpoint.own import become_written
 from tests.core.test_lazy import Checkpoint
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero_stream.auto import STREAMING_CLASSES
-from hf_zero_stream.saving.calls import SIGNATURE, SaveArguments
+from hf_zero_stream.saving.arguments import SIGNATURE, SaveArguments
 from tests.support.cluster import ROOT
 
 

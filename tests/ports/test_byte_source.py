@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save
 
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.checkpoint.format import Format, Shard, ShardHeader, TensorEntry
+from hf_zero_stream.checkpoint.format import Shard, ShardHeader, TensorEntry
+from hf_zero_stream.checkpoint.formats import Format
 from hf_zero_stream.checkpoint.map import CheckpointMap
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.engine.opened import OpenCheckpoint

@@ -19,7 +19,7 @@ import hf_zero_stream
 from hf_zero_stream.destinations.base import Batch, Destination, Item, item_of, narrowed, replace_lazy
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.holdings import holder
-from hf_zero_stream.holdings.holder import Holding, open_flat
+from hf_zero_stream.holdings.holding import Holding, open_flat
 from hf_zero_stream.loading.dry_load import lazily_loaded
 from hf_zero_stream.planning.boxes import ParameterBox
 from hf_zero_stream.planning.plan import Target

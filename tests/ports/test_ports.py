@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.checkpoint import formats
-from hf_zero_stream.checkpoint.format import Format, NotAMap, ShardHeader
+from hf_zero_stream.checkpoint.format import NotAMap, ShardHeader
+from hf_zero_stream.checkpoint.formats import Format
 from hf_zero_stream.checkpoint.nodes import entries_of
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, HfZeroStreamError, ReadError

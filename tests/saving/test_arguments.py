@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.errors import ConfigError, UnsupportedError, UrlError
-from hf_zero_stream.saving.calls import refuse_url
+from hf_zero_stream.saving.arguments import refuse_url
 from tests.saving.test_hooks import prepared
 from tests.support.cluster import run_ranks
 from tests.support.zoo import ZOO

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.holdings import holder
-from hf_zero_stream.holdings.holder import Holding, held_replicas
+from hf_zero_stream.holdings.holding import Holding, held_replicas
 from tests.support.cluster import run_ranks
 from tests.support.odd_models import WIDTH, Odd, OddConfig
 from tests.support.parity import ds_config

@@ -15,7 +15,7 @@ from hf_zero_stream.checkpoint.nodes import HostTensor, Stored, View
 from hf_zero_stream.checkpoint.safetensors import ShardToWrite
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.holdings import holder
-from hf_zero_stream.holdings.holder import Holding
+from hf_zero_stream.holdings.holding import Holding
 from hf_zero_stream.planning.boxes import Box, Cut, ParameterBox
 from hf_zero_stream.planning.plan import partition_range
 from hf_zero_stream.ranks.coordinator import Coordinator

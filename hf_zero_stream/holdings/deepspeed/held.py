@@ -14,7 +14,7 @@ from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
 
 from ...errors import UnsupportedError
-from ..holder import Holding, open_flat
+from ..holding import Holding, open_flat
 from . import partitions
 from .gathered import gathered, is_changed
 from .masters import Master, masters_of

@@ -22,9 +22,8 @@ from ...checkpoint.nodes import row_major_strides
 from ...errors import UnsupportedError
 from ...planning.boxes import Interval, ParameterBox
 from ...planning.plan import partition_range
-from ..holder import Holding, open_flat
+from ..holding import Holding, LocalShard, open_flat
 from ..marks import CUT, is_cut
-from ..shards import Shard
 
 
 _DESCRIBED = (
@@ -47,7 +46,7 @@ _DESCRIBED = (
 def held_parts(
     model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
 ) -> dict[str, Holding]:
-    """A :class:`..holder.Holder`: the parts that AutoTP has left, each of which other ranks may hold too."""
+    """A :class:`..holding.Holder`: the parts that AutoTP has left, each of which other ranks may hold too."""
 
     def holding(name: str, param: nn.Parameter) -> Holding:
         part = part_of(name, param)
@@ -56,7 +55,7 @@ def held_parts(
     return {name: holding(name, param) for name, param in params.items() if is_cut(param)}
 
 
-def part_of(name: str, param: Any) -> Shard:
+def part_of(name: str, param: Any) -> LocalShard:
     """The elements of parameter `name` that this rank holds, as one of the ranks of data parallelism that do.
 
     Raises:
@@ -76,7 +75,7 @@ def part_of(name: str, param: Any) -> Shard:
     box = _box(name, getattr(param, CUT)["conversion"], index)
     if box.sizes != tuple(param.shape):
         raise _undescribed(name, f"its part has shape {tuple(param.shape)}, and DeepSpeed's map says {box.sizes}")
-    return Shard(box, copy, dist.get_world_size() // size)
+    return LocalShard(box, copy, dist.get_world_size() // size)
 
 
 def trained_part(name: str, param: Any, rank: int, world_size: int) -> tuple[ParameterBox, tuple[int, int]]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint.nodes import HostTensor
-from ...holdings.holder import Holding
+from ...holdings.holding import Holding
 from ...ranks.accelerators import is_accelerator, synchronise
 from ...ranks.coordinator import Coordinator, collective_device
 from ...saving.host_copy import pinned_parts

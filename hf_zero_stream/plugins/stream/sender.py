@@ -16,7 +16,7 @@ from ...engine.places import map_of, place_of
 from ...errors import ConfigError, HfZeroStreamError, StreamError
 from ...ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ...ranks.rendezvous import STREAM
-from ...saving.calls import dtype_of_argument
+from ...saving.arguments import dtype_of_argument
 from .calls import Calls
 from .plan import StreamedTensor
 from .servers import VLLM, Join, Server, SGLang

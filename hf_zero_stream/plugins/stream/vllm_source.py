@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import refuse_unknown_version
 
 
-if TYPE_CHECKING:
-    from .weights import WeightStream
-
-
-def weight_source(stream: WeightStream) -> Any:
-    """A ``WeightSource`` of the vLLM that is installed; its iteration is a pass over `stream` (all ranks)."""
+def weight_source(stream: Any) -> Any:
+    """A ``WeightSource`` of the installed vLLM; its iteration is a pass over `stream`, a WeightStream (all ranks)."""
     from vllm.distributed import weight_transfer
 
     names = ("ParamMeta", "WeightSource")

@@ -28,7 +28,7 @@ from ...ranks.accelerators import settle
 from ...ranks.coordinator import Coordinator, expected_at, meeting
 from ...ranks.rendezvous import STREAM
 from ...reports.measures import collector_paused
-from ...saving.calls import dtype_of_argument
+from ...saving.arguments import dtype_of_argument
 from ...saving.count import refuse_cut
 from ...saving.lazy_parameters import holdings_of_model
 from ...saving.parameters import Layout, NewParameters, Parameters
