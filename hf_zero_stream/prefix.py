@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from types import ModuleType
 
-from .bindings.install import Watch
+from .bindings.install import ImportWatch
 from .errors import PACKAGE, requirements
 from .settings.config import announced_local_rank, announces_local_rank
 
@@ -29,7 +29,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def await_transformers() -> None:
     """Once this process has imported transformers, enter ``streaming()``, at the latest when it has other ranks."""
-    watch = Watch({"transformers"}, lambda module: enter(module))
+    watch = ImportWatch({"transformers"}, lambda module: enter(module))
 
     def enter(module: ModuleType) -> None:
         watch.__exit__()

@@ -55,7 +55,7 @@ class Installation:
         """Rows of modules that have not been imported yet."""
         self._off: set[tuple[str, str]] = set()
         """Packages and features that are left to stock."""
-        self._watch = Watch({row.module for row in table[moment]}, lambda module: self._install())
+        self._watch = ImportWatch({row.module for row in table[moment]}, lambda module: self._install())
         self._lock = threading.RLock()  # a finaliser may leave from inside the garbage collector
         self._users = 0
 
@@ -197,7 +197,7 @@ def standing_in(instance: Any, **methods: Any) -> Iterator[None]:
         vars(instance).update(own)
 
 
-class Watch:
+class ImportWatch:
     """Inside ``with watch:``, calls `imported` with each of these modules when its code has run; imports none."""
 
     def __init__(self, names: Collection[str], imported: Callable[[ModuleType], None]) -> None:
@@ -219,7 +219,7 @@ class _Finder:
     """Finds no module itself; of those that are watched it changes how the others' loaders end."""
 
     def __init__(self) -> None:
-        self.watches: list[Watch] = []
+        self.watches: list[ImportWatch] = []
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

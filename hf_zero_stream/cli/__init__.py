@@ -40,7 +40,7 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-class _Group(TyperGroup):
+class _CommandGroup(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [*commands()]
 
@@ -61,7 +61,7 @@ class _Group(TyperGroup):
 
 app = typer.Typer(
     name="hf-zero-stream",
-    cls=_Group,
+    cls=_CommandGroup,
     help="Run training that streams its checkpoints; look at them, and at what loading them will cost, beforehand.",
     no_args_is_help=True,
     rich_markup_mode=None,

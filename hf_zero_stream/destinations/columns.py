@@ -130,7 +130,7 @@ def _holes_are_read(view: View, dim: int, share: float, seek_bytes: int) -> bool
     )
 
 
-class _Part(NamedTuple):
+class _RowsInExchange(NamedTuple):
     """Rows of one parameter in one exchange: `most` of each rank's share, from row `first` of it on.
 
     `offset` is where this rank's begin in its buffer, in bytes.
@@ -167,9 +167,9 @@ class _Part(NamedTuple):
         return columns.local.view(torch.uint8)[start:stop]
 
 
-def _exchanges(all_columns: Iterable[Columns]) -> Iterator[list[_Part]]:
+def _exchanges(all_columns: Iterable[Columns]) -> Iterator[list[_RowsInExchange]]:
     """The parts of each exchange; all ranks have as many exchanges, and each group has the same parts."""
-    parts: list[_Part] = []
+    parts: list[_RowsInExchange] = []
     used = 0
     for columns in all_columns:
         first = 0
@@ -180,7 +180,7 @@ def _exchanges(all_columns: Iterable[Columns]) -> Iterator[list[_Part]]:
                 yield parts
                 parts, used = [], 0
                 continue
-            parts.append(_Part(columns, first, most, used))
+            parts.append(_RowsInExchange(columns, first, most, used))
             used += -(-most * columns.bytes_per_row // _ALIGNMENT) * _ALIGNMENT
             first += most
     if parts:
@@ -194,7 +194,7 @@ def exchange_batches(all_columns: Iterable[Columns], coordinator: Coordinator) -
     def buffer(what: str) -> torch.Tensor:
         return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=collective_device())
 
-    def exchange(parts: Sequence[_Part]) -> None:
+    def exchange(parts: Sequence[_RowsInExchange]) -> None:
         mesh, mesh_dim = parts[0].columns.place
         ranks = range(len(parts[0].columns.pieces))
         sent, sizes = 0, []
@@ -215,7 +215,7 @@ def exchange_batches(all_columns: Iterable[Columns], coordinator: Coordinator) -
         for place, values in zip(everyones, received.split([len(place) for place in everyones]), strict=True):
             place.copy_(values)
 
-    def item(part: _Part) -> Item:
+    def item(part: _RowsInExchange) -> Item:
         target = part.target
         return Item(
             target,

@@ -23,7 +23,7 @@ _HOST = torch.device("cpu")
 _ALIGNMENT = 16  # bytes; each part begins at a multiple of it, so that it can be viewed in any dtype
 
 
-class _Part(NamedTuple):
+class _ExchangedPart(NamedTuple):
     """What this rank brings of one tensor to one exchange.
 
     Attributes:
@@ -45,12 +45,12 @@ class _Part(NamedTuple):
 
 def exchanges(
     tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, rank_bytes: int
-) -> Iterator[tuple[list[_Part], int]]:
+) -> Iterator[tuple[list[_ExchangedPart], int]]:
     """The parts of each all-gather that fills flat `tensors`, and the bytes that it takes of each rank's buffer.
 
     All ranks have the same parts, but for their targets. A rank's buffer has `rank_bytes`.
     """
-    parts: list[_Part] = []
+    parts: list[_ExchangedPart] = []
     used = 0
     for name, tensor in tensors.items():
         share, itemsize = -(-tensor.numel() // world_size), tensor.dtype.itemsize
@@ -63,7 +63,7 @@ def exchanges(
                 continue
             start = min(tensor.numel(), rank * share + first)
             stop = max(start, min(tensor.numel(), start + length, (rank + 1) * share))
-            parts.append(_Part(Target(name, tensor.dtype, length, start, stop), share, first, used))
+            parts.append(_ExchangedPart(Target(name, tensor.dtype, length, start, stop), share, first, used))
             used = min(rank_bytes, -(-(used + length * itemsize) // _ALIGNMENT) * _ALIGNMENT)
             first += length
     if parts:
@@ -96,7 +96,7 @@ def exchange_batches(
         on_device = device if serves(device.type) else _HOST
         return torch.empty(rank_bytes * ranks, dtype=torch.uint8, device=on_device)
 
-    def exchange(parts: Sequence[_Part], nbytes: int, turn: int) -> Callable[[], None]:
+    def exchange(parts: Sequence[_ExchangedPart], nbytes: int, turn: int) -> Callable[[], None]:
         """Begin to exchange the parts (all ranks); returns what waits for them, and puts them into the tensors."""
         everyone = buffer(world_size)[: world_size * nbytes]
         wait = coordinator.begin(all_gather, everyone, buffer(1, turn)[:nbytes])
@@ -113,7 +113,7 @@ def exchange_batches(
 
         return end
 
-    def item(part: _Part, turn: int) -> Item:
+    def item(part: _ExchangedPart, turn: int) -> Item:
         return Item(part.target, views[part.target.name], lambda: part.memory(buffer(1, turn)))
 
     return [

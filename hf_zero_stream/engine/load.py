@@ -29,7 +29,7 @@ from ..reports.measures import AnonymousMemory, PhaseClock
 from ..settings.config import StreamingConfig
 from .opened import OpenCheckpoint
 from .reader import Reader
-from .sameness import Copy, description, refuse_differences, refuse_other_shards
+from .sameness import HeaderAndSample, description, refuse_differences, refuse_other_shards
 
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Load:
             return
         described = [*dict.fromkeys(shard.described_in or shard.path for shard in self.checkpoint.shards)]
 
-        def look() -> list[Copy]:
+        def look() -> list[HeaderAndSample]:
             return [*zip(self.checkpoint.read_headers(described), self.checkpoint.samples(described))]
 
         of_rank_0 = self.coordinator.broadcast(look)

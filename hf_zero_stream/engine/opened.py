@@ -31,7 +31,7 @@ from .lanes import Lane, SideLane
 
 
 if TYPE_CHECKING:
-    from ..sources.relay import Server
+    from ..sources.relay import RelayServer
     from ..sources.remote import RemoteFiles
     from .compute import Evaluator
 
@@ -66,7 +66,7 @@ class OpenCheckpoint:
         self._device = device
         self.staging_bytes = config.staging_on(device.type)
         self._is_relayed = False
-        self._server: Server | None = None
+        self._server: RelayServer | None = None
         self._ahead: ReadAhead | None = None
         self.shards: tuple[Shard, ...] = ()
         self.retries = Retries(RETRIES)
@@ -186,13 +186,13 @@ class OpenCheckpoint:
         first = len(self.shards)
         self.shards = (*self.shards, *shards)
         if self.relays and shards and not self._is_relayed:
-            from ..sources.relay import RelayedFiles, Server
+            from ..sources.relay import RelayedFiles, RelayServer
 
             reader, *clients = self._reader_and_clients()
             with self.coordinator.naming_dead_rank():
                 group = dist.new_group(backend="gloo")
             if self.coordinator.rank == reader:
-                self._server = Server(self.source, clients, group)
+                self._server = RelayServer(self.source, clients, group)
             else:
                 self.source = RelayedFiles(self.source, reader, group)
             self._is_relayed = True

@@ -78,11 +78,13 @@ def refuse_differences(descriptions: Sequence[Mapping[str, str]]) -> None:
     )
 
 
-Copy = tuple[ShardHeader, bytes]
+HeaderAndSample = tuple[ShardHeader, bytes]
 """The header of a shard as one rank has read it, and a digest of a sample of its values."""
 
 
-def refuse_other_shards(paths: Sequence[str], own: Iterable[Copy], of_rank_0: Iterable[Copy]) -> None:
+def refuse_other_shards(
+    paths: Sequence[str], own: Iterable[HeaderAndSample], of_rank_0: Iterable[HeaderAndSample]
+) -> None:
     """Raise a CheckpointError if a shard that this rank has read is not the one that rank 0 has read."""
     for path, (mine, values), (theirs, their_values) in zip(paths, own, of_rank_0, strict=True):
         if mine.size_bytes != theirs.size_bytes:

@@ -16,7 +16,7 @@ from ..ranks.coordinator import Coordinator, collective_device
 from ..seams.wrappers import ignored_by_fsdp2
 
 
-class _Place(NamedTuple):
+class _ModuleKey(NamedTuple):
     """Where a module keeps a tensor."""
 
     module: nn.Module
@@ -27,7 +27,7 @@ class _Source(NamedTuple):
     """Where the values of one parameter come from, and all places where it is."""
 
     values: LazyTensor
-    places: list[_Place]
+    places: list[_ModuleKey]
 
 
 class SetAside:
@@ -58,7 +58,7 @@ class SetAside:
             _put(nn.Parameter(empty, requires_grad=param.requires_grad), source.places)
             self._sources.append(source)
         self._buffers = [
-            (_Place(module, key), buffer)
+            (_ModuleKey(module, key), buffer)
             for module in model.modules()
             for key, buffer in module._buffers.items()
             if buffer is not None
@@ -91,16 +91,16 @@ class SetAside:
         return destination
 
 
-def _places(model: nn.Module) -> dict[int, list[_Place]]:
+def _places(model: nn.Module) -> dict[int, list[_ModuleKey]]:
     """All places of each parameter, by its ``id``."""
-    found: dict[int, list[_Place]] = {}
+    found: dict[int, list[_ModuleKey]] = {}
     for module in model.modules():
         for key, param in module._parameters.items():
             if param is not None:
-                found.setdefault(id(param), []).append(_Place(module, key))
+                found.setdefault(id(param), []).append(_ModuleKey(module, key))
     return found
 
 
-def _put(param: nn.Parameter, places: list[_Place]) -> None:
+def _put(param: nn.Parameter, places: list[_ModuleKey]) -> None:
     for module, key in places:
         setattr(module, key, param)

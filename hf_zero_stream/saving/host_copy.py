@@ -11,7 +11,7 @@ from torch import nn
 
 from ..engine.execute import HugePages
 from ..ranks.accelerators import is_accelerator, pinned, stream
-from .write import Piece, bytes_of, in_runs
+from .write import PlacedValues, bytes_of, in_runs
 
 
 PutBytes = Callable[[int, int, Sequence[memoryview]], None]
@@ -118,7 +118,7 @@ class HostCopy:
             check()
             put(shard, position, [*map(bytes_of, parts)])
 
-    def _parts(self) -> Iterator[Piece]:
+    def _parts(self) -> Iterator[PlacedValues]:
         for shard, position, start, stop in sorted(self._pieces):
             for part in self._memory.parts(start, stop):
                 yield shard, position, part

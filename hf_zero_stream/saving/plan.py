@@ -40,7 +40,7 @@ class Share(NamedTuple):
     stop: int
 
 
-class Part(NamedTuple):
+class SegmentPart(NamedTuple):
     """Elements of a segment that `rank` gives: of a source, or of a buffer or padding, which are rank 0's."""
 
     rank: int
@@ -96,11 +96,11 @@ class Sources:
             return [name]
         return [node.name for node, _ in sources_of([View.whole(joined)]) if isinstance(node, Stored)]
 
-    def parts(self, region: Region, only: int | None = None) -> Iterator[Part]:
+    def parts(self, region: Region, only: int | None = None) -> Iterator[SegmentPart]:
         """What ranks give of `region`, which is no function's, or what the rank `only` gives."""
         leaf, box, stop = region.leaf, region.box, region.box.at + region.box.at_extent
         if isinstance(leaf, HostTensor):
-            yield Part(0, leaf, box, region.casts)
+            yield SegmentPart(0, leaf, box, region.casts)
             return
         assert isinstance(leaf, Stored)
         shares = self.shares[leaf.name]
@@ -110,7 +110,7 @@ class Sources:
                 return
             if only is None or share.rank == only:
                 for cut in within(box, share.start, share.stop):
-                    yield Part(share.rank, leaf.name, cut, region.casts)
+                    yield SegmentPart(share.rank, leaf.name, cut, region.casts)
 
 
 def in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
@@ -127,7 +127,7 @@ class Segment(NamedTuple):
     position: int
     numel: int
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[SegmentPart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +143,7 @@ class Segment(NamedTuple):
         return single_writer or any(isinstance(part.source, HostTensor) for part in self.parts)
 
 
-Round = tuple[tuple[int, Segment], ...]
+ExchangeRound = tuple[tuple[int, Segment], ...]
 """(writer, segment) for each segment of a round."""
 
 
@@ -166,7 +166,7 @@ class SavePlan:
     """
 
     alone: tuple[Segment, ...]
-    rounds: tuple[Round, ...]
+    rounds: tuple[ExchangeRound, ...]
     computations: tuple[Computation, ...]
     bytes_written: int
     elements: Mapping[str, int] = field(default_factory=dict)
@@ -243,7 +243,7 @@ def _given_by_one(segment: Segment, everywhere: Set[str], turn: int) -> Segment:
     return segment._replace(parts=parts)
 
 
-def _rounds(segments: Sequence[Segment], world_size: int, single_writer: bool) -> Iterator[Round]:
+def _rounds(segments: Sequence[Segment], world_size: int, single_writer: bool) -> Iterator[ExchangeRound]:
     """Rounds in file order; a writer is one of those that hold the segment, if one of them has room."""
     of_round: list[tuple[int, Segment]] = []
     written: Counter[int] = Counter()  # bytes, by rank

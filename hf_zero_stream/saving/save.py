@@ -41,7 +41,7 @@ from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
 from .pending import PendingSave, finish_pending
 from .preparation import Content, Ending, Planned, Preparation, Prepared
-from .write import Task, bytes_of, execute_saves
+from .write import SaveTask, bytes_of, execute_saves
 
 
 logger = logging.get_logger(__name__)
@@ -192,7 +192,7 @@ class Save:
         sizes = [each.plan.bytes_written for each in planned]
         memory = self._coordinator.run_on_all(partial(HostMemory.of_model, self.model, sum(sizes)))
         copies = [HostCopy(memory, stop - size) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-        tasks = [Task(each.plan, each.parameters, copy.put) for each, copy in zip(planned, copies, strict=True)]
+        tasks = [SaveTask(each.plan, each.parameters, copy.put) for each, copy in zip(planned, copies, strict=True)]
         execute_saves(tasks, self._coordinator, self._threads())
         for copy in copies:
             copy.wait()
@@ -292,7 +292,7 @@ class Save:
                     advance(sum(map(len, buffers)))
 
                 tasks = [
-                    Task(each.plan, each.parameters, partial(put, writer))
+                    SaveTask(each.plan, each.parameters, partial(put, writer))
                     for each, writer in zip(planned, writers, strict=True)
                 ]
                 execute_saves(tasks, self._coordinator, self._threads())

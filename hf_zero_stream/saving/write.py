@@ -18,7 +18,7 @@ from ..ranks.accelerators import to_host
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import IOV_MAX
 from .parameters import Parameters, Values, opened
-from .plan import Part, Round, SavePlan, Segment
+from .plan import ExchangeRound, SavePlan, Segment, SegmentPart
 
 
 WRITE_BYTES = 8 * 2**20
@@ -28,7 +28,7 @@ Put = Callable[[int, int, Sequence[torch.Tensor]], None]
 """``put(shard, position, values)``: take flat `values`, one after the other, as the bytes of a shard from there on."""
 
 
-class Task(NamedTuple):
+class SaveTask(NamedTuple):
     """A plan, what it is about, and what takes its bytes."""
 
     plan: SavePlan
@@ -36,7 +36,7 @@ class Task(NamedTuple):
     put: Put
 
 
-def execute_saves(tasks: Sequence[Task], coordinator: Coordinator, threads: int) -> None:
+def execute_saves(tasks: Sequence[SaveTask], coordinator: Coordinator, threads: int) -> None:
     """Give each `put`, from several `threads`, all bytes that this rank writes; all ranks must call it together."""
 
     def write_all_alone() -> None:
@@ -88,11 +88,11 @@ def _write_alone(plan: SavePlan, parameters: Parameters, put: Put, threads: int)
     work(iter([segment] for segment in sorted(filter(swap_file, segments), key=swap_file)))
 
 
-Piece = tuple[int, int, torch.Tensor]
+PlacedValues = tuple[int, int, torch.Tensor]
 """A shard, a position in it, and the flat values that belong there."""
 
 
-def in_runs(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+def in_runs(pieces: Iterable[PlacedValues]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
     """Pieces that follow each other in a shard, about :data:`WRITE_BYTES` at a time; shard and position come first."""
     run: list[torch.Tensor] = []
     first = following = (0, 0)
@@ -115,7 +115,7 @@ def _write(segments: Sequence[Segment], values: Values, put: Put) -> None:
         put(*run)
 
 
-def _pieces(segment: Segment, values: Values) -> Iterator[Piece]:
+def _pieces(segment: Segment, values: Values) -> Iterator[PlacedValues]:
     """The values of a segment all of which this rank holds, from a run at most a buffer's worth each."""
     if not segment.is_run:
         # On the device of the parameters, if there are any: a GPU orders elements faster.
@@ -135,7 +135,7 @@ def _pieces(segment: Segment, values: Values) -> Iterator[Piece]:
 
 
 def exchange(
-    of_round: Round, values: Values, coordinator: Coordinator, buffer_of: Callable[[Segment], torch.Tensor]
+    of_round: ExchangeRound, values: Values, coordinator: Coordinator, buffer_of: Callable[[Segment], torch.Tensor]
 ) -> list[tuple[Segment, torch.Tensor]]:
     """Send what this rank holds of the segments to their writers; returns those that this rank writes, in buffers.
 
@@ -145,13 +145,15 @@ def exchange(
 
 
 def begin_exchange(
-    of_round: Round, values: Values, coordinator: Coordinator, buffer_of: Callable[[Segment], torch.Tensor]
+    of_round: ExchangeRound, values: Values, coordinator: Coordinator, buffer_of: Callable[[Segment], torch.Tensor]
 ) -> Callable[[], list[tuple[Segment, torch.Tensor]]]:
     """As :func:`exchange`, but returns what ends it: all that this rank holds has been taken by then."""
     device, rank = collective_device(), coordinator.rank
     mine = [segment for writer, segment in of_round if writer == rank]
-    outgoing: list[list[Part]] = [[] for _ in range(coordinator.world_size)]  # by the other rank
-    arriving: list[list[tuple[int, Part]]] = [[] for _ in range(coordinator.world_size)]  # with the segment's number
+    outgoing: list[list[SegmentPart]] = [[] for _ in range(coordinator.world_size)]  # by the other rank
+    arriving: list[list[tuple[int, SegmentPart]]] = [
+        [] for _ in range(coordinator.world_size)
+    ]  # with the segment's number
     sent, expected = [0] * coordinator.world_size, [0] * coordinator.world_size  # bytes
     number = 0
     for writer, segment in of_round:
@@ -229,16 +231,16 @@ def _new_buffer(segment: Segment) -> torch.Tensor:
     return torch.empty(segment.numel, dtype=segment.dtype, device=collective_device())
 
 
-def _put(part: Part, taken: torch.Tensor, buffer: torch.Tensor) -> None:
+def _put(part: SegmentPart, taken: torch.Tensor, buffer: torch.Tensor) -> None:
     """Put the elements of a part, cast and in its box's shape, into the flat buffer of its segment."""
     copy_strided(buffer[part.box.to :].as_strided(part.box.sizes, part.box.to_strides), taken)
 
 
-def take(part: Part, values: Values) -> torch.Tensor:
+def take(part: SegmentPart, values: Values) -> torch.Tensor:
     return reduce(torch.Tensor.to, part.casts, _held(part, values))
 
 
-def _held(part: Part, values: Values) -> torch.Tensor:
+def _held(part: SegmentPart, values: Values) -> torch.Tensor:
     """The elements of a part that this rank holds, in the shape of its box."""
     box = part.box
     flat = values(part.source, box.at) if isinstance(part.source, str) else part.source.tensor[box.at :]

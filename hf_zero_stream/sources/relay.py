@@ -88,7 +88,7 @@ class RelayedFiles:
     close = finish
 
 
-class Server:
+class RelayServer:
     """The reader's end: answers clients with bytes of `source`.
 
     Each client has a thread of its own: a gloo receive from all at once misses the death of one. They are answered

@@ -31,7 +31,7 @@ from .resumable import fingerprint
 
 logger = logging.get_logger(__name__)
 
-Digests = Mapping[tuple[int, str], bytes]
+SlotDigests = Mapping[tuple[int, str], bytes]
 
 _NOT_ELEMENTWISE = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 """DeepSpeed's optimizers that keep errors of compression, which belong to the ranks and not to parameters."""
@@ -114,7 +114,7 @@ def _with_parameters(training: Training) -> Iterator[None]:
             group["params"] = params
 
 
-def digests_of(groups: Sequence[GroupRecord]) -> Digests:
+def digests_of(groups: Sequence[GroupRecord]) -> SlotDigests:
     """A digest of all that the optimizer of this rank keeps and is small, by its group's number and its name."""
     found = {}
     for number, group in enumerate(groups):
@@ -125,7 +125,7 @@ def digests_of(groups: Sequence[GroupRecord]) -> Digests:
     return found
 
 
-def refuse_ranks_apart(of_ranks: Sequence[Digests]) -> None:
+def refuse_ranks_apart(of_ranks: Sequence[SlotDigests]) -> None:
     """Raise an UnsupportedError if the optimizers of the ranks keep different numbers, by :func:`digests_of` them."""
     names = dict.fromkeys(key for of_rank in of_ranks for key in of_rank)
     different = [key for key in names if len({of_rank.get(key) for of_rank in of_ranks}) > 1]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hf_zero_stream
-from hf_zero_stream.bindings.install import Watch
+from hf_zero_stream.bindings.install import ImportWatch
 from tests import sampling
 from tests.support.forks import Forks
 
@@ -63,8 +63,8 @@ def test_two_watches_of_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(tmp_path)
     told: list[str] = []
     with (
-        Watch({"watched_by_two"}, lambda module: told.append("first")),
-        Watch({"watched_by_two"}, lambda module: told.append("second")),
+        ImportWatch({"watched_by_two"}, lambda module: told.append("first")),
+        ImportWatch({"watched_by_two"}, lambda module: told.append("second")),
     ):
         importlib.import_module("watched_by_two")
     assert sorted(told) == ["first", "second"]

@@ -70,7 +70,7 @@ def test_streams_are_kept_from_load_to_load(even_checkpoint: Path) -> None:
 
 def stream_of_a_send() -> tuple[bool, bool]:
     """Whether a background send is on the stream of the training, and whether the next one waits for it."""
-    from hf_zero_stream.plugins.stream.servers import Server
+    from hf_zero_stream.plugins.stream.servers import EngineServer
     from hf_zero_stream.ranks.accelerators import side_streams
 
     device, streams = torch.device("cuda", 0), []
@@ -82,7 +82,7 @@ def stream_of_a_send() -> tuple[bool, bool]:
 
     waited: list[Any] = []
     calls = SimpleNamespace(background=background, wait=lambda *futures: waited.append(futures))
-    server = Server(calls, 2**20, lambda info: None, device)  # type: ignore[arg-type]
+    server = EngineServer(calls, 2**20, lambda info: None, device)  # type: ignore[arg-type]
     for _ in range(2):
         server._send_in_background(lambda: streams.append(torch.cuda.current_stream().stream_id))
     ours = side_streams(device)[0].stream.stream_id

@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.sources import relay
-from hf_zero_stream.sources.relay import Server
+from hf_zero_stream.sources.relay import RelayServer
 from tests import sampling
 from tests.loading.test_odd_parameters import Normalises, ThroughNumpy
 from tests.support import odd_models
@@ -230,7 +230,7 @@ def load_extra_state(folder: Path, how: str) -> None:
     elif dist.get_rank() == 0 and how == "fails":
         replace_reads(failing(errno.EIO))
     elif dist.get_rank() == 0:
-        Server._answer = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        RelayServer._answer = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     with relayed():
         odd_models.ExtraState.from_pretrained(own_view(folder), ds_config=ds_config())
 

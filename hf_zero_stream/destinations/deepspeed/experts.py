@@ -97,7 +97,7 @@ def convert_like(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
         _refuse_missing(origin.spec, missing)
         layer, block = live.get_submodule(name), lazy.get_submodule(name)
         replacement = nn.Module()
-        for path, value in _take_values(block, origin.spec, _Place(layer.ep_size, layer.ep_rank, 0, 1)).items():
+        for path, value in _take_values(block, origin.spec, _ExpertsShare(layer.ep_size, layer.ep_rank, 0, 1)).items():
             prefix, _, key = path.rpartition(".")
             owner, is_param = _submodule(replacement, prefix), path in dict(layer.named_parameters())
             if is_param:
@@ -121,7 +121,7 @@ def _submodule(module: nn.Module, path: str) -> nn.Module:
     return module
 
 
-class _Place(NamedTuple):
+class _ExpertsShare(NamedTuple):
     """Which of `parts` parts of a layer's experts this rank holds, as one of `ranks`; a plan has no `group`."""
 
     parts: int
@@ -131,18 +131,18 @@ class _Place(NamedTuple):
     group: dist.ProcessGroup | None = None
 
 
-def _place(parts: int, rank: int, world_size: int, parts_lie_together: bool, make_groups: bool) -> _Place:
+def _place(parts: int, rank: int, world_size: int, parts_lie_together: bool, make_groups: bool) -> _ExpertsShare:
     """This rank's place. `parts_lie_together`: ranks with the same part follow each other."""
     if not make_groups:
         ranks = world_size // parts
         part, own = divmod(rank, ranks) if parts_lie_together else reversed(divmod(rank, parts))
-        return _Place(parts, part, own, ranks)
+        return _ExpertsShare(parts, part, own, ranks)
     groups._create_expert_and_data_parallel(
         parts, mp_size=1, pp_size=1, mp_mode="sp", use_data_before_expert_parallel_=parts_lie_together
     )
     name = f"ep_size_{parts}"
     part, group = groups._get_expert_parallel_rank(name), groups._get_expert_data_parallel_group(name)
-    return _Place(parts, part, dist.get_rank(group), dist.get_world_size(group), group)
+    return _ExpertsShare(parts, part, dist.get_rank(group), dist.get_world_size(group), group)
 
 
 def _check(config: Any, ds_config: Mapping[str, Any], world_size: int) -> None:
@@ -183,7 +183,7 @@ def _refuse_missing(spec: MoELayerSpec, missing: set[str]) -> None:
         )
 
 
-def _take_values(block: nn.Module, spec: MoELayerSpec, place: _Place) -> dict[str, torch.Tensor]:
+def _take_values(block: nn.Module, spec: MoELayerSpec, place: _ExpertsShare) -> dict[str, torch.Tensor]:
     """The lazy values that `block`'s replacement will have, by their names in it; leaves meta tensors in `block`."""
     router = block.get_submodule(spec.router_name)
     experts = block.get_submodule(spec.experts_name)
@@ -206,7 +206,7 @@ def _take_values(block: nn.Module, spec: MoELayerSpec, place: _Place) -> dict[st
     return values
 
 
-def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], place: _Place) -> None:
+def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], place: _ExpertsShare) -> None:
     """Put lazy values into a replacement that was built on the meta device, with all that DeepSpeed noted on it."""
     for path, value in values.items():
         prefix, _, key = path.rpartition(".")

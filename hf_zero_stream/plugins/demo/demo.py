@@ -48,7 +48,7 @@ _QUIET = {
 
 
 @dataclass(frozen=True)
-class Task:
+class DemoTask:
     """What each rank of an arm is told to do; see :mod:`.demo_rank`."""
 
     folder: str
@@ -114,7 +114,7 @@ def run(
         with transformers_errors(str(folder)):
             model_class = model_class_of(str(folder), {"trust_remote_code": False}).__name__
         dtype_name = str(partition_dtype(config)).removeprefix("torch.")
-        task = Task(str(folder), model_class, dtype_name, config, loads, steps, name)
+        task = DemoTask(str(folder), model_class, dtype_name, config, loads, steps, name)
         arms: dict[str, dict[str, Any]] = {}
         for arm in ARMS:
             (drop_from_cache if cache == "cold" else fill_cache)(shards)
@@ -191,7 +191,7 @@ def _say(what: str) -> None:
     print(f"{what} ...", file=sys.stderr, flush=True)
 
 
-def _run_arm(arm: str, task: Task, nproc: int, on: str) -> dict[str, Any]:
+def _run_arm(arm: str, task: DemoTask, nproc: int, on: str) -> dict[str, Any]:
     """Run the ranks of one arm; returns the figures of all, or the error of the first that failed."""
     results = Path(task.results)
     (results / "task.json").write_text(json.dumps(asdict(task)))

@@ -27,7 +27,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from ...reports.measures import AnonymousMemory, GrowthPeak
 from ...settings.config import without_own_section
-from .demo import Task
+from .demo import DemoTask
 
 
 class Curve(AnonymousMemory):
@@ -49,7 +49,7 @@ def mapped_bytes() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def loaded(arm: str, task: Task) -> Any:
+def loaded(arm: str, task: DemoTask) -> Any:
     """The model; what this imports is part of the load."""
     model_class, dtype = getattr(transformers, task.model_class), getattr(torch, task.dtype)
     if arm == "stock":
@@ -63,7 +63,7 @@ def loaded(arm: str, task: Task) -> Any:
         return model_class.from_pretrained(task.folder, dtype=dtype, ds_config=task.config)
 
 
-def measure(arm: str, task: Task) -> dict[str, Any]:
+def measure(arm: str, task: DemoTask) -> dict[str, Any]:
     """Load and train with all ranks; returns this rank's figures."""
     times: list[float] = []
     model: Any = None
@@ -104,7 +104,7 @@ def digests(model: torch.nn.Module) -> dict[str, str] | None:
     return found
 
 
-def train(arm: str, model: Any, task: Task) -> list[float]:
+def train(arm: str, model: Any, task: DemoTask) -> list[float]:
     """The losses of all steps and of the one after them; of that alone in a training that goes on."""
     from ... import load_state, save_pretrained, save_state
 
@@ -138,7 +138,7 @@ def loss_of(engine: Any, step: int) -> torch.Tensor:
 
 def main() -> None:
     arm, file = sys.argv[1:]
-    task = Task(**json.loads(Path(file).read_text()))
+    task = DemoTask(**json.loads(Path(file).read_text()))
     transformers.utils.logging.disable_progress_bar()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # the barriers' too, with NCCL
     deepspeed.init_distributed()

@@ -38,7 +38,7 @@ _PIXELS = 2000
 """Reads are drawn as one if the gap between them is below the largest shard's size divided by this."""
 _MIB, _GIB = 2**20, 2**30
 
-Curve = Sequence[Sequence[float]]
+Points = Sequence[Sequence[float]]
 """Points: (seconds since the beginning of the load, growth of anonymous memory in bytes)."""
 
 
@@ -57,7 +57,7 @@ def as_svg(forecasts: Sequence[Forecast], device: str, limits: Mapping[str, int]
     return _svg(_figure(forecasts, device, limits))
 
 
-def memory_as_svg(curves: Mapping[str, Sequence[Curve]], partition_bytes: int) -> str:
+def memory_as_svg(curves: Mapping[str, Sequence[Points]], partition_bytes: int) -> str:
     """Host memory of loads over time as an element of a page.
 
     Args:

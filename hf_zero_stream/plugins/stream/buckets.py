@@ -14,7 +14,7 @@ from ...engine.execute import HugePages
 from ...errors import PeerError
 from ...ranks.coordinator import Coordinator, collective_device
 from ...saving.parameters import Parameters, Values, evaluated, opened
-from ...saving.plan import Round, Segment
+from ...saving.plan import ExchangeRound, Segment
 from ...saving.write import begin_exchange
 from .merging import AdaptedLayers
 from .plan import BucketPlan, Evaluation
@@ -51,7 +51,7 @@ class Filling:
         self._coordinator, self._adapted = coordinator, adapted
         self.error: BaseException | None = None
 
-    def exchange(self, rounds: Sequence[Round], memory: torch.Tensor, values: Values) -> None:
+    def exchange(self, rounds: Sequence[ExchangeRound], memory: torch.Tensor, values: Values) -> None:
         """Fill `memory`, which is new, from the `values` that ranks hold."""
         pages = HugePages([memory])
 

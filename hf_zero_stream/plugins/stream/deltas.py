@@ -20,7 +20,7 @@ from ...ranks.accelerators import is_accelerator, synchronise
 from ...ranks.coordinator import Coordinator, collective_device
 from ...saving.host_copy import pinned_parts
 from ...saving.parameters import Values, opened
-from ...saving.plan import Part, Segment
+from ...saving.plan import Segment, SegmentPart
 from ...saving.write import take
 from .buckets import Filling
 from .merging import AdaptedLayers
@@ -79,7 +79,7 @@ class Given:
         """As :data:`Values`."""
         return self._values[source][start - self._first[source] :]
 
-    def take(self, part: Part) -> torch.Tensor:
+    def take(self, part: SegmentPart) -> torch.Tensor:
         """What was given of `part`, in the shape of its box."""
         if isinstance(part.source, HostTensor):
             part = part._replace(source=self._buffers[part.source])
@@ -136,7 +136,7 @@ def _changes(
     """What this rank holds of the segments of a bucket, and has changed."""
     starts = {owner: [entry.at for entry in entries] for owner, entries in owned.items()}
     changes: Changes = defaultdict(list)
-    last: tuple[Segment, Part] | None = None
+    last: tuple[Segment, SegmentPart] | None = None
     for of_round in plan.rounds:
         for owner, segment in of_round:
             number = bisect_right(starts[owner], segment.position) - 1
@@ -150,7 +150,7 @@ def _changes(
     return changes
 
 
-def _changed(part: Part, values: Values, given: Given) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _changed(part: SegmentPart, values: Values, given: Given) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Which elements of its segment `part` has changed, and their values."""
     new = take(part, values)
     bits = _BITS[new.dtype.itemsize]

@@ -14,7 +14,7 @@ from ...errors import StreamError
 from ...ranks import accelerators
 from ...ranks.coordinator import Coordinator, collective_device
 from ...saving.parameters import Parameters, opened
-from ...saving.plan import Part
+from ...saving.plan import SegmentPart
 from ...saving.write import take
 from .buckets import Filling
 from .merging import AdaptedLayers
@@ -25,11 +25,11 @@ from .weights import WeightStream
 from .wire import (
     BACKEND,
     BucketLayout,
-    Group,
+    BucketSlot,
     Message,
     Patch,
-    Piece,
-    Slot,
+    SentElements,
+    WeightGroup,
     decoded,
     encoded,
     name_of,
@@ -50,16 +50,16 @@ class Shares(NamedTuple):
 
     bucket: BucketPlan
     layout: BucketLayout
-    parts: Sequence[Sequence[Part | None]]
+    parts: Sequence[Sequence[SegmentPart | None]]
 
 
 def shares_of(bucket: BucketPlan, worker: int) -> Shares:
     """Who sends what of a bucket, which a plan gives to rank 0, to the worker that shares it with the others."""
-    filling: dict[int, list[tuple[Piece, Part | None]]] = defaultdict(list)
+    filling: dict[int, list[tuple[SentElements, SegmentPart | None]]] = defaultdict(list)
     sizes: Counter[int] = Counter()
-    found: list[tuple[int, list[tuple[Piece, Part | None]]]] = []
+    found: list[tuple[int, list[tuple[SentElements, SegmentPart | None]]]] = []
 
-    def add(giver: int, piece: Piece, part: Part | None) -> None:
+    def add(giver: int, piece: SentElements, part: SegmentPart | None) -> None:
         if sizes[giver] and sizes[giver] + piece.message_bytes > MESSAGE_BYTES:
             found.append((giver, filling.pop(giver)))
             sizes[giver] = 0
@@ -71,15 +71,15 @@ def shares_of(bucket: BucketPlan, worker: int) -> Shares:
             for part in segment.parts:
                 box = part.box
                 where = segment.position, segment.nbytes, name_of(segment.dtype)
-                add(part.rank, Piece(*where, box.to, box.sizes, box.to_strides), part)
+                add(part.rank, SentElements(*where, box.to, box.sizes, box.to_strides), part)
     for evaluation in bucket.evaluations:
         for entry in evaluation.entries:
             for start in range(0, entry.tensor.nbytes, MESSAGE_BYTES):
                 nbytes = min(MESSAGE_BYTES, entry.tensor.nbytes - start)
-                add(0, Piece(entry.at + start, nbytes, "uint8", 0, (nbytes,), (1,)), None)
+                add(0, SentElements(entry.at + start, nbytes, "uint8", 0, (nbytes,), (1,)), None)
     found += filling.items()
     slots = [
-        Slot(tensor.name, name_of(tensor.dtype), tensor.shape, at, whole(tensor.shape))
+        BucketSlot(tensor.name, name_of(tensor.dtype), tensor.shape, at, whole(tensor.shape))
         for tensor, _, at in bucket.entries
     ]
     messages = [Message(giver, [piece for piece, _ in pieces]) for giver, pieces in found]
@@ -214,7 +214,7 @@ class DirectVLLM(VLLM):
 
         info = coordinator.broadcast(announced)
         with coordinator.reporting():
-            joining = self._calls.background(lambda: Group(info, coordinator.rank, self._device))
+            joining = self._calls.background(lambda: WeightGroup(info, coordinator.rank, self._device))
             self._group = self._calls.wait(joining, accepted)
             if accepted is not None:
                 self._calls.wait(accepted)

@@ -14,7 +14,7 @@ import torch
 
 from ...checkpoint.lazy import LazyTensor
 from ...checkpoint.nodes import Computed, HostTensor, Node, Stored, View
-from ...saving.plan import Round, Segment, Sources, segments_of
+from ...saving.plan import ExchangeRound, Segment, Sources, segments_of
 
 
 LEAST_ROUND_BYTES = 2**20
@@ -68,7 +68,7 @@ class Evaluation:
     entries: tuple[Entry, ...]
     starts: Mapping[str, tuple[int, Stored]]
     nbytes: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[ExchangeRound, ...]
     layers: tuple[int, ...]
 
 
@@ -88,7 +88,7 @@ class BucketPlan:
     planner: Planner
 
     @property
-    def rounds(self) -> tuple[Round, ...]:
+    def rounds(self) -> tuple[ExchangeRound, ...]:
         return self._exchanges[0]
 
     @property
@@ -96,7 +96,7 @@ class BucketPlan:
         return self._exchanges[1]
 
     @cached_property
-    def _exchanges(self) -> tuple[tuple[Round, ...], tuple[Evaluation, ...]]:
+    def _exchanges(self) -> tuple[tuple[ExchangeRound, ...], tuple[Evaluation, ...]]:
         return self.planner.exchanges(self.entries)
 
 
@@ -189,7 +189,7 @@ class Planner:
             isinstance(region.leaf, Computed) for region in self.sources.regions(view, 0, view.numel)
         )
 
-    def exchanges(self, entries: Sequence[Entry]) -> tuple[tuple[Round, ...], tuple[Evaluation, ...]]:
+    def exchanges(self, entries: Sequence[Entry]) -> tuple[tuple[ExchangeRound, ...], tuple[Evaluation, ...]]:
         """What ranks exchange of these, and what owners compute."""
         direct: list[tuple[Segment, tuple[int, ...]]] = []
         evaluated: dict[tuple[tuple[str, ...], tuple[int, ...]], list[Entry]] = defaultdict(list)
@@ -224,7 +224,7 @@ class Planner:
         limit = max(1, self._round_bytes // len(owners) // view.node.dtype.itemsize)
         return [(segment, owners) for segment in segments_of(view, self.sources, 0, at, limit)]
 
-    def _rounds(self, segments: Sequence[tuple[Segment, tuple[int, ...]]]) -> list[Round]:
+    def _rounds(self, segments: Sequence[tuple[Segment, tuple[int, ...]]]) -> list[ExchangeRound]:
         """What owners hold themselves is dealt to all rounds: it is copied while the rest is on its way."""
         rounds: list[list[tuple[int, Segment]]] = [[]]
         alone: list[tuple[int, Segment]] = []

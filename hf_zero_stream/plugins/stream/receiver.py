@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .reads import Reads
-from .wire import ALIGNMENT, BucketLayout, Group, Message, Patch, decoded, encoded, unpacked_patches
+from .wire import ALIGNMENT, BucketLayout, Message, Patch, WeightGroup, decoded, encoded, unpacked_patches
 
 
 class Receiver:
@@ -25,7 +25,7 @@ class Receiver:
     def __init__(
         self, info: Mapping[str, Any], worker: int, device: torch.device, *, keeps_slices: bool = True
     ) -> None:
-        self._group = Group(info, info["rank_offset"] + worker, device)
+        self._group = WeightGroup(info, info["rank_offset"] + worker, device)
         self._plan = ""
         self._layouts: dict[str, list[BucketLayout]] = {}
         self._looks = keeps_slices and self._group.workers > 1

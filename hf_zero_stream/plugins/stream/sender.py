@@ -19,13 +19,13 @@ from ...ranks.rendezvous import STREAM
 from ...saving.arguments import dtype_of_argument
 from .calls import Calls
 from .plan import StreamedTensor
-from .servers import VLLM, Join, Server, SGLang
+from .servers import VLLM, EngineServer, Join, SGLang
 from .weights import BUCKET_BYTES, WeightStream
 
 
 logger = logging.get_logger(__name__)
 
-SERVERS: dict[str, type[Server]] = {"vllm": VLLM, "sglang": SGLang}
+SERVERS: dict[str, type[EngineServer]] = {"vllm": VLLM, "sglang": SGLang}
 
 _MOST_NAMED = 5
 _NEVER_LOADED = r"rotary_emb\.inv_freq$"
@@ -82,7 +82,7 @@ def weight_sender(
             raise ConfigError("direct: expected engine='vllm' beside it, and no `join`; deltas: expected direct=True")
         device = collective_device()
         calls = Calls(url, SERVERS[engine].alive, device)
-        server: Server
+        server: EngineServer
         if direct:
             from .direct import DirectVLLM
 
@@ -105,7 +105,7 @@ class WeightSender:
     """
 
     def __init__(
-        self, stream: WeightStream, server: Server, calls: Calls, checkpoint: str | os.PathLike[str] | None
+        self, stream: WeightStream, server: EngineServer, calls: Calls, checkpoint: str | os.PathLike[str] | None
     ) -> None:
         self.stream = stream
         self._server, self._calls, self._checkpoint = server, calls, checkpoint

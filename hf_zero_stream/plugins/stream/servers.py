@@ -33,7 +33,7 @@ JOIN_TIMEOUT = timedelta(minutes=5)
 SERVER_GROUP = "hf_zero_stream"
 
 
-class Server:
+class EngineServer:
     """A server that gets weights: :meth:`connect` once, then for each update begin, send each bucket, end."""
 
     alive = ""
@@ -126,7 +126,7 @@ class Server:
         return {"master_address": address or self._calls.own_address(), "master_port": port or _free_port()}
 
 
-class VLLM(Server):
+class VLLM(EngineServer):
     """vLLM's server, started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config '{"backend": "nccl"}'``.
 
     All buckets are one update: it takes tensors until their bytes pass the size that it was told, which is how this
@@ -183,7 +183,7 @@ class VLLM(Server):
         return trainer_init(info)
 
 
-class SGLang(Server):
+class SGLang(EngineServer):
     """SGLang's server. Each bucket is an update of its own, in one session."""
 
     alive = "ping"

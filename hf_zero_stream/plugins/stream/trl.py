@@ -25,7 +25,7 @@ from .buckets import Bucket
 from .calls import Calls
 from .merging import has_adapters, merges_values
 from .of_trainers import stream_of
-from .servers import Server, described, tensors_of
+from .servers import EngineServer, described, tensors_of
 from .weights import BUCKET_BYTES, WeightStream
 
 
@@ -155,7 +155,7 @@ class _ByBuckets:
                 server.end(str(self._stream.version))
 
 
-class _Server(Server):
+class _Server(EngineServer):
     """A server whose group TRL's client has joined. It expects chunks of 1 GB: each bucket is an update of its own."""
 
     alive = "health"

@@ -25,7 +25,7 @@ from .receiver import Receiver
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):
-    """For :class:`.wire.Group`."""
+    """For :class:`.wire.WeightGroup`."""
 
     master_address: str
     master_port: int

@@ -24,7 +24,7 @@ UPDATE_TIMEOUT = timedelta(minutes=30)
 ALIGNMENT = 16  # bytes; where a piece begins in a message, so that it can be viewed in any dtype
 
 
-class Piece(NamedTuple):
+class SentElements(NamedTuple):
     """Elements of a message, and where they go: into the `nbytes` of a bucket from byte `position` on.
 
     Of the elements of `sizes`, ``[i, j]`` is number ``to + i * strides[0] + j * strides[1]`` of these, in `dtype`.
@@ -50,7 +50,7 @@ class Message(NamedTuple):
     """What the rank `giver` sends to a worker at once: pieces, each from a multiple of 16 bytes on."""
 
     giver: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[SentElements]
 
     def new(self, device: torch.device) -> torch.Tensor:
         """Memory for it."""
@@ -76,7 +76,7 @@ class Message(NamedTuple):
             memory[piece.to :].as_strided(list(piece.sizes), list(piece.strides)).copy_(piece.view(message, at))
 
 
-class Slot(NamedTuple):
+class BucketSlot(NamedTuple):
     """What a bucket has of a tensor, from byte `at` on: the elements in `ranges`, in row-major order.
 
     Attributes:
@@ -110,7 +110,7 @@ class BucketLayout(NamedTuple):
     """
 
     nbytes: int
-    slots: Sequence[Slot]
+    slots: Sequence[BucketSlot]
     messages: Sequence[Message]
     worker: int
     is_shared: bool
@@ -118,8 +118,8 @@ class BucketLayout(NamedTuple):
     @classmethod
     def of(cls, nbytes: int, slots: Any, messages: Any, worker: int, is_shared: bool) -> BucketLayout:
         """From what :func:`decoded` gives."""
-        given = [Message(giver, [Piece(*piece) for piece in pieces]) for giver, pieces in messages]
-        return cls(nbytes, [Slot(*slot) for slot in slots], given, worker, is_shared)
+        given = [Message(giver, [SentElements(*piece) for piece in pieces]) for giver, pieces in messages]
+        return cls(nbytes, [BucketSlot(*slot) for slot in slots], given, worker, is_shared)
 
 
 def encoded(value: Any) -> bytes:
@@ -177,7 +177,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Group:
+class WeightGroup:
     """Ranks of a training, from 0 on, and after them workers of an engine, in a group of their own.
 
     Attributes:

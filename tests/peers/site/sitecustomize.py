@@ -9,7 +9,7 @@ import os
 import random
 from typing import Any
 
-from hf_zero_stream.bindings.install import Watch
+from hf_zero_stream.bindings.install import ImportWatch
 from hf_zero_stream.prefix import await_transformers
 
 
@@ -84,6 +84,6 @@ if os.environ.get("PEERS_ARM") == "ours":
 
 
 if "PEERS_ARM" in os.environ:
-    Watch(_AFTER, lambda module: _AFTER[module.__name__](module)).__enter__()
+    ImportWatch(_AFTER, lambda module: _AFTER[module.__name__](module)).__enter__()
 if os.environ.get("PEERS_ARM") == "ours":
     await_transformers()
