@@ -36,7 +36,7 @@ def _trainer(name: str, leads_to: str, relies_on: str = "", *, since: str = "", 
     return Row(f"{_TRAINER}:{name}", leads_to, relies_on, feature=saves, since=since, until=until)
 
 
-_OURS: Mapping[Moment, Sequence[Row]] = {
+OURS: Mapping[Moment, Sequence[Row]] = {
     Moment.MODELS: [
         Row(f"{_MODEL}.save_pretrained", ".saving.calls:of_model", "save_directory state_dict", _ESSENTIAL),
         # PEFT: adapters are put on a model, and on a parameter of it; they are merged, and each layer is.
@@ -318,8 +318,8 @@ _OURS: Mapping[Moment, Sequence[Row]] = {
 
 
 TABLE: Mapping[Moment, Sequence[Row]] = {
-    moment: [row for table in (_OURS, *(plugin.rows for plugin in plugins())) for row in table.get(moment, ())]
-    for moment in dict.fromkeys([*_OURS, *(moment for plugin in plugins() for moment in plugin.rows)])
+    moment: [row for table in (OURS, *(plugin.rows for plugin in plugins())) for row in table.get(moment, ())]
+    for moment in dict.fromkeys([*OURS, *(moment for plugin in plugins() for moment in plugin.rows)])
 }
 """All rows: those of the core, and those of plug-ins behind them."""
 

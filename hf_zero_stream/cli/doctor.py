@@ -72,6 +72,9 @@ def run(
             metavar="FILE", parser=frame.json_object, help="model.streaming_report.to_json() of a load, for --bundle."
         ),
     ] = None,
+    replaced: Annotated[
+        bool, typer.Option("--replaced", help="Only show which functions of other libraries are replaced, and when.")
+    ] = False,
     form: frame.FormatOption = "table",
 ) -> None:
     """Check versions, DeepSpeed's ops, storage and settings.
@@ -79,6 +82,11 @@ def run(
     Exit code 1 if anything is a problem. With PATH, reads the largest file there to measure the speed, at most 256 MiB
     of it. If PATH is a checkpoint, also looks for faults in it.
     """
+    if replaced:
+        from .replaced import blocks, data
+
+        frame.emit({"replaced": data()}, blocks(), form)
+        return
     if report is not None and bundle is None:
         raise typer.BadParameter("--report: expected --bundle, which it goes into")
     ops: dict[str, bool] = {}
@@ -99,7 +107,7 @@ def run(
         if name == "versions":
             print("importing all libraries in which functions are replaced ...", file=sys.stderr, flush=True)
     problems = sum(check.status == "problem" for group in found.values() for check in group)
-    data = {
+    result = {
         "healthy": not problems,
         **{name: [check._asdict() for check in group] for name, group in found.items()},
         "ops": ops,
@@ -107,10 +115,10 @@ def run(
     if bundle is not None:
         write_bundle = tool("doctor --bundle", "demo")
         path_of_accelerate = accelerate_config or _default_config()
-        write_bundle(bundle, path_of_accelerate, doctor=data, ds_config=ds_config, report=report)
+        write_bundle(bundle, path_of_accelerate, doctor=result, ds_config=ds_config, report=report)
     if form == "table":
         print()
-    frame.emit(data, _verdict(ops, problems), form, ok=not problems)
+    frame.emit(result, _verdict(ops, problems), form, ok=not problems)
 
 
 def _verdict(ops: Mapping[str, bool], problems: int) -> Iterator[str]:

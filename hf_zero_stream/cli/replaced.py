@@ -1,0 +1,69 @@
+"""``doctor --replaced`` and docs/replaced.md: the table of replaced functions, as a page.
+
+``python -m hf_zero_stream.cli.replaced`` prints the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..bindings.table import OURS, TABLE
+from ..registry.plugins import plugins
+from ..registry.rows import Moment, Row
+
+
+_HEAD = """\
+# Replaced functions
+
+Every function of another library that is replaced, or called though it is private, is a row of a table: those of the
+core are in `bindings/table.py`, those of a plug-in in its declaration. Nothing is replaced outside the table. This
+page is made from it; `hf-zero-stream doctor --replaced` shows it for what is installed.
+
+- *Ours* is the function in its place, which is imported at its first call; a row without one is only called, or set.
+- *Essential*: if an installed version lacks it, that is a `VersionError`. *Feature*: what needs it is left to stock,
+  with a warning. *Partitions*: the same; and beside it loads under ZeRO-3 are refused, because it would take empty
+  partitions for weights. *Speed*: slower.
+- Rows are in place for a while only, and those of a module once somebody imports it.
+"""
+
+
+def sections() -> Iterator[tuple[Moment, list[tuple[str, Row]]]]:
+    """For each moment its rows, with the name of the plug-in that brings each; "" for the core's."""
+    brought = [("", OURS), *((plugin.name, plugin.rows) for plugin in plugins())]
+    for moment in TABLE:
+        yield moment, [(name, row) for name, table in brought for row in table.get(moment, ())]
+
+
+def data() -> list[dict[str, Any]]:
+    """The rows as JSON."""
+    return [
+        {"installed": moment.description, "plugin": name, **row._asdict(), "weight": row.weight.name.lower()}
+        for moment, rows in sections()
+        for name, row in rows
+    ]
+
+
+def blocks() -> Iterator[str]:
+    """The rows as text: for each moment a heading and a table."""
+    for moment, rows in sections():
+        lines = ["| Library | Function | Ours | Weight |", "|---|---|---|---|"]
+        for name, row in rows:
+            ours = f"`{row.leads_to.removeprefix('.').removeprefix('hf_zero_stream.')}`" if row.leads_to else ""
+            versions = "".join(
+                f", {word} {version}" for word, version in (("from", row.since), ("before", row.until)) if version
+            )
+            of = f"{row.package}{versions}"
+            lines.append(f"| {of} | `{row.of.partition(':')[2]}` | {ours} | {row.weight.name.lower()} |")
+        yield f"## {moment.description[0].upper()}{moment.description[1:]}\n\n" + "\n".join(lines)
+
+
+def page() -> str:
+    replaced = [row for rows in TABLE.values() for row in rows if row.leads_to]
+    core = [row for rows in OURS.values() for row in rows if row.leads_to]
+    count = f"{len(replaced)} functions are replaced, {len(core)} of them by the core.\n"
+    return "\n".join([_HEAD, count, *(f"{block}\n" for block in blocks())])
+
+
+if __name__ == "__main__":
+    print(page(), end="")
