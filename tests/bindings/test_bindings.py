@@ -16,6 +16,7 @@ from hf_zero_stream.bindings.install import Installation
 from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import PACKAGE, VersionError
+from hf_zero_stream.registry.plugins import OURS
 from hf_zero_stream.registry.rows import Moment, Row, Weight
 from tests.support.cluster import ROOT
 
@@ -52,6 +53,7 @@ def test_it_leads_to_a_function_and_a_client_looks_at_the_original(row: Row) -> 
     assert any(f'assert_rows("{row.package}")' in text for text in texts)
 
 
+@pytest.mark.plugin(*OURS)
 def test_the_page_names_each_row_in_its_order() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     for moment, rows in TABLE.items():
@@ -115,3 +117,21 @@ def test_nothing_of_ours_is_called_outside(monkeypatch: pytest.MonkeyPatch) -> N
     with streaming(), pytest.raises(ModuleNotFoundError):
         lead(lambda: "stock")
     assert not installed(Moment.BLOCK)
+
+
+def first(original: Any) -> str:
+    return f"first, {original()}"
+
+
+def second(original: Any) -> str:
+    return f"second, {original()}"
+
+
+def test_two_rows_of_one_function(library: Any) -> None:
+    """Of two plug-ins, for instance: each calls what was there before it."""
+    library.say = stock = lambda: "stock"
+    rows = [Row("of_tests:say", f"{__name__}:{name}") for name in ("first", "second")]
+    for _ in range(2):
+        with Installation(Moment.LAYOUT, {Moment.LAYOUT: rows}):
+            assert library.say() == "second, first, stock"
+        assert library.say is stock
