@@ -11,7 +11,8 @@ import atheris
 
 
 with atheris.instrument_imports(
-    include=["hf_zero_stream.checkpoint", "hf_zero_stream.sources"], enable_loader_override=False
+    include=["hf_zero_stream.checkpoint", "hf_zero_stream.sources", "hf_zero_stream.plugins.remote"],
+    enable_loader_override=False,
 ):
     import hf_zero_stream.checkpoint.format
     import hf_zero_stream.checkpoint.formats
@@ -22,7 +23,7 @@ with atheris.instrument_imports(
     import hf_zero_stream.pickled.torch_objects
     import hf_zero_stream.pickled.torch_zip
     import hf_zero_stream.pickled.zero_folder
-    import hf_zero_stream.sources.small_files  # noqa: F401
+    import hf_zero_stream.plugins.remote.small_files  # noqa: F401
 
 from .seeds import CORPUS
 from .targets import TARGETS

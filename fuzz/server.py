@@ -27,10 +27,10 @@ from safetensors.torch import save
 from hf_zero_stream.checkpoint.formats import map_of
 from hf_zero_stream.checkpoint.safetensors import read_header
 from hf_zero_stream.errors import HfZeroStreamError
-from hf_zero_stream.sources import remote
+from hf_zero_stream.plugins.remote import files as files_of_urls
+from hf_zero_stream.plugins.remote.files import RemoteFiles
+from hf_zero_stream.plugins.remote.urls import RequestFailed
 from hf_zero_stream.sources.base import Retries
-from hf_zero_stream.sources.remote import RemoteFiles
-from hf_zero_stream.sources.urls import RequestFailed
 
 
 __all__ = ["Disagreement", "read_from_server", "read_from_store", "seeds", "seeds_of_store"]
@@ -223,8 +223,8 @@ def read_from_server(choices: bytes) -> str:
     files._stores = _STORES
     with (
         mock.patch("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template),
-        mock.patch.object(remote, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
-        mock.patch.object(remote, "STALL_S", 2),
+        mock.patch.object(files_of_urls, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
+        mock.patch.object(files_of_urls, "STALL_S", 2),
         mock.patch.object(time, "sleep", lambda seconds: None),
     ):
         try:
@@ -342,7 +342,7 @@ def read_from_store(choices: bytes) -> str:
     files._stores = {"https://host": None}
     with (
         mock.patch.object(obstore, "get", get),
-        mock.patch.object(remote, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
+        mock.patch.object(files_of_urls, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
         mock.patch.object(time, "sleep", lambda seconds: None),
     ):
         try:

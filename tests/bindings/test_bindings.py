@@ -135,3 +135,14 @@ def test_two_rows_of_one_function(library: Any) -> None:
         with Installation(Moment.LAYOUT, {Moment.LAYOUT: rows}):
             assert library.say() == "second, first, stock"
         assert library.say is stock
+
+
+def test_a_row_waits_until_it_is_needed() -> None:
+    """Its module is not imported before."""
+    row = Row("os:fspath", "absent.room:function", when=".sources.base:names_url")
+    lead = install._Lead(row, Moment.BLOCK)
+    with streaming():
+        assert lead(lambda *args, **kwargs: "stock", "folder", name="x") == "stock"
+        for args, kwargs in ((("s3://bucket",), {}), ((), {"path": "s3://bucket"})):
+            with pytest.raises(ModuleNotFoundError, match="absent"):
+                lead(lambda *args, **kwargs: "stock", *args, **kwargs)
