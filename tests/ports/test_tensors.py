@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hf_zero_stream
-from hf_zero_stream.bindings.table import installed
+from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import CheckpointError, LoadError
 from hf_zero_stream.registry.rows import Moment
 from tests.ports.test_byte_source import Raw
@@ -119,7 +119,7 @@ class Watching(MemoryFiles):
     replaced: set[Moment]
 
     def read_into(self, *args: Any) -> None:
-        self.replaced = {moment for moment in Moment if installed(moment)}
+        self.replaced = {moment for moment in TABLE if installed(moment)}
         super().read_into(*args)
 
 
