@@ -26,14 +26,18 @@ with atheris.instrument_imports(
     import hf_zero_stream.plugins.remote.small_files  # noqa: F401
 
 from .seeds import CORPUS
+from .server import OF_REMOTE
 from .targets import TARGETS
 
 
+ALL = TARGETS | OF_REMOTE
+
+
 def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
-        sys.exit(f"usage: python -m fuzz {{{','.join(TARGETS)}}} [-runs=N] [other options of libFuzzer] [folders]")
+    if len(sys.argv) < 2 or sys.argv[1] not in ALL:
+        sys.exit(f"usage: python -m fuzz {{{','.join(ALL)}}} [-runs=N] [other options of libFuzzer] [folders]")
     _, name, *arguments = sys.argv
-    read = TARGETS[name]
+    read = ALL[name]
     kept = Path("build") / "fuzz" / name
     defaults = [
         "-max_len=4096",

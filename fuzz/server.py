@@ -33,7 +33,7 @@ from hf_zero_stream.plugins.remote.urls import RequestFailed
 from hf_zero_stream.sources.base import Retries
 
 
-__all__ = ["Disagreement", "read_from_server", "read_from_store", "seeds", "seeds_of_store"]
+__all__ = ["OF_REMOTE", "Disagreement", "seeds", "seeds_of_store"]
 
 CONTENT = save({"a": torch.arange(300.0), "b": torch.arange(7).to(torch.int16)})
 NAME = "organisation/name"
@@ -357,6 +357,10 @@ def read_from_store(choices: bytes) -> str:
     if len(set(given)) > 1 and not way % 2:
         raise Disagreement(f"bytes of several versions: {given}")
     return "same"
+
+
+OF_REMOTE: dict[str, Callable[[bytes], str]] = {"server": read_from_server, "store": read_from_store}
+"""As :data:`.targets.TARGETS`."""
 
 
 def seeds_of_store() -> dict[str, bytes]:
