@@ -11,7 +11,8 @@ import atheris
 
 
 with atheris.instrument_imports(
-    include=["hf_zero_stream.checkpoint", "hf_zero_stream.sources"], enable_loader_override=False
+    include=["hf_zero_stream.checkpoint", "hf_zero_stream.sources", "hf_zero_stream.plugins.remote"],
+    enable_loader_override=False,
 ):
     import hf_zero_stream.checkpoint.format
     import hf_zero_stream.checkpoint.formats
@@ -22,17 +23,21 @@ with atheris.instrument_imports(
     import hf_zero_stream.pickled.torch_objects
     import hf_zero_stream.pickled.torch_zip
     import hf_zero_stream.pickled.zero_folder
-    import hf_zero_stream.sources.small_files  # noqa: F401
+    import hf_zero_stream.plugins.remote.small_files  # noqa: F401
 
 from .seeds import CORPUS
+from .server import OF_REMOTE
 from .targets import TARGETS
 
 
+ALL = TARGETS | OF_REMOTE
+
+
 def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
-        sys.exit(f"usage: python -m fuzz {{{','.join(TARGETS)}}} [-runs=N] [other options of libFuzzer] [folders]")
+    if len(sys.argv) < 2 or sys.argv[1] not in ALL:
+        sys.exit(f"usage: python -m fuzz {{{','.join(ALL)}}} [-runs=N] [other options of libFuzzer] [folders]")
     _, name, *arguments = sys.argv
-    read = TARGETS[name]
+    read = ALL[name]
     kept = Path("build") / "fuzz" / name
     defaults = [
         "-max_len=4096",

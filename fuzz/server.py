@@ -27,13 +27,13 @@ from safetensors.torch import save
 from hf_zero_stream.checkpoint.formats import map_of
 from hf_zero_stream.checkpoint.safetensors import read_header
 from hf_zero_stream.errors import HfZeroStreamError
-from hf_zero_stream.sources import remote
+from hf_zero_stream.plugins.remote import files as files_of_urls
+from hf_zero_stream.plugins.remote.files import RemoteFiles
+from hf_zero_stream.plugins.remote.urls import RequestFailed
 from hf_zero_stream.sources.base import Retries
-from hf_zero_stream.sources.remote import RemoteFiles
-from hf_zero_stream.sources.urls import RequestFailed
 
 
-__all__ = ["Disagreement", "read_from_server", "read_from_store", "seeds", "seeds_of_store"]
+__all__ = ["OF_REMOTE", "Disagreement", "seeds", "seeds_of_store"]
 
 CONTENT = save({"a": torch.arange(300.0), "b": torch.arange(7).to(torch.int16)})
 NAME = "organisation/name"
@@ -223,8 +223,8 @@ def read_from_server(choices: bytes) -> str:
     files._stores = _STORES
     with (
         mock.patch("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template),
-        mock.patch.object(remote, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
-        mock.patch.object(remote, "STALL_S", 2),
+        mock.patch.object(files_of_urls, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
+        mock.patch.object(files_of_urls, "STALL_S", 2),
         mock.patch.object(time, "sleep", lambda seconds: None),
     ):
         try:
@@ -342,7 +342,7 @@ def read_from_store(choices: bytes) -> str:
     files._stores = {"https://host": None}
     with (
         mock.patch.object(obstore, "get", get),
-        mock.patch.object(remote, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
+        mock.patch.object(files_of_urls, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
         mock.patch.object(time, "sleep", lambda seconds: None),
     ):
         try:
@@ -357,6 +357,10 @@ def read_from_store(choices: bytes) -> str:
     if len(set(given)) > 1 and not way % 2:
         raise Disagreement(f"bytes of several versions: {given}")
     return "same"
+
+
+OF_REMOTE: dict[str, Callable[[bytes], str]] = {"server": read_from_server, "store": read_from_store}
+"""As :data:`.targets.TARGETS`."""
 
 
 def seeds_of_store() -> dict[str, bytes]:

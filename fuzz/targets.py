@@ -36,7 +36,6 @@ from hf_zero_stream.sources.local import LocalFiles
 
 from .distributed import read_distributed
 from .seeds import zero_files
-from .server import read_from_server, read_from_store
 
 
 __all__ = [
@@ -48,8 +47,6 @@ __all__ = [
     "build_index",
     "frame",
     "read_file",
-    "read_from_server",
-    "read_from_store",
     "read_index",
     "read_torch_file",
     "read_zero",
@@ -357,8 +354,6 @@ TARGETS: dict[str, Callable[[bytes], str]] = {
     "torch": read_torch_file,
     "zero": read_zero,
     "distcp": read_distributed,
-    "server": read_from_server,
-    "store": read_from_store,
     "pickle": lambda description: read_torch_file(around_pickle(description)),
 }
 """A name, of a folder in corpus/ too -> what reads one input, and says in a word what became of it."""

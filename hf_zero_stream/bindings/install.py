@@ -6,7 +6,6 @@ Attributes of classes and modules are replaced for a while, and put back.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import logging
 import sys
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import PACKAGE, installed_version, refuse_unknown_version
+from ..registry.plugins import resolved
 from ..registry.rows import Moment, Row, Weight
 from ..settings.scope import active_configs
 
@@ -37,8 +37,9 @@ class _Lead:
         if self._function is None:
             if self._only_inside and not active_configs():
                 return original(*args, **kwargs)
-            module, _, name = self._row.leads_to.partition(":")
-            self._function = getattr(importlib.import_module(module, PACKAGE), name)
+            if self._row.when and not resolved(self._row.when)(*args, **kwargs):
+                return original(*args, **kwargs)
+            self._function = resolved(self._row.leads_to)
         return self._function(original, *args, **kwargs)
 
 
@@ -101,7 +102,8 @@ class Installation:
                     self._off.add((package, feature))
                     _say_off(package, feature, *names)
             wanted = [row for row in new if row.leads_to and (row.package, row.feature) not in self._off]
-            self._patches.put({place: _Lead(row, self._moment) for row in wanted for place in row.places()})
+            for row in wanted:
+                self._patches.put(dict.fromkeys(row.places(), _Lead(row, self._moment)))
             self._waiting = [row for row, is_whole in rows.items() if not is_whole]
 
 
@@ -129,20 +131,19 @@ class Patches:
     """Attributes of classes and modules that are replaced just now; used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._saved: dict[tuple[Any, str], tuple[Any, Any]] = {}
+        self._saved: list[tuple[Any, str, Any, Any]] = []
 
     def put(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
-        """Replace these, ``(owner, attribute)``, which the owners must have, if they are not replaced already."""
+        """Replace these, ``(owner, attribute)``, which the owners must have; what is put last is called first."""
         for (owner, name), replacement in replacements.items():
-            if (owner, name) not in self._saved:
-                original = inspect.getattr_static(owner, name)
-                patched = _patched(owner, original, replacement)
-                self._saved[owner, name] = original if name in vars(owner) else None, patched
-                setattr(owner, name, patched)
+            original = inspect.getattr_static(owner, name)
+            patched = _patched(owner, original, replacement)
+            self._saved.append((owner, name, original if name in vars(owner) else None, patched))
+            setattr(owner, name, patched)
 
     def restore(self) -> None:
         while self._saved:
-            (owner, name), (original, patched) = self._saved.popitem()
+            owner, name, original, patched = self._saved.pop()
             if vars(owner)[name] is not patched:  # somebody else's patch on top of ours is theirs to remove
                 continue
             if original is None:  # it is inherited

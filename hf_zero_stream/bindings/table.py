@@ -58,22 +58,12 @@ OURS: Mapping[Moment, Sequence[Row]] = {
         Row(_DEFAULT_GROUP, ".ranks.presence:set_default_group"),
         # What waits for the lock of a process that compiles says so.
         Row("torch.utils.file_baton:FileBaton.wait", ".extensions:wait", feature="warnings of locks nobody holds"),
-        # A load: an Auto class, the model's class, and the small files of both.
+        # A load: an Auto class, the model's class, and what lies beside a model.
         Row("transformers.models.auto.modeling_auto:*.from_pretrained", ".loading.entrance:of_auto_model"),
         Row("transformers.models.auto.tokenization_auto:*.from_pretrained", ".loading.entrance:of_tokenizer"),
         Row("transformers.tokenization_utils_base:*.from_pretrained", ".loading.entrance:of_tokenizer"),
         Row("transformers.models.auto.processing_auto:*.from_pretrained", ".loading.entrance:of_processor"),
         Row(f"{_MODEL}.from_pretrained", ".loading.entrance:of_model", "pretrained_model_name_or_path", _ESSENTIAL),
-        *[
-            Row(f"transformers.{module}:{name}", f".loading.entrance:{leads_to}", feature="loads from URLs")
-            for module, name, leads_to in (
-                ("utils.hub", "cached_files", "cached_files"),
-                ("tokenization_utils_base", "list_repo_templates", "list_repo_templates"),
-                ("processing_utils", "list_repo_templates", "list_repo_templates"),
-                ("modeling_utils", "has_file", "has_file"),
-                ("dynamic_module_utils", "get_cached_module_file", "get_cached_module_file"),
-            )
-        ],
         # accelerate: what it prepares, saves and resumes.
         Row(f"{_ACCELERATOR}:Accelerator.prepare", ".state.hooks:prepare", feature=_STATES),
         Row(
@@ -198,7 +188,6 @@ OURS: Mapping[Moment, Sequence[Row]] = {
             for of in (
                 f"{_MODEL}._adjust_missing_and_unexpected_keys",
                 f"{_LOADING}:convert_and_load_state_dict_in_model",
-                "transformers.dynamic_module_utils:get_relative_imports",
                 f"{_MODELING}:_add_variant",
                 f"{_MODELING}:set_zero3_state",
                 "transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",

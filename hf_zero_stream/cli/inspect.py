@@ -77,9 +77,12 @@ def _checkpoint(place: str) -> dict[str, Any]:
 
 def _model(place: str, trust_remote_code: bool, dequantize: bool) -> dict[str, Any] | str:
     """The model's parameters, or why there are none: checkpoints that fit no known class can be inspected too."""
-    from ..checkpoint.at_url import has_file
+    from ..checkpoint.urls import checkpoints_at
 
-    if not (has_file(place, "config.json") if is_url(place) else os.path.isfile(os.path.join(place, "config.json"))):
+    name = "config.json"
+    if not (
+        checkpoints_at(place).has_file(place, name) if is_url(place) else os.path.isfile(os.path.join(place, name))
+    ):
         return "there is no config.json"
     from ..errors import CheckpointError, UnsupportedError
     from .checkpoints import refuse_unloadable

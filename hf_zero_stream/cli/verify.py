@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -26,12 +25,15 @@ def run(
     headers are read; for the Hub's checksums run `hf cache verify`. The id of a repository means what the Hub's cache
     holds of it, and hf://... the repository on the Hub itself.
     """
-    from ..checkpoint.at_url import check_soundness_at
+    from ..checkpoint.urls import checkpoints_at
     from ..engine.places import cached_folder, place_of
     from ..pickled.contents import soundness_of
 
-    with place_of(path, revision) if is_url(path) else nullcontext(cached_folder(path, revision)) as place:
-        found = check_soundness_at(place) if isinstance(place, str) else soundness_of(place)
+    if is_url(path):
+        with place_of(path, revision) as place:
+            found = checkpoints_at(place).check_soundness(place)
+    else:
+        found = soundness_of(cached_folder(path, revision))
     data = {
         "path": path,
         "sound": not found.faults,

@@ -32,7 +32,6 @@ from .lanes import Lane, SideLane
 
 if TYPE_CHECKING:
     from ..sources.relay import RelayServer
-    from ..sources.remote import RemoteFiles
     from .compute import Evaluator
 
 
@@ -73,15 +72,10 @@ class OpenCheckpoint:
         # What others use is not there for files, whatever the machine has. What is read twice stays.
         reads_twice = config.verify in ("sample", "full")
         cache_bytes = sys.maxsize if reads_twice else psutil.virtual_memory().available
-        local = partial(LocalFiles, cache_bytes=cache_bytes)
-        self.source = make_source() if make_source else FilesByPath(local(retries=self.retries), self._remote_files)
+        local = LocalFiles(cache_bytes=cache_bytes, retries=self.retries)
+        self.source = make_source() if make_source else FilesByPath(local, self.retries, _maker_at)
         """Where this rank reads from; once there are files, that is another rank if that one reads for this one."""
         self._use_hints()
-
-    def _remote_files(self) -> RemoteFiles:
-        from ..sources.remote import RemoteFiles  # only URLs need it
-
-        return RemoteFiles(self.retries)
 
     def again(self, coordinator: Coordinator, device: torch.device) -> OpenCheckpoint:
         """The same files, for another load of them; one that has changed since is an error (all ranks)."""
@@ -274,6 +268,12 @@ class OpenCheckpoint:
         buffers = self.staging_bytes // max(1, self.request_bytes * lane.buffers)
         ranks = self.coordinator.topology.sharing_cores
         return choose_threads(self.config.reader_threads, buffers, ranks, self.hints)
+
+
+def _maker_at(url: str) -> Callable[[Retries], ByteSource]:
+    from ..checkpoint.urls import checkpoints_at  # only URLs need it
+
+    return checkpoints_at(url).source
 
 
 def choose_threads(wanted: int, buffers: int, ranks_on_host: int, hints: Hints) -> int:

@@ -9,11 +9,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoint.urls import checkpoints_at
 from ..errors import HfZeroStreamError, ReadError
 from ..settings import scope
-from ..sources.answers import answers_once
 from ..sources.base import is_url
-from ..sources.urls import Repository, checkpoint_url
 
 
 if TYPE_CHECKING:
@@ -45,17 +44,23 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
 
     Of what is behind a URL, small files may be fetched inside; they are gone afterwards. Nothing is fetched twice.
     """
-    with scope.inside(), answers_once():
-        if is_url(path):
-            yield checkpoint_url(path)
-        elif os.path.exists(path):
-            yield path
-        elif not path.startswith(("/", ".", "~")) and _is_cached_whole(path, revision):
-            yield str(cached_folder(path, revision))
-        elif not _is_id(path):
-            raise ReadError(f"{path}: there is no such file or folder, and no repository on the Hub has such an id.")
-        else:
-            yield Repository(path, revision or "", "").url
+    with scope.inside():
+        if not is_url(path):
+            if os.path.exists(path):
+                yield path
+                return
+            if not path.startswith(("/", ".", "~")) and _is_cached_whole(path, revision):
+                yield str(cached_folder(path, revision))
+                return
+            if not _is_id(path):
+                raise ReadError(
+                    f"{path}: there is no such file or folder, and no repository on the Hub has such an id."
+                )
+            path = f"hf://{path}"
+        known = checkpoints_at(path)
+        url = known.canonical(path, revision)
+        with known.asked_at_once(url, ()):
+            yield url
 
 
 def map_of(place: str) -> CheckpointMap:
@@ -64,12 +69,11 @@ def map_of(place: str) -> CheckpointMap:
 
     if not is_url(place):
         return contents_of(place)
-    from ..checkpoint.at_url import shards_at
     from ..ranks.coordinator import Coordinator
     from ..settings.config import StreamingConfig
     from .opened import OpenCheckpoint
 
-    paths, weight_map = shards_at(place)
+    paths, weight_map = checkpoints_at(place).shards(place)
     with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
         return checkpoint.map_of(paths, checkpoint.read_headers(paths), weight_map)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -123,65 +123,51 @@ def _may_be_at_url(path: Any) -> bool:
 
 def of_auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     """``from_pretrained`` of an Auto class for models."""
-    if scope.active_configs() and (_LOADS in sys.modules or _may_stream()):
-        from .integration import auto_model
+    load = partial(asking_at_once, MODEL_FILES, original)
+    if not scope.active_configs() or (_LOADS not in sys.modules and not _may_stream()):
+        return load(*args, **kwargs)
+    from .integration import auto_model
 
-        original = partial(auto_model, original)
-    return _asking_at_once(MODEL_FILES, original, *args, **kwargs)
+    return auto_model(load, *args, **kwargs)
 
 
 def of_tokenizer(original: Original, *args: Any, **kwargs: Any) -> Any:
-    return _asking_at_once(TOKENIZER_FILES, original, *args, **kwargs)
+    return asking_at_once(TOKENIZER_FILES, original, *args, **kwargs)
 
 
 def of_processor(original: Original, *args: Any, **kwargs: Any) -> Any:
-    return _asking_at_once(PROCESSOR_FILES, original, *args, **kwargs)
+    return asking_at_once(PROCESSOR_FILES, original, *args, **kwargs)
 
 
-def _asking_at_once(names: Sequence[str], original: Original, *args: Any, **kwargs: Any) -> Any:
+def asking_at_once(names: Sequence[str], original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Call a ``from_pretrained``, with the class first; for the `names` see :func:`asked_at_once`."""
     path = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")  # the first one is the class
     with asked_at_once(path, kwargs, names):
         return original(*args, **kwargs)
 
 
-def asked_at_once(path: Any, kwargs: Any, names: Sequence[str]) -> Any:
-    """A context around a load; of a checkpoint at a URL, files with these `names` are asked for at once."""
-    if not _may_be_at_url(path):
+def asked_at_once(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> AbstractContextManager[None]:
+    """A context around a load; of a checkpoint at a URL, files with these `names` are asked for at once.
+
+    Raises as :func:`url_of`.
+    """
+    if not (url := url_of(path, kwargs)):
         return nullcontext()
-    from ..seams import remote
+    from ..checkpoint.urls import checkpoints_at
 
-    return remote.asked_at_once(path, kwargs, names)
+    subfolder = kwargs.get("subfolder") or ""
+    return checkpoints_at(url).asked_at_once(url, [os.path.join(subfolder, name) for name in names])
 
 
-def is_at_url(path: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint that these arguments of a ``from_pretrained`` name is read from a URL."""
+def url_of(path: Any, kwargs: Mapping[str, Any]) -> str:
+    """The URL of the checkpoint that these arguments of a ``from_pretrained`` name; "" if it is not read from one.
+
+    Raises:
+        MissingPluginError: nothing that reads from URLs is installed.
+        UrlError: there can be no checkpoint.
+    """
     if not _may_be_at_url(path):
-        return False
-    from ..seams.remote import url_of
+        return ""
+    from ..checkpoint.urls import checkpoints_at
 
-    return bool(url_of(path, kwargs.get("revision"), kwargs.get("token")))
-
-
-def cached_files(original: Original, path_or_repo_id: Any, *args: Any, **kwargs: Any) -> Any:
-    """What transformers finds any file of a checkpoint with."""
-    return _at_url("cached_files", original, path_or_repo_id, *args, **kwargs)
-
-
-def list_repo_templates(original: Original, repo_id: Any, *args: Any, **kwargs: Any) -> Any:
-    return _at_url("list_repo_templates", original, repo_id, *args, **kwargs)
-
-
-def has_file(original: Original, path_or_repo: Any, *args: Any, **kwargs: Any) -> Any:
-    return _at_url("has_file", original, path_or_repo, *args, **kwargs)
-
-
-def get_cached_module_file(original: Original, path: Any, *args: Any, **kwargs: Any) -> Any:
-    return _at_url("get_cached_module_file", original, path, *args, **kwargs)
-
-
-def _at_url(name: str, original: Original, path: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _may_be_at_url(path):
-        return original(path, *args, **kwargs)
-    from ..seams import remote
-
-    return getattr(remote, name)(original, path, *args, **kwargs)
+    return checkpoints_at(path).canonical(str(path), kwargs.get("revision"), kwargs.get("token"))

@@ -26,7 +26,7 @@ from ..seams.session import Original, Session
 from ..settings import scope
 from ..settings.config import buildable
 from .choice import choose, choose_alone, settings_for
-from .entrance import MODEL_FILES, asked_at_once, is_at_url
+from .entrance import MODEL_FILES, asking_at_once, url_of
 
 
 logger = logging.get_logger(__name__)
@@ -36,16 +36,12 @@ Stock = Callable[..., Any]
 
 
 def from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    stock, around = functools.partial(original, cls, *args), Session.current()
+    """``PreTrainedModel.from_pretrained``, perhaps in the ``__init__`` of a model that is being loaded."""
+    around = Session.current()
     if not scope.active_configs() or (around is not None and not around.building):
-        return stock(**kwargs)
+        return original(cls, *args, **kwargs)
+    stock = functools.partial(asking_at_once, MODEL_FILES, original, cls, *args)
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    with asked_at_once(path, kwargs, MODEL_FILES):
-        return _in_block(around, cls, stock, path, kwargs)
-
-
-def _in_block(around: Session | None, cls: Any, stock: Stock, path: Any, kwargs: dict[str, Any]) -> Any:
-    """A call inside ``streaming()``, perhaps in the ``__init__`` of the model that `around` builds."""
     ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
     if around is not None:
         return _nested(around, stock, path, kwargs, bool(strict))
@@ -129,7 +125,7 @@ def _load(
                 )
     if choice is not None and choice.works_alone:
         return _streamed(choice.make_load, Coordinator.of_this_rank(), stock, path, kwargs)
-    if is_at_url(path, kwargs):
+    if url_of(path, kwargs):
         make_load = choose_alone(path, kwargs, found, strict)
         return _streamed(make_load, Coordinator.of_this_rank(), stock, path, kwargs)
     return _stock_from_pretrained(stock, kwargs, settings_for(found, strict).strict)

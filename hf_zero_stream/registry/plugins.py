@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import PACKAGE, ConfigError, MissingPluginError
 from .rows import Moment, Row
@@ -22,9 +22,23 @@ GROUP = "hf_zero_stream.plugins"
 
 OURS: Mapping[str, str] = {
     "demo": "hf-zero-stream demo, plan --suggest, --plot and --html, doctor --bundle",
+    "remote": "checkpoints at s3://, gs://, az://, https:// and hf:// URLs",
     "stream": "weights for inference engines",
 }
 """The plug-ins of this package, and what is missing without each."""
+
+
+class Source(NamedTuple):
+    """Where checkpoints lie behind URLs of one scheme.
+
+    Attributes:
+        form: what stands behind ``scheme://`` in the URL of a checkpoint, for messages.
+        module: what is known of them: a module with the functions of :class:`..checkpoint.urls.UrlCheckpoints`.
+            Schemes with the same module are read by one source.
+    """
+
+    form: str
+    module: str
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,7 @@ class Plugin:
             ``module:function``, which takes a Coordinator, the StreamingConfig and the DeepSpeed config (empty if
             there is none), and returns a :class:`..destinations.base.Destination`.
         holders: each a ``module:function`` that is a :class:`..holdings.holder.Holder`; asked before the core's.
+        sources: what checkpoints are read from besides folders: scheme of URLs, in lower case -> :class:`Source`.
         tools: functions that commands of ours call for one of their options: name -> ``module:function``.
     """
 
@@ -48,6 +63,7 @@ class Plugin:
     commands: Mapping[str, str] = field(default_factory=dict)
     destinations: Mapping[str, str] = field(default_factory=dict)
     holders: Sequence[str] = ()
+    sources: Mapping[str, Source] = field(default_factory=dict)
     tools: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -71,13 +87,12 @@ def plugins() -> tuple[Plugin, ...]:
 
 
 def _entries() -> Iterable[metadata.EntryPoint]:
-    """Those of all distributions; and of a checkout that nobody has installed, those that its folders stand for."""
+    """Those of all distributions; and those that folders of a checkout stand for that has not been installed so."""
     entries = list(metadata.entry_points(group=GROUP))
-    if any(entry.module.startswith(f"{GROUP}.") for entry in entries):
-        return entries
-    folder = Path(__file__).parent.parent / "plugins"
-    own = [path.name for path in folder.glob("[a-z]*") if path.is_dir()]
-    return [*entries, *(metadata.EntryPoint(name, f"{GROUP}.{name}:PLUGIN", GROUP) for name in own)]
+    installed = {entry.module for entry in entries}
+    own = [file.parent.name for file in (Path(__file__).parent.parent / "plugins").glob("*/__init__.py")]
+    lacking = [name for name in own if f"{GROUP}.{name}" not in installed]
+    return [*entries, *(metadata.EntryPoint(name, f"{GROUP}.{name}:PLUGIN", GROUP) for name in lacking)]
 
 
 def resolved(place: str) -> Any:

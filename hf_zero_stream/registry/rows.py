@@ -72,6 +72,8 @@ class Row(NamedTuple):
             called.
         relies_on: the parameters of the original that the function of ours knows by name, separated by spaces.
         feature: what is lost without the row.
+        when: ``module:function``, which is called as the original is, and says whether the row is needed at all: until
+            then the original is called, and the module of `leads_to` is not imported. Empty: it is always needed.
         since: the first version of the package that has it, if not all that are supported do.
         until: the first version that has it no more.
     """
@@ -81,6 +83,7 @@ class Row(NamedTuple):
     relies_on: str = ""
     weight: Weight = Weight.FEATURE
     feature: str = ""
+    when: str = ""
     since: str = ""
     until: str = ""
 

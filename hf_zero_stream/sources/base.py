@@ -17,7 +17,6 @@ from ..errors import ReadError
 
 if TYPE_CHECKING:
     from .local import LocalFiles
-    from .remote import RemoteFiles
 
 
 T = TypeVar("T")
@@ -193,12 +192,22 @@ def is_url(path: Any) -> bool:
     return isinstance(path, (str, os.PathLike)) and _ADDRESS.match(str(path)) is not None
 
 
-class FilesByPath:
-    """Files of this host and objects by URL (see :class:`.base.ByteSource`); most loads have only one of the kinds."""
+def names_url(*args: Any, **kwargs: Any) -> bool:
+    """Whether an argument of a call is a URL."""
+    return any(map(is_url, (*args, *kwargs.values())))
 
-    def __init__(self, local: LocalFiles, make_remote: Callable[[], RemoteFiles]) -> None:
-        self.local, self._make_remote = local, make_remote
-        self._remote: RemoteFiles | None = None
+
+class FilesByPath:
+    """Files of this host and objects by URL (see :class:`ByteSource`); most loads have only one of the kinds.
+
+    `maker_at` gives what makes the source for a URL; URLs with the same maker are read by one source.
+    """
+
+    def __init__(
+        self, local: LocalFiles, retries: Retries, maker_at: Callable[[str], Callable[[Retries], ByteSource]]
+    ) -> None:
+        self.local, self._retries, self._maker_at = local, retries, maker_at
+        self._others: dict[Callable[[Retries], ByteSource], ByteSource] = {}
         self._places: list[tuple[ByteSource, int]] = []
         """For each file, its source and its number there."""
 
@@ -225,8 +234,8 @@ class FilesByPath:
 
     def hints(self, paths: Sequence[str]) -> Hints:
         """Those for URLs if there is one: a local file read by them is read well enough."""
-        urls = [path for path in paths if is_url(path)]
-        return self._of(urls[0]).hints(urls) if urls else self.local.hints(paths)
+        first = self._of(next(filter(is_url, paths), ""))
+        return first.hints([path for path in paths if self._of(path) is first])
 
     def open(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -251,14 +260,15 @@ class FilesByPath:
 
     @property
     def _sources(self) -> list[ByteSource]:
-        return [self.local] if self._remote is None else [self.local, self._remote]
+        return [self.local, *self._others.values()]
 
     def _of(self, path: str) -> ByteSource:
         if not is_url(path):
             return self.local
-        if self._remote is None:
-            self._remote = self._make_remote()
-        return self._remote
+        make = self._maker_at(path)
+        if make not in self._others:
+            self._others[make] = make(self._retries)
+        return self._others[make]
 
 
 def advance(pending: list[memoryview], count: int) -> None:

@@ -16,6 +16,7 @@ from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.cli.replaced import page
 from hf_zero_stream.errors import PACKAGE, VersionError
+from hf_zero_stream.registry.plugins import OURS
 from hf_zero_stream.registry.rows import Moment, Row, Weight
 from tests.support.cluster import ROOT
 
@@ -52,6 +53,7 @@ def test_it_leads_to_a_function_and_a_client_looks_at_the_original(row: Row) -> 
     assert any(f'assert_rows("{row.package}")' in text for text in texts)
 
 
+@pytest.mark.plugin(*OURS)
 def test_the_page_is_made_from_the_table() -> None:
     """``python -m hf_zero_stream.cli.replaced > docs/replaced.md``."""
     assert (ROOT / "docs" / "replaced.md").read_text() == page()
@@ -113,3 +115,32 @@ def test_nothing_of_ours_is_called_outside(monkeypatch: pytest.MonkeyPatch) -> N
     with streaming(), pytest.raises(ModuleNotFoundError):
         lead(lambda: "stock")
     assert not installed(Moment.BLOCK)
+
+
+def first(original: Any) -> str:
+    return f"first, {original()}"
+
+
+def second(original: Any) -> str:
+    return f"second, {original()}"
+
+
+def test_two_rows_of_one_function(library: Any) -> None:
+    """Of two plug-ins, for instance: each calls what was there before it."""
+    library.say = stock = lambda: "stock"
+    rows = [Row("of_tests:say", f"{__name__}:{name}") for name in ("first", "second")]
+    for _ in range(2):
+        with Installation(Moment.LAYOUT, {Moment.LAYOUT: rows}):
+            assert library.say() == "second, first, stock"
+        assert library.say is stock
+
+
+def test_a_row_waits_until_it_is_needed() -> None:
+    """Its module is not imported before."""
+    row = Row("os:fspath", "absent.room:function", when=".sources.base:names_url")
+    lead = install._Lead(row, Moment.BLOCK)
+    with streaming():
+        assert lead(lambda *args, **kwargs: "stock", "folder", name="x") == "stock"
+        for args, kwargs in ((("s3://bucket",), {}), ((), {"path": "s3://bucket"})):
+            with pytest.raises(ModuleNotFoundError, match="absent"):
+                lead(lambda *args, **kwargs: "stock", *args, **kwargs)

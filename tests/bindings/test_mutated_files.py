@@ -120,10 +120,12 @@ def load_all(address: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.plugin("remote")
 def test_all_is_read_from_urls(address: str, expected: dict[str, Any]) -> None:
     assert load_all(address) == expected
 
 
+@pytest.mark.plugin("remote")
 @pytest.mark.parametrize("mutation", mutations(OF_FILES, Moment.BLOCK))
 def test_from_urls(address: str, expected: dict[str, Any], mutation: Mutation) -> None:
     found = mutated(mutation, load_all, address)

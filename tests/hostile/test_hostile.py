@@ -205,7 +205,6 @@ def test_corpus(target: str) -> None:
     of_torch = {"same", "no map", "refused"}
     expected = {"index": {"read", "refused"}, "names": {"read", "refused"}, "torch": of_torch, "pickle": of_torch}
     expected |= {"zero": {"read", "refused", "unsupported"}, "distcp": {"same", "refused"}}
-    expected |= dict.fromkeys(("server", "store"), {"same", "refused"})
     assert outcomes - {"damaged"} == expected.get(target, {"same", "stricter", "both refuse"})
     assert max(path.stat().st_size for path in inputs) <= 4096
 

@@ -22,12 +22,12 @@ from hf_zero_stream.checkpoint import formats
 from hf_zero_stream.checkpoint.format import NotAMap, ShardHeader
 from hf_zero_stream.checkpoint.formats import Format
 from hf_zero_stream.checkpoint.nodes import entries_of
+from hf_zero_stream.checkpoint.urls import checkpoints_at
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, HfZeroStreamError, ReadError
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.base import ByteSource, FilesByPath, Retries, SourceFile
 from hf_zero_stream.sources.local import LocalFiles
-from hf_zero_stream.sources.remote import RemoteFiles
 from tests.ports.test_byte_source import Raw
 from tests.support.cluster import run_ranks
 from tests.support.http_files import http_files
@@ -74,21 +74,31 @@ def in_memory(folder: Path) -> Iterator[Opened]:
     yield Opened(MemoryFiles(contents), lambda name: name, contents.__setitem__)
 
 
+def remote() -> ByteSource:
+    from hf_zero_stream.plugins.remote.files import RemoteFiles
+
+    return RemoteFiles(Retries())
+
+
 def by_path() -> ByteSource:
-    return FilesByPath(LocalFiles(), lambda: RemoteFiles(Retries()))
+    return FilesByPath(LocalFiles(), Retries(), lambda url: checkpoints_at(url).source)
 
 
 SOURCES: dict[str, Callable[[Path], AbstractContextManager[Opened]]] = {
     "local": lambda folder: in_folder(folder, LocalFiles),
     "local, not cached": lambda folder: in_folder(folder, lambda: LocalFiles(cache_bytes=0)),
-    "remote": lambda folder: on_server(folder, lambda: RemoteFiles(Retries())),
+    "remote": lambda folder: on_server(folder, remote),
     "by path, local": lambda folder: in_folder(folder, by_path),
     "by path, remote": lambda folder: on_server(folder, by_path),
     "in memory": in_memory,
 }
 
 
-@pytest.fixture(params=SOURCES)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.plugin("remote")] if name.endswith("remote") else []) for name in SOURCES
+    ]
+)
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opened]:
     with SOURCES[request.param](tmp_path) as opened:
         yield opened

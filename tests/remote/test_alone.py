@@ -18,7 +18,7 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.engine.places import map_of, place_of
 from hf_zero_stream.errors import ReadError, UnsupportedError
-from hf_zero_stream.sources.remote import RemoteFiles
+from hf_zero_stream.plugins.remote.files import RemoteFiles
 from tests.support.cluster import ROOT, run_ranks
 from tests.support.http_files import Behaviour, http_files
 from tests.support.quantised_checkpoints import bitsandbytes

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -19,12 +20,13 @@ from hf_zero_stream.checkpoint.formats import map_of
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, HfZeroStreamError, ReadError
 from hf_zero_stream.loading.dry_load import load_of_layouts
+from hf_zero_stream.plugins.remote import files
 from hf_zero_stream.ranks.coordinator import Coordinator
-from hf_zero_stream.sources import remote
 from hf_zero_stream.sources.base import RETRIES
 from tests.support.cluster import SOON_S, run_ranks_expecting_errors
 from tests.support.http_files import Behaviour, http_files
 from tests.support.parity import ds_config
+from tests.support.plugins import without_plugin
 from tests.support.zoo import make_checkpoint
 
 
@@ -47,7 +49,7 @@ def well_behaved(server: Behaviour, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = Behaviour()
     server.fault, server.tag, server.requests = fresh.fault, fresh.tag, []
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(remote, "STALL_S", 1)
+    monkeypatch.setattr(files, "STALL_S", 1)
 
 
 def read_all(server: Behaviour, **settings: Any) -> tuple[OpenCheckpoint, dict[str, torch.Tensor]]:
@@ -150,7 +152,7 @@ def test_a_server_that_does_not_tell_versions(server: Behaviour, caplog: pytest.
 
 def test_a_signature_is_not_quoted() -> None:
     text = "Error performing GET https://store/x?X-Amz-Signature=secret&b=c in 3ms - 500"
-    explained = remote._explained("https://h/x", type("Other", (Exception,), {})(text))
+    explained = files._explained("https://h/x", type("Other", (Exception,), {})(text))
     assert "secret" not in str(explained) and "https://store/x?..." in str(explained)
 
 
@@ -218,3 +220,17 @@ def test_all_ranks_alike(cluster: None, tmp_path: Path) -> None:
         for outcome in run_ranks_expecting_errors(2, load_remote, how.address):
             assert outcome.error_type in ("ReadError", "PeerError"), outcome.error_message
             assert "access is denied (403)" in str(outcome.error_message) and outcome.seconds < SOON_S
+
+
+def load_where_one_lacks_the_plugin(url: str) -> None:
+    with without_plugin("remote") if dist.get_rank() else nullcontext():
+        load_remote(url)
+
+
+def test_one_rank_without_the_plugin(cluster: None, tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, torch.bfloat16)
+    with http_files(tmp_path) as how:
+        outcomes = run_ranks_expecting_errors(2, load_where_one_lacks_the_plugin, how.address)
+    assert [outcome.error_type for outcome in outcomes] == ["MissingPluginError"] * 2, outcomes
+    assert all("needs the plug-in 'remote'" in str(outcome.error_message) for outcome in outcomes)
+    assert max(outcome.seconds for outcome in outcomes) < SOON_S

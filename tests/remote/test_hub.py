@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.cli.test_hub import COMMIT, REPOSITORY, hub, on_hub
+from tests.remote.test_hub_commands import COMMIT, REPOSITORY, hub, on_hub
 from tests.support.cluster import ROOT, free_port
 from tests.support.http_files import http_files
 from tests.support.zoo import make_checkpoint

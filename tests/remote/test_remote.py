@@ -26,12 +26,12 @@ import hf_zero_stream
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.engine.places import place_of
 from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError, UrlError
+from hf_zero_stream.plugins.remote.answers import Answers, answers_once
+from hf_zero_stream.plugins.remote.files import RemoteFiles
+from hf_zero_stream.plugins.remote.urls import Location, RequestFailed, checkpoint_url, joined, located, repository_of
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
-from hf_zero_stream.sources.answers import Answers, answers_once
 from hf_zero_stream.sources.base import SourceFile, is_url
-from hf_zero_stream.sources.remote import RemoteFiles
-from hf_zero_stream.sources.urls import Location, RequestFailed, checkpoint_url, joined, located, repository_of
 from tests.support.buckets import ACCOUNT, BUCKET, azure_container, gcs_bucket, s3_bucket
 from tests.support.cluster import run_ranks
 from tests.support.http_files import Behaviour, http_files
@@ -337,6 +337,16 @@ def test_what_is_no_url_of_a_checkpoint(url: str | Path, text: str, entry: Calla
     with pytest.raises(UrlError, match=text) as caught:
         entry(url)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["hf://org/name", "org/name"])
+def test_commands_read_the_revision_that_they_are_given(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nowhere")
+    for revision, url in ((None, "hf://org/name"), ("v2", "hf://org/name@v2")):
+        with place_of(path, revision) as place:
+            assert place == url
+    with pytest.raises(UrlError, match="expected one revision"), place_of("hf://org/name@v1", "v2"):
+        pass
 
 
 def test_urls_of_the_hub() -> None:

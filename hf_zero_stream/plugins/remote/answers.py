@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from ..settings.scope import having
+from ...settings.scope import having
 from .urls import RequestFailed
 
 

@@ -16,11 +16,11 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import CheckpointError, ReadError
+from ...errors import CheckpointError, ReadError
+from ...sources.base import Hints, Retries, SourceFile
+from ...sources.local import advance
 from .answers import Answers
-from .base import Hints, Retries, SourceFile
 from .hub import HubFiles
-from .local import advance
 from .urls import PASSING_STATUS, RequestFailed, located, scheme_of
 
 
@@ -95,7 +95,7 @@ class _HeaderFile:
 
 
 class RemoteFiles:
-    """Objects by their URLs (see :class:`.base.ByteSource`); the methods may be used from many threads.
+    """Objects by their URLs (see :class:`...sources.base.ByteSource`); the methods may be used from many threads.
 
     An object is pinned to the version whose header was read: every answer's ETag (generation, or time of the last
     change) and size are compared with that one's, so what has been read is of one version.

@@ -12,14 +12,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from ..errors import UrlError
+from ...checkpoint.urls import without_secrets
+from ...errors import UrlError
+from . import PLUGIN
 
 
-_URL = re.compile(r"(s3|gs|az|https?|hf)://(.*)", re.DOTALL | re.IGNORECASE)
-_FORMS = {"s3": "bucket/prefix", "gs": "bucket/prefix", "az": "account/container/prefix", "hf": "organisation/name"}
 _REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(?:@(refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(.*))?")
 _NO_ORGANISATIONS = ("datasets", "spaces", "buckets", "models")
 """What ``hf://`` URLs of huggingface_hub begin with where they name something else than a model."""
@@ -47,20 +47,13 @@ class Repository(NamedTuple):
         return "/".join(filter(None, (f"hf://{self.name}{revision}", self.file)))
 
 
-def checkpoint_url(path: Any) -> str:
+def checkpoint_url(path: str) -> str:
     """The URL that a user gave for a checkpoint, without slashes at its end.
 
     Raises an UrlError if there can be no checkpoint: the error comes before any request, and tells what to write.
     """
-    url = str(path)
-    found = _URL.fullmatch(url)
-    if found is None:
-        forms = ", ".join(f"{scheme}://{form}" for scheme, form in _FORMS.items())
-        raise UrlError(
-            f"{_without_secrets(url)!r}: expected one of {forms}, https://host/path, http://host/path. A folder of "
-            "this host is given by its path, without file://. A URL must be a str: a Path loses one of its slashes."
-        )
-    scheme, url = found[1].lower(), url.rstrip("/") if found[2].strip("/") else url
+    scheme = scheme_of(path)
+    url = path.rstrip("/") if path.partition("://")[2].strip("/") else path
     key = repository_of(url).file if scheme == "hf" else located(url).key
     if _FILE.search(key):
         raise UrlError(
@@ -73,9 +66,7 @@ def checkpoint_url(path: Any) -> str:
 
 
 def scheme_of(url: str) -> str:
-    found = _URL.fullmatch(url)
-    assert found is not None
-    return found[1].lower()
+    return url.partition("://")[0].lower()
 
 
 def joined(url: str, *names: str) -> str:
@@ -86,9 +77,7 @@ def joined(url: str, *names: str) -> str:
 
 def located(url: str) -> Location:
     """The store and the key of `url`, which is none of the Hub; raises an UrlError if it has no such parts."""
-    found = _URL.fullmatch(url)
-    assert found is not None
-    scheme, rest = found[1].lower(), found[2]
+    scheme, rest = scheme_of(url), url.partition("://")[2]
     depth = 2 if scheme == "az" else 1
     parts = rest.split("/")
     root, key = parts[:depth], "/".join(parts[depth:])
@@ -109,14 +98,9 @@ def located(url: str) -> Location:
     elif "" in "/".join(parts[depth:]).rstrip("/").split("/")[:-1]:
         fault = "two slashes one after the other, which obstore cannot ask for"
     if fault:
-        form = _FORMS.get(scheme, "host/path")
-        raise UrlError(f"{_without_secrets(url)!r}: expected {scheme}://{form}; found {fault}.")
+        form = PLUGIN.sources[scheme].form
+        raise UrlError(f"{without_secrets(url)!r}: expected {scheme}://{form}; found {fault}.")
     return Location(f"{scheme}://{'/'.join(root)}", unquote(key) if scheme in ("http", "https") else key)
-
-
-def _without_secrets(url: str) -> str:
-    """`url` as an error may quote it, without what stands before an @, and the query, which may hold a signature."""
-    return re.sub(r"//[^/?#]*@", "//...@", re.sub(r"\?.*", "?...", url, flags=re.DOTALL))
 
 
 def repository_of(url: str) -> Repository:
@@ -129,7 +113,7 @@ def repository_of(url: str) -> Repository:
         fault = f"; found {kind}/, which is no organisation. Only repositories of models are read."
     if found is None or fault:
         expected = "expected hf://organisation/name or hf://organisation/name@revision"
-        raise UrlError(f"{_without_secrets(url)!r}: {expected}{fault}")
+        raise UrlError(f"{without_secrets(url)!r}: {expected}{fault}")
     return Repository(found[1], unquote(found[2] or ""), found[3] or "")
 
 

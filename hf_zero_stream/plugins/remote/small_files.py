@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from ...sources.base import RETRIES, ByteSource, Retries
 from .answers import Answers
-from .base import RETRIES, ByteSource, Retries
-from .remote import RemoteFiles
+from .files import RemoteFiles
 
 
 MOST_BYTES = 200_000_000

@@ -1,26 +1,60 @@
-"""Checkpoints behind URLs, before any model is loaded from them: their shards, and whether they are sound.
+"""What is known of checkpoints in buckets, on servers and on the Hub (:class:`...checkpoint.urls.UrlCheckpoints`).
 
 Nothing is listed there: a web server has no list of files, and who may read a bucket may not be allowed to list it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from ..errors import CheckpointError, ReadError
-from ..settings import scope
-from ..sources.small_files import SmallFiles
-from ..sources.urls import RequestFailed, joined
-from . import safetensors
-from .formats import INDEX, SINGLE, map_of, read_index_file
-from .map import CheckpointMap
-from .soundness import Soundness, check_tensors, read_weight_map
+from ...checkpoint import safetensors
+from ...checkpoint.formats import INDEX, OF_VALUES, SINGLE, map_of, read_index_file
+from ...checkpoint.map import CheckpointMap
+from ...checkpoint.soundness import Soundness, check_tensors, read_weight_map
+from ...errors import CheckpointError, ReadError, UrlError
+from ...settings import scope
+from ...sources.base import Retries
+from .answers import answers_once
+from .files import RemoteFiles
+from .hub import remember_token
+from .small_files import SmallFiles
+from .urls import RequestFailed, checkpoint_url, joined, repository_of, scheme_of
 
 
 _AT_ONCE = 32
 _ABSENT = (403, 404)
 """Who may not list a bucket is told 403 of objects that are not there."""
+
+
+def canonical(path: str, revision: str | None = None, token: Any = None) -> str:
+    path = checkpoint_url(path)
+    if scheme_of(path) != "hf":
+        return path
+    repository = repository_of(path)
+    remember_token(repository.name, token)
+    if revision not in (None, "", "main", repository.revision):
+        if repository.revision:
+            raise UrlError(f"{path}: expected one revision; got revision={revision!r} too.")
+        repository = repository._replace(revision=str(revision))
+    return repository.url
+
+
+def source(retries: Retries) -> RemoteFiles:
+    return RemoteFiles(retries)
+
+
+@contextmanager
+def asked_at_once(url: str, names: Sequence[str]) -> Iterator[None]:
+    """Inside, files with these `names` are asked for at once, and each file once."""
+    with answers_once() as answers:
+        places = [joined(url, name) for name in names]
+        small = [place for place in places if not place.endswith(OF_VALUES)]
+        scope.resource(SmallFiles).ask_ahead(small, set(places) - set(small), answers)
+        yield
 
 
 def has_file(url: str, name: str) -> bool:
@@ -39,11 +73,10 @@ def has_file(url: str, name: str) -> bool:
     return True
 
 
-def shards_at(url: str) -> tuple[list[str], dict[str, str] | None]:
+def shards(url: str) -> tuple[list[str], dict[str, str] | None]:
     """(URLs of the shards that a load from `url` would read, the index's weight map if there is an index).
 
-    Called inside a block (:func:`..settings.scope.inside`). As in transformers, a ``model.safetensors`` goes before an
-    index.
+    As in transformers, a ``model.safetensors`` goes before an index.
 
     Raises:
         ReadError: there is neither, or they cannot be read.
@@ -63,8 +96,7 @@ def _index_at(url: str, files: SmallFiles) -> Path:
         raise ReadError(f"{url}: there is no {SINGLE}, and {INDEX} cannot be read: {error}") from error
 
 
-def check_soundness_at(url: str) -> Soundness:
-    """As :func:`.soundness.check_soundness`, for the checkpoint at `url`; called inside a block."""
+def check_soundness(url: str) -> Soundness:
     found, files = Soundness(), scope.resource(SmallFiles)
     weight_map: dict[str, str] | None = None
     if has_file(url, SINGLE):

@@ -6,23 +6,23 @@ indexes, shards. Code of a checkpoint is put into a folder, because that is wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from ..checkpoint.formats import OF_VALUES
-from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
-from ..settings import scope
-from ..settings.config import announced_local_rank
-from ..sources.answers import Answers, answers_once
-from ..sources.base import is_url
-from ..sources.hub import remember_token
-from ..sources.small_files import SmallFiles
-from ..sources.urls import RequestFailed, checkpoint_url, joined, repository_of, scheme_of
-from .session import Original, Session
+from ...checkpoint.formats import OF_VALUES
+from ...checkpoint.urls import UrlCheckpoints, checkpoints_at
+from ...errors import ReadError, UnsupportedError
+from ...seams.session import Original, Session
+from ...settings import scope
+from ...settings.config import announced_local_rank
+from ...sources.base import is_url
+from . import checkpoints
+from .answers import Answers
+from .small_files import SmallFiles
+from .urls import RequestFailed, joined
 
 
 logger = logging.get_logger(__name__)
@@ -33,43 +33,20 @@ _WITHOUT_MODEL = ("tokenizer_config.json", "preprocessor_config.json", "processo
 """What folders of a tokenizer or a processor alone hold."""
 
 
-def url_of(path: Any, revision: str | None = None, token: Any = None) -> str:
-    """The URL of a checkpoint that the running code, inside ``streaming()``, loads from a URL; "" for others."""
-    if not scope.active_configs() or not is_url(path):
+_OURS: UrlCheckpoints = checkpoints
+
+
+def _url_of(path: Any, kwargs: Mapping[str, Any]) -> str:
+    """The URL of a checkpoint that the running code, inside ``streaming()``, loads from one of ours; "" for others."""
+    if not scope.active_configs() or not is_url(path) or checkpoints_at(path) is not _OURS:
         return ""
-    path = checkpoint_url(path)
-    if scheme_of(path) != "hf":
-        return path
-    repository = repository_of(path)
-    remember_token(repository.name, token)
-    if revision not in (None, "", "main", repository.revision):
-        if repository.revision:
-            raise UrlError(f"{path}: expected one revision; got revision={revision!r} too.")
-        repository = repository._replace(revision=str(revision))
-    return repository.url
-
-
-@contextmanager
-def asked_at_once(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> Iterator[None]:
-    """Around a ``from_pretrained`` of a URL: its small files are asked for at once, and each of them once."""
-    try:
-        url = url_of(path, kwargs.get("revision"), kwargs.get("token"))
-    except HfZeroStreamError:
-        url = ""  # the call itself will raise
-    if not url:
-        yield
-        return
-    with answers_once() as answers:
-        places = [joined(url, kwargs.get("subfolder") or "", name) for name in names]
-        small = [place for place in places if not place.endswith(OF_VALUES)]
-        scope.resource(SmallFiles).ask_ahead(small, set(places) - set(small), answers)
-        yield
+    return checkpoints.canonical(str(path), kwargs.get("revision"), kwargs.get("token"))
 
 
 def cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
     """As stock's: the paths of all files, or None or an OSError if one is not there."""
     is_model = kwargs.get("repo_type") in (None, "model")
-    url = is_model and url_of(path_or_repo_id, kwargs.get("revision"), kwargs.get("token"))
+    url = is_model and _url_of(path_or_repo_id, kwargs)
     if not url:
         return original(path_or_repo_id, filenames, *args, **kwargs)
     files = scope.resource(SmallFiles)
@@ -121,21 +98,21 @@ def _reads_headers() -> bool:
 
 def list_repo_templates(original: Original, repo_id: Any, **kwargs: Any) -> Any:
     """The names of a repository's further chat templates; behind a URL nothing is listed, so there are none."""
-    if url_of(repo_id, kwargs.get("revision"), kwargs.get("token")):
+    if _url_of(repo_id, kwargs):
         return []
     return original(repo_id, **kwargs)
 
 
 def has_file(original: Original, path_or_repo: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
     """Asked of safetensors beside ``.bin`` files, to convert these on the Hub; or to improve an error message."""
-    if url_of(path_or_repo):
+    if _url_of(path_or_repo, {}):
         return True
     return original(path_or_repo, filename, *args, **kwargs)
 
 
 def get_cached_module_file(original: Original, path: Any, module_file: str, *args: Any, **kwargs: Any) -> Any:
     """Fetch a module and those that it imports into a folder, from which transformers takes them."""
-    url = url_of(path, kwargs.get("revision"), kwargs.get("token"))
+    url = _url_of(path, kwargs)
     if not url:
         return original(path, module_file, *args, **kwargs)
     files = scope.resource(SmallFiles)

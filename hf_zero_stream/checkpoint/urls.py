@@ -1,0 +1,80 @@
+"""Checkpoints behind URLs: plug-ins know them, each by the schemes that it brings (``Plugin.sources``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from ..errors import PACKAGE, UrlError
+from ..registry.plugins import missing, plugins
+from ..sources.base import ByteSource, Retries
+
+
+if TYPE_CHECKING:
+    from .soundness import Soundness
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+
+
+class UrlCheckpoints(Protocol):
+    """What a plug-in knows of checkpoints behind URLs: a module with these functions.
+
+    A `url` is what :meth:`canonical` has returned. All but the first two are called inside a block
+    (:func:`..settings.scope.inside`). What transformers looks for by name, a config or a tokenizer, comes by rows of
+    the plug-in.
+    """
+
+    def canonical(self, path: str, revision: str | None = None, token: Any = None) -> str:
+        """The URL by which a checkpoint is known from now on, given what ``from_pretrained`` was given.
+
+        Raises an UrlError if there can be no checkpoint; asks no server.
+        """
+
+    def source(self, retries: Retries) -> ByteSource:
+        """What reads files at such URLs; made once for each load."""
+
+    def asked_at_once(self, url: str, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Around a call that is going to need files with these `names`, of which most may not be there."""
+
+    def has_file(self, url: str, name: str) -> bool:
+        """Whether there is such a file in the checkpoint; raises a ReadError if that cannot be known."""
+
+    def shards(self, url: str) -> tuple[list[str], dict[str, str] | None]:
+        """(URLs of the files that a load would read, the index's weight map if there is an index).
+
+        Raises:
+            ReadError: there are none, or what names them cannot be read.
+            CheckpointError: the index is not sound.
+        """
+
+    def check_soundness(self, url: str) -> Soundness:
+        """As :func:`.soundness.check_soundness`."""
+
+
+def checkpoints_at(path: Any) -> UrlCheckpoints:
+    """What is known of checkpoints at URLs such as `path`, which need be none of a checkpoint yet.
+
+    Raises:
+        MissingPluginError: the plug-in of this package is not there.
+        UrlError: no plug-in brings the scheme.
+    """
+    sources = {scheme: source for plugin in plugins() for scheme, source in plugin.sources.items()}
+    found = _SCHEME.match(str(path))
+    if found is not None and found[1].lower() in sources:
+        return cast(UrlCheckpoints, import_module(sources[found[1].lower()].module, PACKAGE))
+    url = repr(without_secrets(str(path)))
+    if not any(plugin.name == "remote" for plugin in plugins()):
+        raise missing("remote", url)
+    raise UrlError(
+        f"{url}: expected one of {', '.join(f'{scheme}://{source.form}' for scheme, source in sources.items())}. A "
+        "folder of this host is given by its path, without file://. A URL must be a str: a Path loses one of its "
+        "slashes."
+    )
+
+
+def without_secrets(url: str) -> str:
+    """`url` as an error may quote it, without what stands before an @, and the query, which may hold a signature."""
+    return re.sub(r"//[^/?#]*@", "//...@", re.sub(r"\?.*", "?...", url, flags=re.DOTALL))

@@ -1,0 +1,27 @@
+"""Processes in which a plug-in of ours is not there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.registry.plugins import GROUP, plugins
+
+
+@contextmanager
+def without_plugin(name: str) -> Iterator[None]:
+    """Inside, as after the folder of the plug-in `name` has been taken away."""
+    module = f"{GROUP}.{name}"
+    with pytest.MonkeyPatch.context() as patch:
+        for each in [module, *(known for known in sys.modules if known.startswith(f"{module}."))]:
+            patch.setitem(sys.modules, each, None)
+        for moment, rows in TABLE.items():
+            left = [row for row in rows if not row.leads_to.startswith(module)]
+            patch.setitem(TABLE, moment, left)  # type: ignore[arg-type]
+        plugins.cache_clear()
+        yield
+    plugins.cache_clear()
