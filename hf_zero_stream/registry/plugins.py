@@ -22,6 +22,7 @@ GROUP = "hf_zero_stream.plugins"
 
 OURS: Mapping[str, str] = {
     "demo": "hf-zero-stream demo, plan --suggest, --plot and --html, doctor --bundle",
+    "packed": "quantised checkpoints: weights that stay quantised, dequantising and quantising while loading",
     "stream": "weights for inference engines",
 }
 """The plug-ins of this package, and what is missing without each."""
@@ -36,13 +37,17 @@ class Plugin:
         rows: functions of other libraries that are replaced or relied on; see :class:`.rows.Row`.
         commands: commands of ``hf-zero-stream``: name -> module with a function ``run``, as typer takes it, and the
             text ``EXAMPLE``.
-        tools: functions that commands of ours call for one of their options: name -> ``module:function``.
+        tools: functions, or classes, that the core calls for an option of a command, or for what a load or a save
+            meets: name -> ``module:function``. Without one the name is the subject of the error.
+        quantisers: by ``quant_method`` as transformers knows it, how weights are dequantised that can stay quantised:
+            ``module:function``, see :mod:`..plugins.packed.quantisers`.
     """
 
     name: str
     rows: Mapping[Moment, Sequence[Row]] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     tools: Mapping[str, str] = field(default_factory=dict)
+    quantisers: Mapping[str, str] = field(default_factory=dict)
 
 
 @functools.cache
@@ -65,12 +70,11 @@ def plugins() -> tuple[Plugin, ...]:
 
 
 def _entries() -> Iterable[metadata.EntryPoint]:
-    """Those of all distributions; and of a checkout that nobody has installed, those that its folders stand for."""
+    """Those of all distributions; and for folders of a checkout that the installed metadata do not know."""
     entries = list(metadata.entry_points(group=GROUP))
-    if any(entry.module.startswith(f"{GROUP}.") for entry in entries):
-        return entries
-    folder = Path(__file__).parent.parent / "plugins"
-    own = [path.name for path in folder.glob("[a-z]*") if path.is_dir()]
+    known = {entry.module for entry in entries}
+    folders = (path.parent.name for path in (Path(__file__).parent.parent / "plugins").glob("*/__init__.py"))
+    own = (name for name in folders if f"{GROUP}.{name}" not in known)
     return [*entries, *(metadata.EntryPoint(name, f"{GROUP}.{name}:PLUGIN", GROUP) for name in own)]
 
 
@@ -88,9 +92,17 @@ def missing(name: str, what: str) -> MissingPluginError:
     )
 
 
-def tool(name: str, of: str) -> Any:
-    """The function that plug-ins bring as `name`; a MissingPluginError names the plug-in of ours `of` if none does."""
+def has_tool(name: str) -> bool:
+    """Whether any plug-in brings the function `name`."""
+    return any(name in plugin.tools for plugin in plugins())
+
+
+def tool(name: str, of: str, what: str = "") -> Any:
+    """The function that plug-ins bring as `name`; a MissingPluginError names the plug-in of ours `of` if none does.
+
+    `what` needs it, in words for the error; default: the name.
+    """
     for plugin in plugins():
         if name in plugin.tools:
             return resolved(plugin.tools[name])
-    raise missing(of, name)
+    raise missing(of, what or name)

@@ -16,6 +16,7 @@ from hf_zero_stream.bindings.install import Installation
 from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import PACKAGE, VersionError
+from hf_zero_stream.registry.plugins import OURS
 from hf_zero_stream.registry.rows import Moment, Row, Weight
 from tests.support.cluster import ROOT
 
@@ -52,6 +53,7 @@ def test_it_leads_to_a_function_and_a_client_looks_at_the_original(row: Row) -> 
     assert any(f'assert_rows("{row.package}")' in text for text in texts)
 
 
+@pytest.mark.plugin(*OURS)
 def test_the_page_names_each_row_in_its_order() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     for moment, rows in TABLE.items():
