@@ -39,14 +39,13 @@ def _trainer(name: str, leads_to: str, relies_on: str = "", *, since: str = "", 
 OURS: Mapping[Moment, Sequence[Row]] = {
     Moment.MODELS: [
         Row(f"{_MODEL}.save_pretrained", ".saving.calls:of_model", "save_directory state_dict", _ESSENTIAL),
-        # PEFT: adapters are put on a model, and on a parameter of it; they are merged, and each layer is.
+        # PEFT: adapters are put on a model; they are merged, and each layer is.
         *[
-            Row(f"{_PEFT}:{name}", f".seams.{leads_to}", relies_on, feature="adapters on models of ours", since=since)
-            for name, leads_to, relies_on, since in (
-                ("BaseTuner.inject_adapter", "adapters:inject_adapter", "model adapter_name", ""),
-                ("BaseTuner._inject_parameters", "adapters:inject_parameters", "peft_config model", "0.17"),
-                ("BaseTuner._check_merge_allowed", "adapters:check_merge_allowed", "", ""),
-                ("onload_layer", "adapters:onload_layer", "layer", ""),
+            Row(f"{_PEFT}:{name}", f".seams.adapters:{leads_to}", relies_on, feature="adapters on models of ours")
+            for name, leads_to, relies_on in (
+                ("BaseTuner.inject_adapter", "inject_adapter", "model adapter_name"),
+                ("BaseTuner._check_merge_allowed", "check_merge_allowed", ""),
+                ("onload_layer", "onload_layer", "layer"),
             )
         ],
     ],
@@ -158,15 +157,6 @@ OURS: Mapping[Moment, Sequence[Row]] = {
         Row(f"{_LOADING}:spawn_materialize", ".seams.keys:spawn_materialize", weight=_SPEED),
         Row(f"{_LOADING}:tqdm", ".seams.keys:no_bar", weight=_SPEED, since="5.3"),
         Row(f"{_LOADING}:WeightConverter.convert", ".seams.keys:convert", weight=_ESSENTIAL),
-        *[
-            Row(f"transformers.integrations.{of}", f".seams.quantised:{leads_to}", feature="dequantising", since=since)
-            for of, leads_to, since in (
-                ("mxfp4:convert_moe_packed_tensors", "convert_moe_packed_tensors", ""),
-                ("finegrained_fp8:Fp8Dequantize._dequantize_one", "dequantize_one", "5.8"),
-                ("compressed_tensors:CompressedTensorsDequantize.convert", "merge_dequantised_experts", "5.21"),
-                ("gguf.gguf_conversion_mapping:dequantize_blocks", "dequantize_blocks", "5.17"),
-            )
-        ],
         # What the checkpoint lacks: from here on the lazy tensors have become the destination's.
         Row(f"{_MODEL}._finalize_model_loading", ".seams.loading:finalize_model_loading", weight=_ESSENTIAL),
         Row(f"{_MODEL}._move_missing_keys_from_meta_to_device", ".seams.loading:move_missing_keys", weight=_ESSENTIAL),
@@ -176,11 +166,6 @@ OURS: Mapping[Moment, Sequence[Row]] = {
             ".seams.loading:tied_params_are_equal",
             feature="tying anew",
             since="5.23",
-        ),
-        Row(
-            "transformers.quantizers.base:HfQuantizer.remove_quantization_config",
-            ".seams.packing:remove_quantization_config",
-            feature="weights that stay quantised",
         ),
         # Of these some are set, some called, for a load or a save.
         *[
@@ -203,13 +188,6 @@ OURS: Mapping[Moment, Sequence[Row]] = {
     Moment.HIDING: [
         Row(f"{module}:is_deepspeed_zero3_enabled", ".seams.ds_config:is_enabled", weight=_ESSENTIAL)
         for module in (_MODELING, "transformers.integrations.deepspeed")
-    ],
-    Moment.COMPRESSED: [
-        Row(f"compressed_tensors.compressors.pack_quantized.base:{of}", f".seams.quantised:{leads_to}", "", _ESSENTIAL)
-        for of, leads_to in (
-            ("unpack_from_int32", "unpack_from_int32"),
-            ("PackedQuantizationCompressor.decompress", "decompress_packed"),
-        )
     ],
     Moment.LAYOUT: [
         Row(f"{_MODELING}:unwrap_model", ".seams.saving:unwrap_model", weight=_SPEED),

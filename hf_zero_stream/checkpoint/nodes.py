@@ -36,8 +36,12 @@ class Node:
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
-    is_made_together: ClassVar[bool] = False
-    """Whether the ranks of a load share the work of making its elements (see :mod:`..packed.together`)."""
+    made_together: ClassVar[str] = ""
+    """What gives the batches in which all ranks of a load make its elements together, ``module:function``.
+
+    It is called with a list of (name, node, function to be given all elements, flat) of such parameters, with the
+    coordinator and the device. Empty: each rank makes its own.
+    """
 
     @property
     def numel(self) -> int:

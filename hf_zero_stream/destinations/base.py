@@ -107,7 +107,7 @@ class Destination(Protocol):
     """Whether transformers may shard the model before it is loaded, so that parameters are DTensors."""
 
     takes_packed: bool = False
-    """Whether parameters may be frozen bytes, which the model dequantises in its forward pass (see ``packed/``)."""
+    """Whether parameters may be frozen bytes, which the model dequantises in its forward pass (see plugins/packed)."""
 
     unpacked_because: str = ""
     """Why they may not, if the user asked for a model that is sharded in another way; else ""."""

@@ -58,8 +58,8 @@ class Deferred(Destination):
             if not isinstance(old, LazyTensor):
                 return None
             view = old.view_of_node
-            is_bytes = view.node.is_made_together
-            lazy = LazyTensor.of(view, self._reader) if is_bytes else LazyTensor.whole(Own.of(view), self._reader)
+            is_made = bool(view.node.made_together)
+            lazy = LazyTensor.of(view, self._reader) if is_made else LazyTensor.whole(Own.of(view), self._reader)
             return nn.Parameter(lazy, requires_grad=old.requires_grad)
 
         _, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=host_buffer)

@@ -16,16 +16,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import View
+from ..checkpoint.nodes import Node, View
 from ..holdings import fsdp
 from ..holdings.holding import LocalShard
-from ..holdings.marks import is_packed, local_of
+from ..holdings.marks import is_packed, local_of, packed_weights
 from ..holdings.own_names import named_parameters
 from ..holdings.shards import cuts_of, held_of
 from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
+from ..registry.plugins import resolved
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, columns_of, exchange_batches
@@ -97,12 +98,12 @@ class DTensors(Destination):
             model, missing, tied, parameter=parameter, buffer=partial(buffer_on, device)
         )
         items: list[Item] = []
-        to_quantise: list[tuple[str, Any, Callable[[torch.Tensor], None]]] = []
+        made_together: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
         together: list[Columns] = []
         for name, (param, view) in parameters.items():
             local, shard = local_of(param), shards[name]
-            if view.node.is_made_together:
-                to_quantise.append((name, view.node, partial(_take_own, local, shard.box)))
+            if view.node.made_together:
+                made_together.append((name, view.node, partial(_take_own, local, shard.box)))
                 continue
             columns = self._columns(name, local, view, shard) if self._shares_columns else None
             if columns is not None:
@@ -111,10 +112,8 @@ class DTensors(Destination):
                 items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), local.view(-1)))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
         batches = [Batch([*items, *flat_items(buffers)]), *exchange_batches(together, self._coordinator)]
-        if to_quantise:
-            from .quantising import quantising_batches
-
-            batches += quantising_batches(to_quantise, self._coordinator, self.device)
+        if made_together:
+            batches += resolved(made_together[0][1].made_together)(made_together, self._coordinator, self.device)
         return batches
 
     def _columns(self, name: str, local: torch.Tensor, view: View, shard: LocalShard) -> Columns | None:
@@ -164,8 +163,6 @@ class DTensors(Destination):
         fsdp.adopt_ties(model)
         if not is_packed(model):
             return
-        from ..packed.modules import packed_weights
-
         for name, managed in fsdp.managed_params(model).items():
             prefix, _, key = name.rpartition(".")
             if (packed := packed_weights(model.get_submodule(prefix)).get(key)) is not None:

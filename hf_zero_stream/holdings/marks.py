@@ -6,7 +6,7 @@ DeepSpeed takes seconds to import, torch's FSDP2 tenths of a second. A feature t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 
 
 PACKED = "_hf_zero_stream_packed"
-"""The attribute of a module that names its packed weights; see :mod:`..packed.modules`."""
+"""The attribute of a module with its packed weights; see :func:`packed_weights`."""
 
 CONVERTED = "_hf_zero_stream_origin"
 """The attribute of a converted layer of experts that says what it was; see :mod:`.deepspeed.original_experts`."""
@@ -126,6 +126,16 @@ def is_packed(model: nn.Module) -> bool:
     return any(PACKED in vars(module) for module in model.modules())
 
 
+def packed_weights(module: nn.Module) -> Mapping[str, Any]:
+    """The packed weights of `module` itself, by the names of its parameters, which are frozen and of bytes.
+
+    Each has the `dtype` of its values; `computes_in`, another one if FSDP2 would gather the values in it; and
+    `padding_bytes`, which are of no tensor of the checkpoint.
+    """
+    found: Mapping[str, Any] = vars(module).get(PACKED, {})
+    return found
+
+
 def has_converted_experts(model: nn.Module) -> bool:
     """Whether DeepSpeed's expert parallelism has converted a layer of `model`."""
     return any(CONVERTED in vars(module) for module in model.modules())
@@ -144,6 +154,10 @@ def whole_of(name: str, buffer: torch.Tensor) -> torch.Tensor:
             "Redistribute it to Replicate first."
         )
     return local_of(buffer)
+
+
+FORGETS = "saving a model that was dequantised"
+"""The tool of plug-ins that takes off a model what a quantizer has left."""
 
 
 def is_dequantised(model: Any) -> bool:

@@ -23,9 +23,9 @@ from ..holdings.own_names import adapter_names, without_adapters
 from ..planning.footprint import ADAMW_COPIES, AdamW, MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
+from ..registry.plugins import tool
 from ..reports.measures import collector_paused
 from ..seams.adapters import put_adapters_on
-from ..seams.dequantised import dequantising
 from ..seams.ds_config import zero3_hidden
 from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of
@@ -268,6 +268,7 @@ def lazily_loaded_like(
     def load_into_skeleton(cls: Any, /, path: str, **kwargs: Any) -> Any:
         if quantized := _quantization_config(path, kwargs):
             kwargs["config"].quantization_config = quantized
+            dequantising = tool("a config that dequantises", "packed", f"{path}: its quantization_config")
             kwargs["quantization_config"] = dequantising(quantized, kwargs.get("quantization_config"))
         return PreTrainedModel.from_pretrained.__func__(cls, path, **kwargs)
 

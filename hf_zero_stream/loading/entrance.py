@@ -16,7 +16,15 @@ from typing import Any
 import torch.distributed as dist
 
 from ..bindings.table import refuse_lacking
-from ..holdings.marks import LOADED_FROM, LOADED_SHAPES, accelerator_state, is_dequantised, whole_shape
+from ..holdings.marks import (
+    FORGETS,
+    LOADED_FROM,
+    LOADED_SHAPES,
+    accelerator_state,
+    is_dequantised,
+    whole_shape,
+)
+from ..registry.plugins import has_tool, tool
 from ..seams.ds_config import found_config
 from ..settings import scope
 from ..settings.config import StreamingConfig, announces_fsdp2, announces_zero3
@@ -64,10 +72,8 @@ def of_model(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = from_pretrained(original, cls, *args, **kwargs)
     model = result[0] if isinstance(result, tuple) else result
     note_source(model, args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
-    if is_dequantised(model):
-        from ..seams.dequantised import forget_quantizer
-
-        forget_quantizer(model)
+    if is_dequantised(model) and has_tool(FORGETS):  # without one, the save of it is an error
+        tool(FORGETS, "packed")(model)
     return result
 
 

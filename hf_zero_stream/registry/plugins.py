@@ -23,6 +23,7 @@ GROUP = "hf_zero_stream.plugins"
 OURS: Mapping[str, str] = {
     "demo": "hf-zero-stream demo, plan --suggest, --plot and --html, doctor --bundle",
     "remote": "checkpoints at s3://, gs://, az://, https:// and hf:// URLs",
+    "packed": "quantised checkpoints: weights that stay quantised, dequantising and quantising while loading",
     "stream": "weights for inference engines",
 }
 """The plug-ins of this package, and what is missing without each."""
@@ -55,7 +56,10 @@ class Plugin:
             there is none), and returns a :class:`..destinations.base.Destination`.
         holders: each a ``module:function`` that is a :class:`..holdings.holder.Holder`; asked before the core's.
         sources: what checkpoints are read from besides folders: scheme of URLs, in lower case -> :class:`Source`.
-        tools: functions that commands of ours call for one of their options: name -> ``module:function``.
+        tools: functions, or classes, that the core calls for an option of a command, or for what a load or a save
+            meets: name -> ``module:function``. Without one the name is the subject of the error.
+        quantisers: by ``quant_method`` as transformers knows it, how weights are dequantised that can stay quantised:
+            ``module:function``, see :mod:`..plugins.packed.quantisers`.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Plugin:
     holders: Sequence[str] = ()
     sources: Mapping[str, Source] = field(default_factory=dict)
     tools: Mapping[str, str] = field(default_factory=dict)
+    quantisers: Mapping[str, str] = field(default_factory=dict)
 
 
 @functools.cache
@@ -109,9 +114,17 @@ def missing(name: str, what: str) -> MissingPluginError:
     )
 
 
-def tool(name: str, of: str) -> Any:
-    """The function that plug-ins bring as `name`; a MissingPluginError names the plug-in of ours `of` if none does."""
+def has_tool(name: str) -> bool:
+    """Whether any plug-in brings the function `name`."""
+    return any(name in plugin.tools for plugin in plugins())
+
+
+def tool(name: str, of: str, what: str = "") -> Any:
+    """The function that plug-ins bring as `name`; a MissingPluginError names the plug-in of ours `of` if none does.
+
+    `what` needs it, in words for the error; default: the name.
+    """
     for plugin in plugins():
         if name in plugin.tools:
             return resolved(plugin.tools[name])
-    raise missing(of, name)
+    raise missing(of, what or name)

@@ -32,7 +32,6 @@ class Moment:
     SHARDED: ClassVar[Moment]
     HIDING: ClassVar[Moment]
     DEFERRED: ClassVar[Moment]
-    COMPRESSED: ClassVar[Moment]
     LAYOUT: ClassVar[Moment]
     FLAT: ClassVar[Moment]
     EXPERTS: ClassVar[Moment]
@@ -46,7 +45,6 @@ Moment.LOAD = Moment("LOAD", "during a load", Moment.BLOCK)
 Moment.SHARDED = Moment("SHARDED", "during a load by distributed_config", Moment.LOAD)
 Moment.HIDING = Moment("HIDING", "while ZeRO-3 is hidden from transformers")
 Moment.DEFERRED = Moment("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
-Moment.COMPRESSED = Moment("COMPRESSED", "while compressed-tensors dequantises lazy tensors")
 Moment.LAYOUT = Moment("LAYOUT", "while a save lays out its files")
 Moment.FLAT = Moment("FLAT", "while models live that stages 1 and 2 may flatten")
 Moment.EXPERTS = Moment("EXPERTS", "from the first load of converted experts on")

@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..errors import SaveError, UnsupportedError
-from ..holdings.marks import has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
+from ..holdings.marks import FORGETS, has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
+from ..registry.plugins import tool
 from ..registry.rows import Moment
 from ..reports.save import SaveReport
 from ..seams.saving import is_noting
@@ -91,9 +92,7 @@ def save_pretrained(
 def of_model(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """``PreTrainedModel.save_pretrained``."""
     if active_configs() and is_dequantised(self):  # it may have been loaded outside
-        from ..seams.dequantised import forget_quantizer
-
-        forget_quantizer(self)
+        tool(FORGETS, "packed")(self)
     bound = SIGNATURE.bind(self, *args, **kwargs)
     arguments = bound.arguments
     if not _is_ours(arguments):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SaveError
 from ..holdings.holding import Holding
-from ..holdings.marks import LOADED_SHAPES, PACKED
+from ..holdings.marks import LOADED_SHAPES, packed_weights
 from ..holdings.own_names import own_names, own_or_clean
 from ..ranks.coordinator import Coordinator
 from ..seams.ds_config import zero3_hidden
@@ -82,7 +82,7 @@ def packed_padding(model: nn.Module) -> dict[str, int]:
     return {
         names[f"{prefix}.{key}" if prefix else key]: weight.padding_bytes
         for prefix, module in model.named_modules()
-        for key, weight in vars(module).get(PACKED, {}).items()
+        for key, weight in packed_weights(module).items()
     }
 
 

@@ -7,9 +7,7 @@
    tensors, so that renames, conversions, prefix and dtype rules and the report of missing keys stay transformers' own;
 3. ``_move_missing_keys_from_meta_to_device``: lazy tensors become ZeRO-3 partitions and are read;
 4. ``_initialize_weights`` and the comparison of tied weights work on partitions;
-5. dequantising ops, which would make whole tensors, are given a piece at a time; or their inputs become parameters,
-   and the model dequantises in its forward pass;
-6. ``cached_files`` fetches small files from URLs, and gives the URLs of weights.
+5. ``cached_files`` fetches small files from URLs, and gives the URLs of weights.
 
 All of them are rows of ``bindings/table.py``, in the order in which they are called.
 

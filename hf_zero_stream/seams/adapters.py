@@ -1,4 +1,4 @@
-"""PEFT's adapters: put on a model that is only planned, and refused by name where packed weights cannot have them.
+"""PEFT's adapters: put on a model that is only planned, kept alike on ranks, and merged.
 
 From the first packed or sharded model on PEFT's methods stay replaced: they are called outside of ``streaming()`` too.
 
@@ -9,8 +9,9 @@ replaces: the merge is lost without a word. Inside ``streaming()`` each layer is
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError, UnsupportedError
 from ..holdings.marks import has_partition, is_packed
-from ..packed.modules import packed_weights
-from ..packed.replicas import keep_alike
+from ..holdings.replicas import keep_alike
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import Occasion
+from ..registry.plugins import tool
 from ..settings.scope import active_configs
-
-
-_STARTS_WITHOUT_VALUES = ("gaussian", "eva")
-"""Values of ``init_lora_weights`` that are texts, and for which PEFT does not read the base model's weights."""
 
 
 def put_adapters_on(model: nn.Module, lora: Any) -> None:
@@ -52,42 +49,18 @@ def put_adapters_on(model: nn.Module, lora: Any) -> None:
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """``BaseTuner.inject_adapter``: refuse what packed weights cannot have, and treat them as their values otherwise.
+    """``BaseTuner.inject_adapter``; what packed weights cannot have is a matter of the plug-in.
 
     Adapters on models that FSDP2 has sharded already are kept alike on all ranks, if we have loaded the model.
     """
     if not is_packed(model) and not hasattr(model, "streaming_report"):  # not ours
         return original(self, model, adapter_name, *args, **kwargs)
-    if is_packed(model):
-        _refuse_reading(self.peft_config[adapter_name])
     _refuse_replicas(model)
+    if is_packed(model):
+        original = partial(tool("adapters on packed weights", "packed"), original)
     result = original(self, model, adapter_name, *args, **kwargs)
-    _cast_adapters(model, adapter_name)
     _keep_alike(model, adapter_name)
     return result
-
-
-def inject_parameters(
-    original: Callable[..., Any], self: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    """``BaseTuner._inject_parameters``. PEFT has just made target_parameters of target_modules that are experts'."""
-    _refuse_packed_targets(model, peft_config.target_parameters or ())
-    return original(self, peft_config, model, *args, **kwargs)
-
-
-def _refuse_reading(config: Any) -> None:
-    """Raise if adapters of this config are made from the values of the base model's weights."""
-    start = getattr(config, "init_lora_weights", None)
-    if getattr(config, "use_dora", False):
-        setting = "use_dora: it needs the norms of the base model's weights"
-    elif isinstance(start, str) and start not in _STARTS_WITHOUT_VALUES:
-        setting = f"init_lora_weights={start!r}: it reads the base model's weights"
-    else:
-        return
-    raise UnsupportedError(
-        f"{setting}, and these are quantised and packed (hf_zero_stream's keep_quantized). Leave it out, or load with "
-        "keep_quantized=False."
-    )
 
 
 def _refuse_replicas(model: nn.Module) -> None:
@@ -102,39 +75,12 @@ def _refuse_replicas(model: nn.Module) -> None:
             )
 
 
-def _refuse_packed_targets(model: nn.Module, targets: Iterable[str]) -> None:
-    targets = tuple(targets)
-    for prefix, module in model.named_modules():
-        for key in packed_weights(module):
-            name = f"{prefix}.{key}"
-            if any(name == target or name.endswith(f".{target}") for target in targets):
-                raise UnsupportedError(
-                    f"target_parameters: {name} is a parameter of packed bytes (hf_zero_stream's keep_quantized), "
-                    "to which no adapter can be added. PEFT adds such targets itself where target_modules is "
-                    '"all-linear", or has names of the experts\' matrices (gate_proj, ...). Name other modules in '
-                    "target_modules, or load with keep_quantized=False."
-                )
-
-
-def _cast_adapters(model: nn.Module, adapter_name: str) -> None:
-    """Give adapters of packed layers the dtype of the layers' values, as PEFT does for plain layers.
-
-    PEFT finds integers there, and leaves adapters in fp32. DeepSpeed trains adapters of one dtype only. What PEFT
-    makes fp32 again afterwards, like VeRA's projections, has been rounded as those of plain layers.
-    """
-    for layer, tensors in _adapters(model, adapter_name):
-        for weight in packed_weights(layer.get_base_layer()).values():
-            for tensor in tensors:
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(weight.dtype)
-
-
 def _keep_alike(model: nn.Module, adapter_name: str) -> None:
     """If FSDP2 has sharded `model` already, have all ranks train the same adapters, which it does not know."""
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
     if any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes):
         return  # PEFT shards adapters as tensor parallelism does, and sees to the others
-    of_adapter = (tensor for _, tensors in _adapters(model, adapter_name) for tensor in tensors)
+    of_adapter = (tensor for _, tensors in tensors_of_adapter(model, adapter_name) for tensor in tensors)
     params = [each for each in of_adapter if isinstance(each, nn.Parameter) and not isinstance(each, DTensor)]
     if not meshes or not params or all(param.is_meta for param in model.parameters()):  # the last: only planned
         return
@@ -146,7 +92,7 @@ def _keep_alike(model: nn.Module, adapter_name: str) -> None:
     keep_alike(params, meshes[0])
 
 
-def _adapters(model: nn.Module, adapter_name: str) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+def tensors_of_adapter(model: nn.Module, adapter_name: str) -> Iterator[tuple[Any, list[torch.Tensor]]]:
     """Each layer that has an adapter of this name, and the adapter's parameters and buffers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from ..destinations.base import random_state, refuse_wrapped, set_random_state
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..holdings.marks import has_partition, keeping_groups
 from ..ranks.coordinator import Coordinator
+from ..registry.plugins import tool
 from ..sources.base import is_url
 from .ds_config import zero3_hidden
 from .session import Original, Session, Stopped, in_session
@@ -33,14 +34,15 @@ logger = logging.get_logger(__name__)
 def get_hf_quantizer(
     session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """What stays quantised, or is quantised now, is a matter of :mod:`.packing`."""
-    session.kept_config = session.quantiser = None
-    configs = [config, config.get_text_config(decoder=True)]
-    if quantization_config is None and all(getattr(each, "quantization_config", None) is None for each in configs):
+    """What is quantised, or shall be, is a matter of plug-ins; versions that give no `gguf_file` here make values."""
+    session.quantised, file = None, kwargs.get("gguf_file")
+    holders = [config, config.get_text_config(decoder=True)]
+    configs = [quantization_config, *(getattr(each, "quantization_config", None) for each in holders)]
+    if file is None and all(each is None for each in configs):
         return original(config, quantization_config, *args, **kwargs)
-    from . import packing
-
-    return packing.get_hf_quantizer(session, original, config, quantization_config, *args, **kwargs)
+    what = f"{getattr(config, 'name_or_path', '') or 'this checkpoint'}: {file or 'its quantization_config'}"
+    session.quantised = tool("a quantised checkpoint", "packed", what)(session)
+    return session.quantised.quantizer(original, config, quantization_config, *args, **kwargs)
 
 
 @in_session
@@ -57,8 +59,9 @@ def load_pretrained_model(
     """Run transformers' function on a state dict of lazy tensors."""
     session.refuse_uncalled("get_init_context")
     load, is_part = session.load, session.inside is not None
-    if session.model is None:
-        _leave_quantised(session, checkpoint_files, load_config)
+    quantised = session.quantised
+    if session.model is None and quantised is not None:
+        quantised.leave_to_stock(checkpoint_files, load_config)
     if session.model is not None or session.stock_reason:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if not load.destination.takes_dtensors:
@@ -72,7 +75,8 @@ def load_pretrained_model(
     slices = _open(session, state_dict, checkpoint_files, load_config)
     if session.rename is not None:
         slices = {session.rename(name): piece for name, piece in slices.items()}
-    with load.clock("plan"), zero3_hidden(), _dequantising(load_config.hf_quantizer), keeping_groups(model):
+    converting = nullcontext() if quantised is None else quantised.converting(load_config.hf_quantizer)
+    with load.clock("plan"), zero3_hidden(), converting, keeping_groups(model):
         # Of a model inside another the dtype does not count: that of the outer one does.
         dtype = load.destination.dtype(None if is_part else load_config.dtype)
         if dtype is not None:
@@ -89,53 +93,6 @@ def load_pretrained_model(
         load.refuse_absent()
         result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
         return result
-
-
-def _leave_quantised(session: Session, files: Any, load_config: Any) -> None:
-    """Leave a model that stays quantised to stock; raise an UnsupportedError where that cannot have it."""
-    path, load = load_config.pretrained_model_name_or_path, session.load
-    if session.quantiser is not None:
-        if session.has_nested:
-            raise UnsupportedError(
-                f"{path}: a model whose __init__ calls from_pretrained cannot be quantised while it is loaded. Load "
-                "with keep_quantized=False, or without a quantization_config."
-            )
-        return
-    if not stays_quantised(load_config.hf_quantizer):
-        return
-    if session.inside is not None or session.has_nested:
-        raise UnsupportedError(
-            f"{path}: this checkpoint stays quantised, and it belongs to a model whose __init__ calls "
-            "from_pretrained: the two cannot be streamed together. Pass a quantization_config with dequantize=True, "
-            "where the format has one, or load without streaming()."
-        )
-    session.stock_reason = (
-        "the model stays quantised, and then every rank holds all of it. To fine-tune it under ZeRO-3, pass a "
-        "quantization_config with dequantize=True, where the format has one"
-    )
-    if files and is_url(files[0]):
-        raise UnsupportedError(
-            f"{path}: cannot be loaded from a URL, because {session.stock_reason}. Or download the checkpoint."
-        )
-    if load.coordinator.is_main and load.destination.hides_zero3:  # elsewhere stock is no surprise
-        logger.warning(
-            f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
-        )
-
-
-def stays_quantised(hf_quantizer: Any) -> bool:
-    """Whether the model keeps a quantised form, which ZeRO-3 cannot partition."""
-    return hf_quantizer is not None and not (
-        hf_quantizer.pre_quantized and getattr(hf_quantizer.quantization_config, "dequantize", False)
-    )
-
-
-def _dequantising(hf_quantizer: Any) -> AbstractContextManager[None]:
-    if hf_quantizer is None:
-        return nullcontext()
-    from .quantised import dequantising
-
-    return dequantising(hf_quantizer)
 
 
 def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,9 +177,9 @@ def get_resolved_checkpoint_files(session: Session, original: Original, *args: A
 def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Mapping[str, Any]:
     load = session.load
     if state_dict is not None:
-        from .quantised import mapped_gguf_values
-
-        return load.open_values(mapped_gguf_values(state_dict))
+        if not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
+            state_dict = tool("a GGUF file", "packed")(state_dict)
+        return load.open_values(state_dict)
     if not files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
     if load_config.sharded_metadata is None:
@@ -255,11 +212,9 @@ def finalize_model_loading(
         return original(model, load_config, loading_info)
     session.placing = partial(_place, session, model, load_config, loading_info)
     dtype = session.load.destination.dtype(load_config.dtype)
-    if session.kept_config is not None and not session.has_nested:  # else files are numbered in another way
-        from .packing import pack_model
-
+    if session.quantised is not None and not session.has_nested:  # else files are numbered in another way
         with session.load.clock("plan"):
-            pack_model(session, model, dtype, loading_info)
+            session.quantised.pack(model, dtype, loading_info)
     clock, inside = session.load.clock, ("plan", "wait", "read", "convert", "copy")
     with zero3_hidden(), clock("finalise"):
         before = sum(clock.seconds[phase] for phase in inside)

@@ -25,7 +25,8 @@ from ..bindings.table import installed
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
-from ..holdings.marks import is_dequantised, is_packed
+from ..holdings.marks import FORGETS, is_dequantised, is_packed
+from ..registry.plugins import tool
 from ..registry.rows import Moment
 from ..settings.scope import having
 
@@ -113,14 +114,11 @@ def lay_out_pretrained(
 def _taken_out(model: PreTrainedModel, state_dict: dict[str, Any]) -> Mapping[str, tuple[TensorEntry, LazyTensor]]:
     """What packed weights hold, taken out of `state_dict`; and off the model, what a quantizer has left behind."""
     if is_dequantised(model):
-        from .dequantised import forget_quantizer
-
-        forget_quantizer(model)
-    if not is_packed(model):
-        return {}
-    from .packing import take_packed
-
-    return take_packed(model, state_dict)
+        tool(FORGETS, "packed")(model)
+    taken: Mapping[str, tuple[TensorEntry, LazyTensor]] = {}
+    if is_packed(model):
+        taken = tool("saving packed weights", "packed")(model, state_dict)
+    return taken
 
 
 def reverse_all_conversions(model: PreTrainedModel) -> None:

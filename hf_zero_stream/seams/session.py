@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import transformers
 from transformers import PreTrainedModel
@@ -17,10 +18,6 @@ from ..destinations.base import RandomState
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError
 from ..registry.rows import Moment
-
-
-if TYPE_CHECKING:
-    from .quantising import QuantisingQuantizer
 
 
 Original = Callable[..., Any]
@@ -45,6 +42,26 @@ LazyModel = tuple[PreTrainedModel, set[str], set[str]]
 """A model whose loaded tensors are lazy, the names that its checkpoint lacks, and the tied names among them."""
 
 
+class QuantisedLoad(Protocol):
+    """What a plug-in does in a load with a quantization config. All ranks call the same methods, in this order."""
+
+    def quantizer(self, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """``get_hf_quantizer``: the quantizer, the config of the model, and the device map."""
+        ...
+
+    def leave_to_stock(self, files: Any, load_config: Any) -> None:
+        """Set the session's `stock_reason` if transformers shall load the weights, which `files` have, its own way."""
+        ...
+
+    def converting(self, hf_quantizer: Any) -> AbstractContextManager[None]:
+        """Where transformers converts lazy tensors by the quantizer."""
+        ...
+
+    def pack(self, model: PreTrainedModel, dtype: torch.dtype | None, loading_info: Any) -> None:
+        """Turn weights of the lazy `model`, whose values would have `dtype`, into what it shall hold of them."""
+        ...
+
+
 @dataclass(eq=False)
 class Session:
     """What the seams of one streaming ``from_pretrained`` share. Active inside ``with session:``, in this thread.
@@ -58,8 +75,7 @@ class Session:
         rename: what a name in the checkpoint's files is, before transformers' own renames; None: itself.
         has_nested: whether the model's ``__init__`` called ``from_pretrained``.
         stock_reason: why the load is left to stock; empty while it streams.
-        kept_config: the quantization config of a model whose weights are to stay quantised; see :mod:`.packing`.
-        quantiser: quantises them while they are loaded; None: they are quantised in the checkpoint.
+        quantised: what a plug-in does for a checkpoint, or a call, with a quantization config; None: there is none.
         builds_values: the model is being built by code that may look at values of tensors, not on the meta device.
         built: the parameters that the model's ``__init__`` has made, by name, under ZeRO-3.
         model: the lazy model, once transformers loads its weights.
@@ -80,8 +96,7 @@ class Session:
     rename: Callable[[str], str] | None = None
     has_nested: bool = field(default=False, init=False)
     stock_reason: str = field(default="", init=False)
-    kept_config: dict[str, Any] | None = field(default=None, init=False)
-    quantiser: QuantisingQuantizer | None = field(default=None, init=False)
+    quantised: QuantisedLoad | None = field(default=None, init=False)
     building: bool = field(default=False, init=False)
     builds_values: bool = field(default=False, init=False)
     built: dict[str, Any] = field(default_factory=dict, init=False)

@@ -22,10 +22,7 @@ import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
 from hf_zero_stream.registry.rows import Moment, Row, Weight
-from tests.quantised.test_dequantised import load as load_dequantised
-from tests.quantised.test_gguf import write_lfm2
 from tests.support.cluster import run_ranks
-from tests.support.packed_models import MODELS
 from tests.support.parity import ds_config
 
 
@@ -133,49 +130,3 @@ def test_never_other_shards(cluster: None, zoo_checkpoint: Checkpoint) -> None:
         assert "has no core_model_loading.is_dtensor_, which distributed_config needs" in of_name["renamed"]
         assert "without calling core_model_loading.is_dtensor" in of_name["uncalled"]
         assert all(what == "right" or "has no" in what for what in found.values()), found
-
-
-OF_FORMATS = {
-    "mxfp4": "MXFP4",
-    "finegrained_fp8": "FP8 by blocks",
-    "compressed_tensors": "int4 by group",
-    "gguf": "GGUF",
-}
-"""Quantised checkpoints that lead to each row for dequantising, by the module of the row."""
-
-
-def dequantised_values(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
-    if (folder / "lfm2.gguf").exists():
-        how = {"gguf_file": "lfm2.gguf", "quantization_config": transformers.GgufConfig(dequantize=True)}
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        return gathered(load(folder, dtype=torch.bfloat16, **how, **kwargs))
-    return gathered(load_dequantised(folder, **kwargs))
-
-
-def mutated_when_dequantised(number: int, folder: Path) -> dict[str, Any]:
-    """By mutation: the names of wrong values, or what is raised."""
-    plain, found = dequantised_values(folder), {}
-    for mutate in (lambda row, patch: row, *MUTATIONS):
-        with mutation_of(TABLE[Moment.LOAD][number], Moment.LOAD, mutate):
-            try:
-                with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
-                    values = dequantised_values(folder, ds_config=ds_config(torch.bfloat16))
-                found[mutate.__name__] = [name for name in plain if not torch.equal(values[name], plain[name])]
-            except Exception as error:
-                found[mutate.__name__] = f"{type(error).__name__}: {error}"
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [number for number, row in enumerate(TABLE[Moment.LOAD]) if row.feature == "dequantising"]
-)
-def test_never_other_dequantised_values(cluster: None, tmp_path: Path, number: int) -> None:
-    kind = next(kind for module, kind in OF_FORMATS.items() if module in TABLE[Moment.LOAD][number].of)
-    if kind == "GGUF":
-        write_lfm2(tmp_path / "lfm2.gguf")
-    else:
-        MODELS[f"{kind}, mixture"](tmp_path)
-    for found in run_ranks(2, mutated_when_dequantised, number, tmp_path, timeout=200):
-        assert found.pop("<lambda>") == []
-        assert all(what == [] or "Error" in what for what in found.values()), found

@@ -18,11 +18,9 @@ from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.registry.rows import Moment, Row
 from tests.bindings.test_mutated_bindings import MUTATIONS, mutation_of
 from tests.drift import smoke
-from tests.quantised.test_packed_peft import losses_of_kinds
 from tests.state.test_trainer import train
 from tests.support.changed_models import resume_changed
 from tests.support.cluster import run_ranks
-from tests.support.quantised_checkpoints import compressed_tensors
 from tests.support.training_state import TrainerRun
 from tests.zero.test_expert_parallel import expert_parallel
 from tests.zero.test_expert_parallel import losses as losses_of_experts
@@ -127,15 +125,6 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home:
     assert what == "right" and smoke.wrongly_saved(tmp_path) == []
     again, _ = run_ranks(2, mutated, mutation, resume_changed, folder, tmp_path, *how, ["none"])
     assert isinstance(again, str) or again == {"none": {"losses": losses, "wrong": []}}, (again, losses)
-
-
-@pytest.mark.parametrize("mutation", mutations(("peft.", "compressed_tensors."), Moment.MODELS, Moment.COMPRESSED))
-def test_adapters_on_quantised_weights(cluster: None, tmp_path: Path, mutation: Mutation) -> None:
-    """Packed, and dequantised while they are loaded."""
-    compressed_tensors(tmp_path, "int4 with zero points")
-    expected, _ = run_ranks(2, mutated, None, losses_of_kinds, tmp_path, ["IA3"])
-    outcome, _ = run_ranks(2, mutated, mutation, losses_of_kinds, tmp_path, ["IA3"])
-    assert isinstance(expected, dict) and (isinstance(outcome, str) or outcome == expected), outcome
 
 
 @pytest.mark.parametrize("mutation", mutations(("deepspeed.module_inject.",), Moment.EXPERTS, Moment.RECORDERS))

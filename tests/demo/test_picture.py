@@ -92,6 +92,7 @@ def test_plot_wants_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hf_zero_stream[plot]" in run("plan", ".", "--world-size", "2", "--plot", "x.png", code=USAGE).stderr
 
 
+@pytest.mark.plugin("packed")
 def test_a_quantised_checkpoint_dequantised(tmp_path: Path) -> None:
     """Its model has what a plain one has; stock loads it in another way, of which nothing is said."""
     fp8(tmp_path)
@@ -104,6 +105,7 @@ def test_a_quantised_checkpoint_dequantised(tmp_path: Path) -> None:
     assert dtypes == {"bfloat16"}
 
 
+@pytest.mark.plugin("packed")
 def test_what_stays_quantised_is_planned_packed(tmp_path: Path) -> None:
     compressed_tensors(tmp_path, next(iter(SCHEMES)))
     assert "stays quantised" in run("inspect", str(tmp_path)).stdout.partition("No model: ")[2]

@@ -127,6 +127,7 @@ def load_and_listen(how: str, folder: Path, kwargs: dict[str, Any]) -> dict[str,
     }
 
 
+@pytest.mark.plugin("packed")
 def test_quantization_config_that_stays(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A model that stays quantised is not partitioned in stock either; the reason is said once."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "bitnet")

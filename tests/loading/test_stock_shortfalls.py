@@ -26,7 +26,7 @@ that made stock raise, or differ from plain loading, so that a tiny config canno
 | ... and any other | `test_odd_parameters::test_equals_plain_loading` |
 | `_keep_in_fp32_modules_strict`: ERNIE 4.5 MoE | `here::test_kept_in_fp32` |
 | ... and any other | `test_odd_parameters::test_equals_plain_loading_in_16_bit` |
-| FP8 checkpoints are dequantised, and partitioned | `../quantised/test_quantised::test_dequantised_as_plain` |
+| FP8 checkpoints are dequantised, and partitioned | `../packed/test_quantised::test_dequantised_as_plain` |
 | a PEFT adapter's folder as the model's path | `test_adapters::test_adapter_folder_as_model_path` |
 | memory: no rank has the whole checkpoint mapped and resident | `here::test_resident_memory` |
 | ... nor a whole large parameter | `test_memory_bound::test_nothing_as_large_as_the_largest_parameter_is_allocated` |

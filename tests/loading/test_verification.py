@@ -282,6 +282,7 @@ def verified_functions(folder: Path, kwargs: dict[str, Any], how: str) -> dict[s
     return {**asdict(model.streaming_report.ranks[0].verification), "digest": model.streaming_report.digest}
 
 
+@pytest.mark.plugin("packed")
 @pytest.mark.parametrize("make", [fp8, mxfp4], ids=["fp8", "mxfp4"])
 def test_dequantised(cluster: None, tmp_path: Path, make: Callable[[Path], None]) -> None:
     """Functions are evaluated once more, from bytes that are read again."""

@@ -12,12 +12,12 @@ import pytest
 
 from tests.paper_gpu.packed_trials import packed_resumed, packed_states
 from tests.paper_gpu.trials import in_one_process, outcome
-from tests.quantised.test_packed import check_saved
 from tests.support.cluster import PAPER_GPUS, run_ranks
+from tests.support.packed_training import check_saved
 from tests.support.quantised_checkpoints import bitsandbytes, dense_fp8, mxfp4
 
 
-pytestmark = pytest.mark.usefixtures("paper_gpus")
+pytestmark = [pytest.mark.usefixtures("paper_gpus"), pytest.mark.plugin("packed")]
 
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "FP8": dense_fp8,

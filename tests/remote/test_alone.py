@@ -75,6 +75,7 @@ def test_one_process(web: Behaviour, plain: dict[str, torch.Tensor]) -> None:
     assert_equal(streamed.state_dict(), plain)
 
 
+@pytest.mark.plugin("packed")
 def test_what_stays_quantised(tmp_path: Path) -> None:
     """In one process that is stock's load, which would take the URL for the path of a file."""
     bitsandbytes(tmp_path, "nf4")

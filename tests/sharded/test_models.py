@@ -18,13 +18,11 @@ import hf_zero_stream
 from tests import sampling
 from tests.loading.test_odd_parameters import CLASSES, MISSING, ThroughNumpy, name_of, save, without
 from tests.loading.test_remote_code import with_own_module_cache
-from tests.quantised.test_gguf import files as gguf_files  # noqa: F401
 from tests.sharded.test_load_into_sharded import with_both_ends
 from tests.support import odd_models
 from tests.support.cluster import run_ranks
 from tests.support.odd_models import Odd
 from tests.support.parity import ds_config
-from tests.support.quantised_checkpoints import SCHEMES, compressed_tensors, fp4_experts, fp8, mxfp4
 from tests.support.remote_code import make_remote_checkpoint
 from tests.support.sharded import Case, Sizes, compare_sharded, even_model, wrong_cases
 
@@ -101,31 +99,7 @@ def test_remote_code(cluster: None, tmp_path: Path) -> None:
     assert run_ranks(2, with_own_module_cache, tmp_path, wrong_cases, cases, of_sizes) == [{}, {}]
 
 
-# ------------------------------------------------------------------------------------------------------- quantised
-
-
-@pytest.mark.slow
-def test_dequantising(cluster: None, tmp_path: Path, gguf_files: Path) -> None:  # noqa: F811
-    formats: dict[str, tuple[Callable[..., Any], Any]] = {
-        "fp8": (fp8, transformers.FineGrainedFP8Config),
-        "fp4": (fp4_experts, transformers.FineGrainedFP8Config),
-        "mxfp4": (mxfp4, transformers.Mxfp4Config),
-    }
-    cases: dict[str, Case] = {}
-    for name, (make, config_class) in formats.items():
-        make(tmp_path / name)
-        kwargs = {"quantization_config": config_class(dequantize=True), "dtype": torch.bfloat16}
-        cases[name] = (CAUSAL, tmp_path / name, kwargs)
-    for name in SCHEMES:
-        compressed_tensors(tmp_path / name, name)
-        config = transformers.CompressedTensorsConfig(dequantize=True)
-        cases[name] = (CAUSAL, tmp_path / name, {"quantization_config": config, "dtype": torch.bfloat16})
-    for name in ("lfm2.gguf", "llama.gguf"):
-        config = transformers.GgufConfig(dequantize=True)
-        cases[name] = (CAUSAL, gguf_files, {"gguf_file": name, "quantization_config": config})
-    assert run_ranks(2, wrong_cases, cases, [{"fsdp_size": 2}]) == [{}, {}]
-    del cases["lfm2.gguf"]  # has no plan
-    assert run_ranks(2, wrong_cases, cases, [{"tp_size": 2}]) == [{}, {}]
+# ---------------------------------------------------------------------------------------------------------- an op
 
 
 def load_with_op(folder: Path, of_sizes: list[Sizes]) -> dict[str, Any]:

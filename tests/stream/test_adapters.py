@@ -135,6 +135,7 @@ def stream_beside_packed(checkpoint: Path, folder: Path) -> list[str]:
     return differing(found, saved(folder))
 
 
+@pytest.mark.plugin("packed")
 def test_beside_packed_weights(cluster: None, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     checkpoint = Folders(tmp_path_factory)("nf4, dense")
     assert run_ranks(2, stream_beside_packed, checkpoint, tmp_path) == [[], []]

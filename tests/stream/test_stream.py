@@ -110,6 +110,7 @@ def test_of_dtensors(
         assert_complete([of_rank[way.__name__] for of_rank in found], to)
 
 
+@pytest.mark.plugin("packed")
 @pytest.mark.parametrize("name", MODELS)
 def test_of_packed_weights(cluster: None, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, name: str) -> None:
     checkpoint = Folders(tmp_path_factory)(name)

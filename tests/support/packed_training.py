@@ -13,6 +13,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -132,7 +133,7 @@ def watched_memory(most: float = math.inf) -> Iterator[dict[str, Any]]:
     `bytes` are those of each gathered parameter, `peak` the most of them that were there at one time. If it would be
     more than `most`, gloo's own thread gets time to let go of what it gathered a moment ago.
     """
-    from hf_zero_stream.packed.weights import PackedWeight
+    from hf_zero_stream.plugins.packed.weights import PackedWeight
 
     seen: dict[str, Any] = {"gathered": [], "matrices": 0, "overlapping": 0, "bytes": {}, "peak": 0}
     there: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -172,3 +173,22 @@ def count_alive(references: list[StorageWeakRef]) -> int:
     while (alive := sum(not each.expired() for each in references)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return alive
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found.update({key: file.get_tensor(key) for key in file.keys()})
+    return found
+
+
+def check_saved(saved: Path, original: Path) -> None:
+    """All tensors of the checkpoint `original` are in `saved`, byte for byte."""
+    found, expected = tensors_of(saved), tensors_of(original)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if not key.endswith("e_score_correction_bias"):  # a buffer, which transformers keeps in fp32
+            assert found[key].dtype == value.dtype and found[key].shape == value.shape, key
+            value = value.view(-1).view(torch.uint8)
+            assert torch.equal(found[key].view(-1).view(torch.uint8), value), key

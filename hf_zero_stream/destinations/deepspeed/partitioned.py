@@ -14,10 +14,12 @@ from deepspeed.runtime.zero.partition_parameters import Init, get_all_subclasses
 from torch import nn
 
 from ...checkpoint.lazy import LazyTensor
+from ...checkpoint.nodes import Node
 from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
+from ...registry.plugins import resolved
 from ...settings.config import StreamingConfig
 from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_what_is_touched
 from . import zero3
@@ -78,20 +80,18 @@ class Partitioned(Destination):
             model, missing, tied, parameter=self._parameter, buffer=partial(buffer_on, self.device)
         )
         items: dict[int, Item] = {}
-        to_quantise: list[tuple[str, Any, Callable[[torch.Tensor], None]]] = []
+        made_together: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
         for name, (param, view) in parameters.items():
-            if view.node.is_made_together:
-                to_quantise.append((name, view.node, partial(_take_own, param)))
+            if view.node.made_together:
+                made_together.append((name, view.node, partial(_take_own, param)))
                 continue
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
         swapped = self._through_swap_files(model, items) if zero3.uses_nvme(self._ds_config) else []
         batches = [Batch([*items.values(), *flat_items(buffers)])]
-        if to_quantise:
-            from ..quantising import quantising_batches
-
-            batches += quantising_batches(to_quantise, self._coordinator, self.device)
+        if made_together:
+            batches += resolved(made_together[0][1].made_together)(made_together, self._coordinator, self.device)
         return batches + swapped
 
     def _through_swap_files(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:

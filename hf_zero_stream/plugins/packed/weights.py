@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint.format import TensorEntry
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import FileTensor, HostTensor, View
+from ...checkpoint.format import TensorEntry
+from ...checkpoint.lazy import LazyTensor
+from ...checkpoint.nodes import FileTensor, HostTensor, View
 from .programs import NotPackable, NotQuantised, Program, Region, taken_apart
 
 

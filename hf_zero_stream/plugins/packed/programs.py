@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint.nodes import (
+from ...checkpoint.nodes import (
     Blockwise,
     Cat,
     Computed,

@@ -13,8 +13,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import Opaque, View
+from ...checkpoint.lazy import LazyTensor
+from ...checkpoint.nodes import Opaque, View
 from .weights import PackedWeight
 
 
@@ -58,7 +58,7 @@ class Quantised(Opaque):
     :meth:`settle` with the row.
     """
 
-    is_made_together: ClassVar[bool] = True
+    made_together: ClassVar[str] = f"{__package__}.batches:quantising_batches"
 
     weight: PackedWeight | None = None
     how: Quantisation | None = None

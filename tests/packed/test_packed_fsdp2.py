@@ -15,13 +15,22 @@ import transformers
 from torch import nn
 
 import hf_zero_stream
-from hf_zero_stream.packed.modules import packed_weights
+from hf_zero_stream.holdings.marks import packed_weights
 from tests import sampling
-from tests.quantised.test_packed import FORMATS, check_saved, make_folders, tensors_of
+from tests.packed.test_packed import FORMATS, make_folders
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import announce, count_lazy, force_fsdp_on_cpu, make_accelerator
 from tests.support.packed_models import MODELS, Folders
-from tests.support.packed_training import TARGETS, dequantised, fill_adapters, inputs, packed_names, with_adapters
+from tests.support.packed_training import (
+    TARGETS,
+    check_saved,
+    dequantised,
+    fill_adapters,
+    inputs,
+    packed_names,
+    tensors_of,
+    with_adapters,
+)
 from tests.support.quantised_checkpoints import unquantised
 
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints come out dequantised, bit for bit as in plain loading, and partitioned."""
+"""Quantised checkpoints come out dequantised, bit for bit as in plain loading, and partitioned or sharded."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from tests.packed.test_gguf import files as gguf_files  # noqa: F401
 from tests.support.allocations import AllocationWatch
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config, load_and_compare
@@ -22,6 +23,7 @@ from tests.support.quantised_checkpoints import (
     fp8_with_a_short_block,
     mxfp4,
 )
+from tests.support.sharded import Case, wrong_cases
 
 
 FORMATS: dict[str, tuple[Callable[..., None], Any]] = {
@@ -148,3 +150,31 @@ def test_unknown_format_is_refused_by_name(cluster: None, tmp_path: Path) -> Non
     for outcome in run_ranks_expecting_errors(2, load, tmp_path):
         assert outcome.error_type == "UnsupportedError"
         assert "mxfp8-quantized" in outcome.error_message
+
+
+@pytest.mark.slow
+def test_dequantised_into_shards(cluster: None, tmp_path: Path, gguf_files: Path) -> None:  # noqa: F811
+    formats: dict[str, tuple[Callable[..., Any], Any]] = {
+        "fp8": (fp8, transformers.FineGrainedFP8Config),
+        "fp4": (fp4_experts, transformers.FineGrainedFP8Config),
+        "mxfp4": (mxfp4, transformers.Mxfp4Config),
+    }
+    cases: dict[str, Case] = {}
+    for name, (make, config_class) in formats.items():
+        make(tmp_path / name)
+        kwargs = {"quantization_config": config_class(dequantize=True), "dtype": torch.bfloat16}
+        cases[name] = ("AutoModelForCausalLM", tmp_path / name, kwargs)
+    for name in SCHEMES:
+        compressed_tensors(tmp_path / name, name)
+        config = transformers.CompressedTensorsConfig(dequantize=True)
+        cases[name] = (
+            "AutoModelForCausalLM",
+            tmp_path / name,
+            {"quantization_config": config, "dtype": torch.bfloat16},
+        )
+    for name in ("lfm2.gguf", "llama.gguf"):
+        config = transformers.GgufConfig(dequantize=True)
+        cases[name] = ("AutoModelForCausalLM", gguf_files, {"gguf_file": name, "quantization_config": config})
+    assert run_ranks(2, wrong_cases, cases, [{"fsdp_size": 2}]) == [{}, {}]
+    del cases["lfm2.gguf"]  # has no plan
+    assert run_ranks(2, wrong_cases, cases, [{"tp_size": 2}]) == [{}, {}]

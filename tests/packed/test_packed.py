@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 
 import hf_zero_stream
 from hf_zero_stream.errors import ConfigError, UnsupportedError
@@ -22,6 +21,7 @@ from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.packed_training import (
     CONFIGS,
     TARGETS,
+    check_saved,
     inputs,
     load,
     packed_names,
@@ -57,14 +57,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_folders(tmp_path_factory, some if sampling.is_sample else FORMATS)
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found.update({key: file.get_tensor(key) for key in file.keys()})
-    return found
-
-
 # ------------------------------------------------------------------------------------------------------- saving
 
 
@@ -77,17 +69,6 @@ def saved_twice(folders: dict[str, Path], out: Path) -> list[str]:
             again.save_pretrained(out / f"{name} again", max_shard_size="20KB")
         hf_zero_stream.save_pretrained(again, out / f"{name} once more")
     return packed_names(again)
-
-
-def check_saved(saved: Path, original: Path) -> None:
-    """All tensors of the checkpoint `original` are in `saved`, byte for byte."""
-    found, expected = tensors_of(saved), tensors_of(original)
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        if not key.endswith("e_score_correction_bias"):  # a buffer, which transformers keeps in fp32
-            assert found[key].dtype == value.dtype and found[key].shape == value.shape, key
-            value = value.view(-1).view(torch.uint8)
-            assert torch.equal(found[key].view(-1).view(torch.uint8), value), key
 
 
 def test_saved_as_it_was(cluster: None, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
-"""Keeps a quantised checkpoint's weights as they are in the file, where ZeRO-3 or FSDP2 shards them.
+"""Packs the lazy weights of a model that transformers has dequantised, and takes packed weights apart for a save.
 
-transformers is told to dequantise, which it does on lazy tensors: each weight then says of itself from which bytes and
-by which functions it comes (see ``packed/programs.py``). In place of the values we keep the bytes, and give the module
-a forward pass that dequantises. So the model has the modules and the names of the dequantised one.
+Each weight says of itself from which bytes and by which functions it comes (see :mod:`.programs`). In place of the
+values we keep the bytes, and give the module a forward pass that dequantises. So the model has the modules and the
+names of the dequantised one.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
@@ -17,120 +15,26 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.quantizers import base as quantizers
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
-from ..bindings.table import keep_watching
-from ..checkpoint.format import TensorEntry
-from ..checkpoint.lazy import LazyTensor, copy_attributes
-from ..checkpoint.nodes import View, entries_of, is_computed
-from ..errors import CheckpointError, UnsupportedError
-from ..holdings.marks import is_packed
-from ..packed.modules import PackedLinear, grouped_product, note_packed, packed_weights
-from ..packed.programs import NotPackable, NotQuantised
-from ..packed.together import quantised
-from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
-from .bitsandbytes import dequantising_quantizer
+from ...bindings.table import keep_watching
+from ...checkpoint.format import TensorEntry
+from ...checkpoint.lazy import LazyTensor, copy_attributes
+from ...checkpoint.nodes import View, entries_of, is_computed
+from ...engine.load import Load
+from ...errors import CheckpointError, UnsupportedError
+from ...holdings.marks import packed_weights
 from .dequantised import without_quantizer
-from .loading import stays_quantised
-from .quantised import COMPRESSED_FORMATS
-from .quantising import QuantisingQuantizer, is_quantisable, sources_of, wanted_config
-from .session import Original, Session, in_session
+from .modules import PackedLinear, grouped_product, note_packed
+from .programs import NotPackable, NotQuantised
+from .quantising import QuantisingQuantizer, sources_of
+from .together import quantised
+from .weights import PackedWeight, Taken, not_whole, pack, sources
 
 
 logger = logging.get_logger(__name__)
 
-_METHODS = ("fp8", "mxfp4", "compressed-tensors", "bitsandbytes")
-"""``quant_method`` of the configs whose weights we keep."""
-
-
-def _is_known(fields: Mapping[str, Any]) -> bool:
-    """Whether the installed transformers can dequantise what a config with these `fields` describes."""
-    method = fields.get("quant_method")
-    if method not in _METHODS:
-        return False
-    if method == "bitsandbytes":
-        return hasattr(quantizers.HfQuantizer, "get_load_operations")
-    if method == "compressed-tensors":
-        groups = fields.get("config_groups") or {}
-        formats = {group.get("format") or fields.get("format") for group in groups.values()}
-        if not formats <= set(COMPRESSED_FORMATS):
-            return False
-    cls = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
-    return cls is not None and "dequantize" in inspect.signature(cls.__init__).parameters
-
-
 _Candidates = list[tuple[str, nn.Module, dict[str, tuple[PackedWeight, LazyTensor]]]]
-
-
-def get_hf_quantizer(
-    session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Have transformers dequantise what will be kept quantised, unless the user wants it dequantised."""
-    in_text = getattr(config, "quantization_config", None) is None
-    holder = config.get_text_config(decoder=True) if in_text else config
-    found = getattr(holder, "quantization_config", None)
-    fields = found if isinstance(found, Mapping) else getattr(found, "to_dict", dict)()
-    is_dequantised = fields.get("dequantize") or getattr(quantization_config, "dequantize", False)
-    is_known = _is_known(fields) and not is_dequantised
-    wanted = None if fields else wanted_config(quantization_config)
-    if wanted is not None and not is_quantisable(wanted):
-        wanted = None
-    load, device_map = session.load, args[0] if args else kwargs.get("device_map")
-    packs = load.config.keep_quantized and load.destination.takes_packed and session.inside is None
-    if packs and wanted is not None and kwargs.get("gguf_file") is None:
-        load.destination.refuse_packed()
-        session.quantiser = QuantisingQuantizer(wanted)
-        session.quantiser.validate_environment()
-        session.kept_config = wanted.to_dict()
-        config.quantization_config = session.kept_config  # ranks compare it
-        return session.quantiser, config, device_map
-    if packs and is_known:
-        load.destination.refuse_packed()
-        session.kept_config = dict(fields)
-        if fields["quant_method"] == "bitsandbytes":
-            casts = not load.destination.hides_zero3  # else DeepSpeed decides the dtype
-            return dequantising_quantizer(fields, casts=casts), config, device_map
-        if quantization_config is not None:
-            quantization_config = copy.copy(quantization_config)
-            quantization_config.dequantize = True
-        holder.quantization_config = {**fields, "dequantize": True}
-    result = original(config, quantization_config, *args, **kwargs)
-    if session.kept_config is not None and in_text:
-        holder.quantization_config = session.kept_config
-    if session.kept_config is None and result[0] is not None:
-        _explain(session, result[0], is_known or (wanted is not None and not is_dequantised), config)
-    return result
-
-
-def _explain(session: Session, quantizer: Any, could_be_packed: bool, config: Any) -> None:
-    """Say why weights in a format that is kept under ZeRO-3 and FSDP2 are not kept here.
-
-    Raises an UnsupportedError if the user asked for it, and in a plan of what would not be streamed: before
-    transformers prepares the model for its own way, for which compressed-tensors needs a true process group.
-    """
-    load, stays = session.load, stays_quantised(quantizer)
-    because, keeps = load.destination.unpacked_because, load.config.keep_quantized
-    if could_be_packed and because and keeps is True:
-        raise UnsupportedError(
-            f"keep_quantized: this checkpoint's weights cannot stay quantised here: {because}. Use ZeRO-3 or FSDP2 "
-            "alone, or leave the setting out, and have them dequantised (a quantization_config with dequantize=True)."
-        )
-    place = getattr(config, "name_or_path", "") or "this checkpoint"
-    if session.is_dry:
-        device = load.destination.trains_on
-        if stays or (could_be_packed and device not in ("", "cpu")):
-            on = f" on {device}" if device and not stays else ""
-            raise UnsupportedError(
-                f"{place} cannot be streamed: the model stays quantised{on}, and then transformers loads it. Plan a "
-                "load with dequantize=True, where the format has it (--dequantize)."
-            )
-    elif could_be_packed and because and keeps and load.coordinator.is_main:
-        then = "transformers loads them its own way" if stays else "they are dequantised, as transformers does here"
-        logger.warning(
-            f"hf_zero_stream does not keep the weights of {place} quantised (keep_quantized): {because}. So {then}."
-        )
 
 
 def take_packed(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, tuple[TensorEntry, LazyTensor]]:
@@ -157,29 +61,26 @@ def take_packed(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, tuple
     return {name: (entry, LazyTensor.of(view, reader)) for name, (entry, view) in sources(found).items()}
 
 
-@in_session
-def remove_quantization_config(session: Session, original: Original, self: Any, model: Any) -> None:
-    """A packed model's config goes on saying how its weights are quantised: that is how it is saved."""
-    conversions = getattr(model, "_weight_conversions", None)
-    original(self, model)
-    if conversions is not None:  # from transformers 5.24 on it forgets the model's own, too, by which it is saved
-        model._weight_conversions = conversions
-    if session.kept_config is not None and is_packed(model):
-        model.config.quantization_config = session.kept_config
-
-
-def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | None, loading_info: Any) -> None:
+def pack_model(
+    model: PreTrainedModel,
+    dtype: torch.dtype | None,
+    loading_info: Any,
+    load: Load,
+    method: str,
+    quantiser: QuantisingQuantizer | None,
+) -> None:
     """Turn the quantised weights of the lazy `model` into lazy parameters of bytes; `dtype` is that of the values.
 
+    `method` is the ``quant_method``, for messages; `quantiser` is there if they are quantised while they are loaded.
     All its parameters become frozen, but for those that the checkpoint lacks.
     """
     _refuse_lost(model, loading_info)
     _refuse_without_scales(model)
     used = {entry.name for entry in _entries_of(*model.parameters(), *model.buffers())}
-    made = {} if session.quantiser is None else session.quantiser.made
+    made = {} if quantiser is None else quantiser.made
     used.update(entry.name for entry in sources_of(made))
     beside = [entry for each in made.values() for entry in each.entries]
-    taken = Taken([*session.load.entries, *beside], used)
+    taken = Taken([*load.entries, *beside], used)
     once = _named_once(model)
     candidates: _Candidates = []
     refused: dict[str, str] = {}
@@ -209,7 +110,8 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
             if name not in refused and any(map(_is_packed_dtype, _entries_of(param))):
                 if param.dtype != torch.uint8:
                     refused[name] = f"a {type(module).__name__} has no forward pass for packed weights, or is tied"
-    _report(session, candidates, refused)
+    if load.coordinator.is_main:
+        _report(candidates, refused, method, quantises=quantiser is not None)
     if not candidates:
         return
     keep_watching()
@@ -264,16 +166,12 @@ def _refuse_unmade(made: Mapping[str, Any], packed: Set[str], refused: Mapping[s
         )
 
 
-def _report(session: Session, candidates: _Candidates, refused: Mapping[str, str]) -> None:
-    if not session.load.coordinator.is_main:
-        return
-    method = (session.kept_config or {}).get("quant_method")
-    method = getattr(method, "value", method)
+def _report(candidates: _Candidates, refused: Mapping[str, str], method: str, *, quantises: bool) -> None:
     if candidates:
         kept = [weight for _, _, weights in candidates for weight, _ in weights.values()]
         nbytes = sum(weight.row_bytes * len(weight.rows) for weight in kept)
         verb, instead = "keeps", "pass a quantization_config with dequantize=True"
-        if session.quantiser is not None:
+        if quantises:
             verb, instead = "quantises while loading, and keeps,", "leave quantization_config out"
         logger.warning(
             f"hf_zero_stream {verb} {len(kept)} weights quantised ({method}, {nbytes / 2**30:.2f} GiB in all), "

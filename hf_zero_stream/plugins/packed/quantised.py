@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..bindings.table import installed
-from ..checkpoint.lazy import LazyTensor
-from ..errors import UnsupportedError
-from ..registry.rows import Moment
-from .session import Original, Session, in_session
+from ...bindings.table import installed
+from ...checkpoint.lazy import LazyTensor
+from ...errors import UnsupportedError
+from ...seams.session import Original, Session, in_session
+from . import COMPRESSED
 
 
 Part = dict[int, tuple[int, Fraction | int]]
-"""Where an input holds each dimension of the result; see :class:`..checkpoint.nodes.Blockwise`."""
+"""Where an input holds each dimension of the result; see :class:`...checkpoint.nodes.Blockwise`."""
 
 
 # -------------------------------------------------------------------------------------------------- gpt-oss's MXFP4
@@ -120,7 +120,7 @@ def dequantising(hf_quantizer: Any) -> Iterator[None]:
             "dequantised first."
         )
     importlib.import_module("compressed_tensors.compressors.pack_quantized.base")
-    with installed(Moment.COMPRESSED):
+    with installed(COMPRESSED):
         yield
 
 

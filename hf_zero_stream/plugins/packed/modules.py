@@ -7,7 +7,7 @@ backward pass, before which ZeRO-3 gathers it again, dequantises anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ...holdings.marks import PACKED, packed_weights
 from .weights import PackedWeight
 
 
@@ -30,15 +31,9 @@ class PackedLinear(nn.Linear):
         return f"{super().extra_repr()}, packed"
 
 
-def packed_weights(module: nn.Module) -> Mapping[str, PackedWeight]:
-    """The packed weights of `module` itself, by the names of its parameters."""
-    found: Mapping[str, PackedWeight] = vars(module).get("_hf_zero_stream_packed", {})
-    return found
-
-
 def note_packed(module: nn.Module, key: str, weight: PackedWeight) -> None:
-    """Have :func:`packed_weights` say that the parameter `key` of `module` is packed; copies of `module` keep it."""
-    vars(module).setdefault("_hf_zero_stream_packed", {})[key] = weight
+    """Note that the parameter `key` of `module` is packed; copies of `module` keep it."""
+    vars(module).setdefault(PACKED, {})[key] = weight
 
 
 class _Product(torch.autograd.Function):

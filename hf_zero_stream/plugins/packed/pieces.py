@@ -13,7 +13,7 @@ from math import ceil, floor, prod
 
 import torch
 
-from ..checkpoint.nodes import Blockwise, Cat, Computed, Copy, HostTensor, Node, Opaque, Pointwise, View
+from ...checkpoint.nodes import Blockwise, Cat, Computed, Copy, HostTensor, Node, Opaque, Pointwise, View
 
 
 PIECE_NUMEL = 2**18

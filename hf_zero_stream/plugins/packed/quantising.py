@@ -1,7 +1,7 @@
 """Quantises by bitsandbytes while loading: NF4 and FP4, with double quantisation or without, and LLM.int8().
 
 transformers' own quantizer makes each weight whole and quantises it, on every rank. Here the weight stays lazy, and
-the ranks quantise it together (``packed/together.py``), by the package's own functions. The result has the tensors
+the ranks quantise it together (:mod:`.together`), by the package's own functions. The result has the tensors
 that a quantised checkpoint would have. The weight is dequantised, lazily, from stand-ins for these tensors, and packed
 as if it came from such a checkpoint.
 """
@@ -20,12 +20,12 @@ from transformers import BitsAndBytesConfig
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import base, quantizer_bnb_4bit, quantizer_bnb_8bit
 
-from ..checkpoint.format import TensorEntry
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import FileTensor, entries_of
-from ..errors import UnsupportedError, refuse_unknown_version
-from ..packed.together import Quantisation
+from ...checkpoint.format import TensorEntry
+from ...checkpoint.lazy import LazyTensor
+from ...checkpoint.nodes import FileTensor, entries_of
+from ...errors import UnsupportedError, refuse_unknown_version
 from .bitsandbytes import STATE, dequantised_4bit, dequantised_8bit, linear_modules
+from .together import Quantisation
 
 
 _LONG = -2.2250738585072014e-308

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..packed.together import Quantised
-from ..planning.plan import Target
-from ..ranks.coordinator import Coordinator, collective_device
-from .base import Batch, Item, allocating
+from ...destinations.base import Batch, Item, allocating
+from ...planning.plan import Target
+from ...ranks.coordinator import Coordinator, collective_device
+from .together import Quantised
 
 
 VALUES_BYTES = 64 * 2**20

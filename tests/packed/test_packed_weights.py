@@ -19,10 +19,10 @@ from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.destinations.base import Batch, Destination
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.errors import CheckpointError, UnsupportedError
+from hf_zero_stream.holdings.marks import packed_weights
 from hf_zero_stream.loading.dry_load import lazily_loaded
-from hf_zero_stream.packed import pieces
-from hf_zero_stream.packed.modules import packed_weights
-from hf_zero_stream.packed.weights import PackedWeight, sources
+from hf_zero_stream.plugins.packed import pieces
+from hf_zero_stream.plugins.packed.weights import PackedWeight, sources
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
 from tests.support.quantised_checkpoints import (

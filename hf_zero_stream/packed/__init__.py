@@ -1,1 +1,0 @@
-"""Weights that stay quantised: parameters of bytes, and modules that dequantise them in the forward pass."""

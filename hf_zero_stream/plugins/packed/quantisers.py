@@ -1,0 +1,53 @@
+"""How transformers is had to dequantise the weights that can stay quantised, by the ``quant_method`` of their config.
+
+Each function is called with the fields of a checkpoint's ``quantization_config``, and returns the fields of the config
+by which transformers' own quantizer dequantises lazy tensors, or a quantizer that does so instead; None if the
+installed versions do not. `casts`: weights get the dtype of the model; else somebody else casts them. A plug-in names
+such functions in ``Plugin.quantisers``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.quantizers.base import HfQuantizer
+
+from ...registry.plugins import plugins, resolved
+from .bitsandbytes import dequantising_quantizer
+from .quantised import COMPRESSED_FORMATS
+
+
+Fields = Mapping[str, Any]
+
+
+def dequantiser_of(fields: Fields, *, casts: bool) -> Fields | HfQuantizer | None:
+    """What the function of a plug-in returns for a config with these `fields`; None if no plug-in has one."""
+    for plugin in plugins():
+        if (place := plugin.quantisers.get(fields.get("quant_method", ""))) is not None:
+            function: Callable[..., Fields | HfQuantizer | None] = resolved(place)
+            return function(fields, casts=casts)
+    return None
+
+
+def by_transformers(fields: Fields, *, casts: bool) -> Fields | None:
+    """transformers' own quantizer, where its config knows ``dequantize``; it always casts."""
+    cls = AUTO_QUANTIZATION_CONFIG_MAPPING.get(fields["quant_method"])
+    if cls is None or "dequantize" not in inspect.signature(cls.__init__).parameters:
+        return None
+    return {**fields, "dequantize": True}
+
+
+def of_compressed_tensors(fields: Fields, *, casts: bool) -> Fields | None:
+    """The same, for formats that work on lazy tensors."""
+    groups = fields.get("config_groups") or {}
+    formats = {group.get("format") or fields.get("format") for group in groups.values()}
+    return by_transformers(fields, casts=casts) if formats <= set(COMPRESSED_FORMATS) else None
+
+
+def of_bitsandbytes(fields: Fields, *, casts: bool) -> HfQuantizer | None:
+    """A quantizer of ours, which leaves the model as it is."""
+    knows_operations = hasattr(HfQuantizer, "get_load_operations")
+    return dequantising_quantizer(fields, casts=casts) if knows_operations else None
