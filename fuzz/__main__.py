@@ -15,13 +15,13 @@ with atheris.instrument_imports(
 ):
     import hf_zero_stream.checkpoint.format
     import hf_zero_stream.checkpoint.formats
-    import hf_zero_stream.pickled.distcp
-    import hf_zero_stream.pickled.pickles
-    import hf_zero_stream.pickled.torch_files
-    import hf_zero_stream.pickled.torch_metadata
-    import hf_zero_stream.pickled.torch_objects
-    import hf_zero_stream.pickled.torch_zip
-    import hf_zero_stream.pickled.zero_folder
+    import hf_zero_stream.plugins.pickled.distcp
+    import hf_zero_stream.plugins.pickled.pickles
+    import hf_zero_stream.plugins.pickled.torch_files
+    import hf_zero_stream.plugins.pickled.torch_metadata
+    import hf_zero_stream.plugins.pickled.torch_objects
+    import hf_zero_stream.plugins.pickled.torch_zip
+    import hf_zero_stream.plugins.pickled.zero_folder
     import hf_zero_stream.sources.small_files  # noqa: F401
 
 from .seeds import CORPUS

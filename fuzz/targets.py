@@ -28,10 +28,10 @@ from hf_zero_stream.checkpoint.format import NotAMap, dtype_name
 from hf_zero_stream.checkpoint.formats import parse_index, read_map
 from hf_zero_stream.checkpoint.nodes import FileTensor, View
 from hf_zero_stream.errors import CheckpointError, UnsupportedError
-from hf_zero_stream.pickled import torch_files, zero_folder
-from hf_zero_stream.pickled.zero_folder import ZeroFolder
-from hf_zero_stream.pickled.zero_model_files import read_model_file
-from hf_zero_stream.pickled.zero_optimizer_files import read_optimizer_file
+from hf_zero_stream.plugins.pickled import torch_files, zero_folder
+from hf_zero_stream.plugins.pickled.zero_folder import ZeroFolder
+from hf_zero_stream.plugins.pickled.zero_model_files import read_model_file
+from hf_zero_stream.plugins.pickled.zero_optimizer_files import read_optimizer_file
 from hf_zero_stream.sources.local import LocalFiles
 
 from .distributed import read_distributed

@@ -27,8 +27,8 @@ def run(
     holds of it, and hf://... the repository on the Hub itself.
     """
     from ..checkpoint.at_url import check_soundness_at
+    from ..checkpoint.contents import soundness_of
     from ..engine.places import cached_folder, place_of
-    from ..pickled.contents import soundness_of
 
     with place_of(path, revision) if is_url(path) else nullcontext(cached_folder(path, revision)) as place:
         found = check_soundness_at(place) if isinstance(place, str) else soundness_of(place)

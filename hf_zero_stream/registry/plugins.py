@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PACKAGE, ConfigError, MissingPluginError
+from .formats import FileFormat, FolderFormat
 from .rows import Moment, Row
 
 
@@ -22,6 +23,7 @@ GROUP = "hf_zero_stream.plugins"
 
 OURS: Mapping[str, str] = {
     "demo": "hf-zero-stream demo, plan --suggest, --plot and --html, doctor --bundle",
+    "pickled": "checkpoints of torch.save, torch.distributed.checkpoint and DeepSpeed, and hf-zero-stream convert",
     "stream": "weights for inference engines",
 }
 """The plug-ins of this package, and what is missing without each."""
@@ -37,12 +39,19 @@ class Plugin:
         commands: commands of ``hf-zero-stream``: name -> module with a function ``run``, as typer takes it, and the
             text ``EXAMPLE``.
         tools: functions that commands of ours call for one of their options: name -> ``module:function``.
+        files: formats of files, told apart by the ends of their names.
+        folders: formats of whole folders, told apart by the names of what is in them. They go before those of files.
+        resumes: training states of other libraries: a pattern that the name of a file in their folders matches as a
+            whole -> ``module:name`` of a function of the folder that gives a :class:`..state.foreign.ForeignState`.
     """
 
     name: str
     rows: Mapping[Moment, Sequence[Row]] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     tools: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[FileFormat] = ()
+    folders: Sequence[FolderFormat] = ()
+    resumes: Mapping[str, str] = field(default_factory=dict)
 
 
 @functools.cache
@@ -65,12 +74,10 @@ def plugins() -> tuple[Plugin, ...]:
 
 
 def _entries() -> Iterable[metadata.EntryPoint]:
-    """Those of all distributions; and of a checkout that nobody has installed, those that its folders stand for."""
+    """Those of all distributions; and those that the folders of a checkout stand for, which need not be installed."""
     entries = list(metadata.entry_points(group=GROUP))
-    if any(entry.module.startswith(f"{GROUP}.") for entry in entries):
-        return entries
     folder = Path(__file__).parent.parent / "plugins"
-    own = [path.name for path in folder.glob("[a-z]*") if path.is_dir()]
+    own = {path.name for path in folder.glob("[a-z]*") if path.is_dir()} - {entry.name for entry in entries}
     return [*entries, *(metadata.EntryPoint(name, f"{GROUP}.{name}:PLUGIN", GROUP) for name in own)]
 
 

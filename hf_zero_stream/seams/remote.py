@@ -13,7 +13,7 @@ from typing import Any
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from ..checkpoint.formats import OF_VALUES
+from ..checkpoint.formats import holds_values
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
 from ..settings import scope
 from ..settings.config import announced_local_rank
@@ -61,7 +61,7 @@ def asked_at_once(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) ->
         return
     with answers_once() as answers:
         places = [joined(url, kwargs.get("subfolder") or "", name) for name in names]
-        small = [place for place in places if not place.endswith(OF_VALUES)]
+        small = [place for place in places if not holds_values(place)]
         scope.resource(SmallFiles).ask_ahead(small, set(places) - set(small), answers)
         yield
 
@@ -80,7 +80,7 @@ def cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args
         try:
             if name.endswith(".gguf"):
                 raise UnsupportedError(f"{place}: GGUF files are not read from URLs. Download it.")
-            if not name.endswith(OF_VALUES):
+            if not holds_values(name):
                 found.append(str(files.fetch(place)))
                 if name == _ADAPTER:
                     raise UnsupportedError(f"{place}: adapters are not loaded from URLs. Download the adapter.")

@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
-from ..loading.entrance import MODEL_FILES
-from ..pickled.deepspeed_names import (
+from ..checkpoint.deepspeed_names import (
     SWAPPED,
     ZERO_2_MODEL,
     entries_of_deepspeed,
@@ -21,6 +19,8 @@ from ..pickled.deepspeed_names import (
     world_size_of,
     write_signs,
 )
+from ..errors import CheckpointError
+from ..loading.entrance import MODEL_FILES
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport

@@ -31,8 +31,8 @@ from .callers import (
     state_in,
 )
 from .load import load_state, load_without_optimizer
+from .record import CLIENT
 from .save import save_state
-from .zero_source import CLIENT
 
 
 logger = logging.get_logger(__name__)

@@ -25,13 +25,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.deepspeed_names import entries_of_deepspeed, write_signs
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
 from ..holdings.holder import refuse_unreadable
 from ..holdings.marks import is_adapted, is_peft_model
 from ..holdings.slots import EXACT, elementwise_keys, holdings_of
 from ..holdings.training import STEPS, Training
-from ..pickled.deepspeed_names import entries_of_deepspeed, write_signs
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport

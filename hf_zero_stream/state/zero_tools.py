@@ -17,21 +17,20 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..errors import CheckpointError
 from ..holdings.marks import is_adapted, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, own_names
 from ..holdings.slots import MASTER
 from ..holdings.training import Training
 from ..loading.dry_load import lazily_loaded, load_of_layouts
-from ..pickled.deepspeed_names import entries_of_deepspeed
 from ..saving.pending import finish_pending
 from ..seams.saving import stored_names
 from ..settings.config import StreamingConfig
 from ..settings.scope import active_configs
 from . import zero_to_fp32
 from .layout import persistent_buffers
-from .record import FILE, StateRecord
-from .zero_source import CLIENT
+from .record import CLIENT, FILE, StateRecord
 
 
 SCRIPT = "zero_to_fp32.py"

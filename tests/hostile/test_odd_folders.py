@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
 from hf_zero_stream.checkpoint.formats import check_files, read_map
-from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError
+from hf_zero_stream.plugins.pickled.convert import convert
 from hf_zero_stream.sources.local import LocalFiles, ReadAhead
 from tests import sampling
 from tests.cli.test_cli import run, run_json

@@ -15,8 +15,8 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Transpose, WeightConverter
 
 import hf_zero_stream
-from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import UnsupportedError
+from hf_zero_stream.plugins.pickled.convert import convert
 from hf_zero_stream.state.record import FILE, StateRecord
 from tests.saving.test_conversions import OddConfig, OddModel, Scaled, Sorted
 from tests.support.changed_models import different, whole_values, zero_config

@@ -14,9 +14,9 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 
 import hf_zero_stream
-from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError
-from hf_zero_stream.pickled.zero_folder import read_zero_folder
+from hf_zero_stream.plugins.pickled.convert import convert
+from hf_zero_stream.plugins.pickled.zero_folder import read_zero_folder
 from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.state import entries
 from hf_zero_stream.state import load as loading

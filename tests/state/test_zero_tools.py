@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.convert import convert
-from hf_zero_stream.pickled.deepspeed_names import remove_signs, write_signs
+from hf_zero_stream.checkpoint.deepspeed_names import remove_signs, write_signs
+from hf_zero_stream.plugins.pickled.convert import convert
 from tests import sampling
 from tests.support.cluster import RankFailure, run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train

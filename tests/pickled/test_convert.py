@@ -14,9 +14,9 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_zero_stream import convert as converting
-from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
+from hf_zero_stream.plugins.pickled import convert as converting
+from hf_zero_stream.plugins.pickled.convert import convert
 from tests.cli.test_cli import run, run_json
 from tests.support.saving import contents, different, save_stock
 

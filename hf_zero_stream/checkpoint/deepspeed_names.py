@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from ..errors import ReadError
+from .formats import has_weights
 
 
 ZERO_2_MODEL = "mp_rank_00_model_states.pt"
@@ -87,3 +88,15 @@ def names_in(folder: str | os.PathLike[str]) -> list[str]:
         return []
     except OSError as error:
         raise ReadError(f"{os.fspath(folder)}: cannot list the folder: {error.strerror or error}.") from error
+
+
+def zero_folder_of(path: Path) -> Path | None:
+    """The folder of the ZeRO checkpoint in `path`, or `path` itself; None if it is or holds another kind."""
+    if not path.is_dir() or has_weights(path):
+        return None
+    if world_size_of(path):
+        return path
+    latest = path / "latest"
+    name = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    is_name = bool(name) and Path(name).name == name and "\0" not in name
+    return path / name if is_name and world_size_of(path / name) else None
