@@ -1,7 +1,7 @@
 """What becomes of what is read beside a training if a release renames a function that we replace, or calls another.
 
-Models, code, tokenizers and processors from URLs; a process that ``hf-zero-stream run`` has reached. Either there is an
-error, or all is as it would be otherwise; never anything else.
+Models, code, tokenizers and processors from URLs; a process that ``hf-zero-stream run`` has reached. Either there is
+an error, or all is as it would be otherwise; never anything else.
 """
 
 from __future__ import annotations
