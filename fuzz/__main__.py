@@ -24,15 +24,19 @@ with atheris.instrument_imports(
     import hf_zero_stream.plugins.pickled.zero_folder
     import hf_zero_stream.sources.small_files  # noqa: F401
 
+from .pickled import OF_PICKLED
 from .seeds import CORPUS
 from .targets import TARGETS
 
 
+ALL = TARGETS | OF_PICKLED
+
+
 def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
-        sys.exit(f"usage: python -m fuzz {{{','.join(TARGETS)}}} [-runs=N] [other options of libFuzzer] [folders]")
+    if len(sys.argv) < 2 or sys.argv[1] not in ALL:
+        sys.exit(f"usage: python -m fuzz {{{','.join(ALL)}}} [-runs=N] [other options of libFuzzer] [folders]")
     _, name, *arguments = sys.argv
-    read = TARGETS[name]
+    read = ALL[name]
     kept = Path("build") / "fuzz" / name
     defaults = [
         "-max_len=4096",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import distributed, server
+from . import server
 
 
 __all__ = ["CORPUS", "files", "indexes", "torch_files", "zero_files"]
@@ -224,6 +224,8 @@ def _zero_descriptions() -> dict[str, bytes]:
 
 
 def main() -> None:
+    from . import distributed  # its plug-in may not be there for who wants seeds of the core
+
     headers = {name: _unframe(content) for name, content in files().items()}
     for target, seeds in (
         ("file", files()),
