@@ -220,5 +220,4 @@ def test_the_copy_of_links_has_none(zoo_checkpoint: Callable[..., Path], tmp_pat
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     link_all(folder)
     convert(folder, tmp_path / "copy", progress=False)
-    assert different(tmp_path / "copy", zoo_checkpoint("llama")) == []
     assert not any(path.is_symlink() for path in (tmp_path / "copy").iterdir())
