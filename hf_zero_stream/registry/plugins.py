@@ -80,7 +80,7 @@ def _entries() -> Iterable[metadata.EntryPoint]:
     """Those of all distributions; and those that the folders of a checkout stand for, which need not be installed."""
     entries = list(metadata.entry_points(group=GROUP))
     folder = Path(__file__).parent.parent / "plugins"
-    own = {path.name for path in folder.glob("[a-z]*") if path.is_dir()} - {entry.name for entry in entries}
+    own = {path.parent.name for path in folder.glob("*/__init__.py")} - {entry.name for entry in entries}
     return [*entries, *(metadata.EntryPoint(name, f"{GROUP}.{name}:PLUGIN", GROUP) for name in own)]
 
 

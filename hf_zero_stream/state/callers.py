@@ -27,8 +27,9 @@ from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
 from ..seams.ds_config import settings_in_force
 from ..settings.scope import active_configs, having
+from .foreign import write_signs
 from .load import load_state
-from .record import FILE, LATEST, StateRecord, write_latest, write_signs
+from .record import FILE, LATEST, StateRecord, write_latest
 from .refusals import has_its_weights
 
 

@@ -1,4 +1,4 @@
-"""Training states that another library wrote, which plug-ins read."""
+"""Training states that another library wrote, which plug-ins read; and what these tell its tools of ours."""
 
 from __future__ import annotations
 
@@ -45,3 +45,10 @@ def foreign_state_in(folder: Path) -> ForeignState | None:
     if entries_of_deepspeed(folder):
         raise missing("pickled", f"{folder}: going on from a checkpoint of DeepSpeed's")
     return None
+
+
+def write_signs(folder: Path, tag: str) -> None:
+    """Have plug-ins say to others' tools what the state `tag` in `folder` is, which DeepSpeed's engine has saved."""
+    for plugin in plugins():
+        for write in plugin.signs:
+            resolved(write)(folder, tag)

@@ -16,7 +16,6 @@ import torch
 from ..checkpoint.format import parse_object
 from ..errors import CheckpointError
 from ..holdings.slots import MASTER, Slot, is_kind
-from ..registry.plugins import plugins, resolved
 from ..sources.base import is_plain_name
 from .digests import Digest
 from .plain import restored
@@ -299,13 +298,6 @@ def write_latest(folder: Path, tag: str) -> None:
     draft = folder / f"{LATEST}.draft"
     draft.write_text(tag, encoding="utf-8")
     os.replace(draft, folder / LATEST)
-
-
-def write_signs(folder: Path, tag: str) -> None:
-    """Have plug-ins say to others' tools what the state `tag` in `folder` is, which DeepSpeed's engine has saved."""
-    for plugin in plugins():
-        for write in plugin.signs:
-            resolved(write)(folder, tag)
 
 
 def dtype_of(slots: Iterable[Slot]) -> str | None:

@@ -45,6 +45,7 @@ from . import adapters, rng, schedules
 from .base import split_base
 from .digests import places_of
 from .entries import recorded_entries, refuse_lost
+from .foreign import write_signs
 from .groups import recorded_options
 from .layout import index_name, lay_out, shard_of
 from .module_entries import refuse_module_entries
@@ -57,7 +58,6 @@ from .record import (
     StateRecord,
     dtype_of,
     is_tag,
-    write_signs,
 )
 from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart, training_of
 from .resumable import changed_in_weights, fingerprint, fingerprint_of_new, refuse_unloadable
