@@ -45,7 +45,7 @@ def measure(arm: str, source: str, target: str) -> Figures:
     """Convert in this process."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    from hf_zero_stream.convert import convert
+    from hf_zero_stream.plugins.pickled.convert import convert
 
     Path(target).mkdir()
     if arm == "zero_to_fp32":

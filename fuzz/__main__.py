@@ -11,26 +11,33 @@ import atheris
 
 
 with atheris.instrument_imports(
-    include=["hf_zero_stream.checkpoint", "hf_zero_stream.sources", "hf_zero_stream.plugins.remote"],
+    include=[
+        "hf_zero_stream.checkpoint",
+        "hf_zero_stream.sources",
+        "hf_zero_stream.plugins.pickled",
+        "hf_zero_stream.plugins.remote",
+    ],
     enable_loader_override=False,
 ):
     import hf_zero_stream.checkpoint.format
     import hf_zero_stream.checkpoint.formats
-    import hf_zero_stream.pickled.distcp
-    import hf_zero_stream.pickled.pickles
-    import hf_zero_stream.pickled.torch_files
-    import hf_zero_stream.pickled.torch_metadata
-    import hf_zero_stream.pickled.torch_objects
-    import hf_zero_stream.pickled.torch_zip
-    import hf_zero_stream.pickled.zero_folder
+    import hf_zero_stream.plugins.pickled.distcp
+    import hf_zero_stream.plugins.pickled.pickles
+    import hf_zero_stream.plugins.pickled.torch_files
+    import hf_zero_stream.plugins.pickled.torch_metadata
+    import hf_zero_stream.plugins.pickled.torch_objects
+    import hf_zero_stream.plugins.pickled.torch_zip
+    import hf_zero_stream.plugins.pickled.zero_folder
     import hf_zero_stream.plugins.remote.small_files  # noqa: F401
 
+
+from .pickled import OF_PICKLED
 from .seeds import CORPUS
 from .server import OF_REMOTE
 from .targets import TARGETS
 
 
-ALL = TARGETS | OF_REMOTE
+ALL = TARGETS | OF_PICKLED | OF_REMOTE
 
 
 def main() -> None:

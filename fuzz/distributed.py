@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from hf_zero_stream.checkpoint.formats import METADATA
 from hf_zero_stream.checkpoint.nodes import Cat, FileTensor, HostTensor, View
 from hf_zero_stream.errors import CheckpointError, ReadError, UnsupportedError
-from hf_zero_stream.pickled import distcp
+from hf_zero_stream.plugins.pickled import distcp
 from hf_zero_stream.sources.local import LocalFiles
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from . import distributed
-
 
 __all__ = ["CORPUS", "files", "indexes", "torch_files", "zero_files"]
 
@@ -224,7 +222,7 @@ def _zero_descriptions() -> dict[str, bytes]:
 
 
 def main() -> None:
-    from . import server  # its plug-in may not be there for who wants seeds of the core
+    from . import distributed, server  # their plug-ins may not be there for who wants seeds of the core
 
     headers = {name: _unframe(content) for name, content in files().items()}
     for target, seeds in (

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,16 @@ def in_memory(model: torch.nn.Module) -> str:
 
 
 def of_zero_folder(folder: Path) -> str:
-    """The digest of the fp32 values in a checkpoint of an engine, by DeepSpeed's function."""
+    """The digest of the fp32 values in a checkpoint of an engine, by DeepSpeed's function; of ours, by `convert`."""
+    place = folder
+    while (place / "latest").is_file():
+        place /= (place / "latest").read_text().strip()
+    if (place / "training_state.json").is_file():
+        from hf_zero_stream.plugins.pickled.convert import convert
+
+        with tempfile.TemporaryDirectory() as converted:
+            convert(place, converted, progress=False)
+            return of_files(Path(converted))
     from deepspeed.utils import zero_to_fp32
 
     return digest(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder)).items())

@@ -102,7 +102,7 @@ OURS: Mapping[Moment, Sequence[Row]] = {
         _trainer("Trainer._save", ""),
         _trainer("Trainer._push_from_checkpoint", ".state.hooks:trainer_push"),
         _trainer("Trainer._load_best_model", ".state.hooks:trainer_load_best"),
-        # DeepSpeed's engine, and its tools.
+        # DeepSpeed's engine.
         *[
             Row(
                 f"{_ENGINE}.{name}",
@@ -117,15 +117,6 @@ OURS: Mapping[Moment, Sequence[Row]] = {
                     "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only "
                     "custom_load_fn",
                 ),
-            )
-        ],
-        *[
-            Row(f"deepspeed.utils.zero_to_fp32:{name}", f".state.zero_tools:{leads_to}", feature="DeepSpeed's tools")
-            for name, leads_to in (
-                ("get_fp32_state_dict_from_zero_checkpoint", "get_state_dict"),
-                ("_get_fp32_state_dict_from_zero_checkpoint", "state_dict"),
-                ("get_model_state_file", "model_state_file"),
-                ("get_optim_files", "optim_files"),
             )
         ],
     ],

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import PACKAGE, CheckpointError
+from ..registry.formats import METADATA, OF_DISTRIBUTED, OF_TORCH, FileFormat
+from ..registry.plugins import missing, plugins
 from ..sources.base import ByteSource, naming_file
 from ..sources.local import LocalFiles, open_nonblocking, status_of_regular
 from .format import ShardHeader, excerpt, parse_object
@@ -30,13 +32,6 @@ TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 WEIGHTS = ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX))
 """Where the weights are, or what names their files; transformers takes the first that is there."""
-
-OF_TORCH = (".bin", ".pt", ".pth")
-OF_VALUES = (".safetensors", *OF_TORCH, ".distcp")
-"""What the names of files with tensors end in, in any format; of those in OF_TORCH ``torch.save`` wrote each."""
-
-METADATA = ".metadata"
-"""The file of torch.distributed.checkpoint that says what is in its others."""
 
 
 def distributed_file(folder: Path) -> Path | None:
@@ -79,50 +74,56 @@ class Format(Protocol):
         """
 
 
-class Row(NamedTuple):
-    """A format: what its files' paths end in, and the module of ours that is a :class:`Format`.
+SAFETENSORS = FileFormat("safetensors", (".safetensors",), ".checkpoint.safetensors")
 
-    `holds_values`: these files hold the tensors themselves; otherwise they say which other files do.
-    `is_always_map`: its reader raises no :class:`.format.NotAMap`.
+
+def _formats() -> Iterator[FileFormat]:
+    yield SAFETENSORS  # few checkpoints need another
+    yield from (row for plugin in plugins() for row in plugin.files)
+
+
+def format_of_file(path: str) -> FileFormat:
+    """The format of a file; safetensors is that of any that is in none.
+
+    Raises:
+        MissingPluginError: the plug-in of ours that reads it is not there.
     """
-
-    name: str
-    endings: tuple[str, ...]
-    module: str
-    holds_values: bool = True
-    is_always_map: bool = True
-
-
-FORMATS = (
-    Row("safetensors", (".safetensors",), "checkpoint.safetensors"),
-    Row("torch.save", OF_TORCH, "pickled.torch_files", is_always_map=False),
-    Row("torch.distributed.checkpoint", (f"/{METADATA}",), "pickled.distcp", holds_values=False),
-)
-
-
-def row_of(path: str) -> Row:
-    """The row of a file; safetensors is that of any that is in none."""
-    return next((row for row in FORMATS if path.endswith(row.endings)), FORMATS[0])
+    found = next((row for row in _formats() if path.endswith(row.endings)), None)
+    if found is None and path.endswith((*OF_TORCH, f"/{METADATA}")):
+        raise missing("pickled", path)
+    return found or SAFETENSORS
 
 
 def is_always_map(path: str) -> bool:
     """Whether what is in a file of this name can be read as a map, if it is sound at all."""
-    return any(path.endswith(row.endings) for row in FORMATS if row.is_always_map)
+    return any(path.endswith(row.endings) for row in _formats() if row.is_always_map)
 
 
-def _format_of(path: str) -> Format:
-    module: Any = import_module(f"{PACKAGE}.{row_of(path).module}")  # few checkpoints need another than the first
-    return module
+def holds_values(name: str) -> bool:
+    """Whether a file of this name holds tensors, in any format, whether or not it can be read."""
+    of_rows = any(name.endswith(row.endings) for row in _formats() if row.holds_values)
+    return of_rows or name.endswith((*OF_TORCH, OF_DISTRIBUTED))
+
+
+def _module_of(row: FileFormat) -> Any:
+    return import_module(row.module, PACKAGE)
+
+
+def why_not(source: ByteSource, paths: Sequence[str]) -> str:
+    """Why files that transformers would unpickle are no maps of bytes; ``""`` if they are."""
+    row = format_of_file(paths[0])  # whatever has another name is unpickled too
+    reason: str = _module_of(format_of_file(TORCH_SINGLE) if row is SAFETENSORS else row).why_not(source, paths)
+    return reason
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
     """See :meth:`Format.read_header`."""
-    return _format_of(path).read_header(source, path)
+    return _module_of(format_of_file(path)).read_header(source, path)
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
     """See :meth:`Format.parse_header`."""
-    return _format_of(path).parse_header(path, number, header)
+    return _module_of(format_of_file(path)).parse_header(path, number, header)
 
 
 def read_map(

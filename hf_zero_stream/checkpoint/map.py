@@ -24,7 +24,10 @@ class CheckpointMap:
         views: name -> its elements, in the tensor's own shape and dtype.
         notes: what is odd, and no fault.
         absent: tensors that the index promises and no shard holds -> the promised file.
-        format: the :attr:`.formats.Row.name` of the format.
+        format: the :attr:`..registry.formats.FileFormat.name` of the format.
+        has_names_of_model: names and layouts are those of a model in training, and not of what ``save_pretrained``
+            writes.
+        is_of_training: the tensors are the fp32 values that an optimizer trains, under the names of its model.
     """
 
     shards: tuple[Shard, ...]
@@ -32,6 +35,8 @@ class CheckpointMap:
     notes: tuple[str, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
     format: str = "safetensors"
+    has_names_of_model: bool = False
+    is_of_training: bool = False
 
     @classmethod
     def of_entries(cls, shard: Shard, entries: Iterable[TensorEntry], **more: Any) -> CheckpointMap:
@@ -80,6 +85,7 @@ class CheckpointMap:
             tuple(notes),
             absent,
             parts[0].format if parts else "safetensors",
+            bool(parts) and parts[0].has_names_of_model,
         )
 
     @property
@@ -91,16 +97,6 @@ class CheckpointMap:
     def metadata(self) -> Mapping[str, str]:
         """For the headers of safetensors files with these tensors."""
         return self.shards[0].metadata if self.format == "safetensors" and self.shards else {"format": "pt"}
-
-    @property
-    def has_names_of_model(self) -> bool:
-        """Whether names and layouts are those of a model in training, and not of what ``save_pretrained`` writes."""
-        return self.format == "torch.distributed.checkpoint"
-
-    @property
-    def is_of_training(self) -> bool:
-        """Whether the tensors are the fp32 values that an optimizer trains, under the names of its model."""
-        return self.format in ("ZeRO", "training state")
 
     def slices(self, materialise: Materialise) -> dict[str, CheckpointSlice]:
         """A state dict of lazy slices."""

@@ -7,7 +7,6 @@ If conversions compute some of the weights, their exact values are in a file of 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from .map import CheckpointMap
 RECORD, NAMES = "training_state.json", "names.json"
 
 
-def is_state(folder: str | os.PathLike[str]) -> bool:
-    return (Path(folder) / RECORD).is_file()
+def state_folder_of(path: Path) -> Path | None:
+    """`path`, if it is the folder of a state."""
+    return path if (path / RECORD).is_file() else None
 
 
 def read_state(folder: Path) -> CheckpointMap:
@@ -63,7 +63,7 @@ def read_state(folder: Path) -> CheckpointMap:
         if own.get(name, name) in views:
             views[own.get(alias, alias)] = views[own.get(name, name)]
     notes = (f"frozen parameters are not in it: {left_out}",) if (left_out := names.get("left_out")) else ()
-    return CheckpointMap((*inside, *weights.shards), views, notes, format="training state")
+    return CheckpointMap((*inside, *weights.shards), views, notes, format="training state", is_of_training=True)
 
 
 def _places(folder: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:

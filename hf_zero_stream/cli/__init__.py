@@ -19,11 +19,11 @@ from ..registry.plugins import missing, plugins
 from ..reports.text import printable
 
 
-OURS = ("run", "inspect", "plan", "verify", "convert", "doctor")
+OURS = ("run", "inspect", "plan", "verify", "doctor")
 """Commands of the core; plug-ins bring others."""
 
 
-OF_PLUGINS = {"demo": "demo"}
+OF_PLUGINS = {"convert": "pickled", "demo": "demo"}
 """Commands of this package's own plug-ins, for the error where the plug-in is not there."""
 
 

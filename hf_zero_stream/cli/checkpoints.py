@@ -32,13 +32,12 @@ def refuse_unloadable(place: str) -> None:
         return
     if os.path.isfile(place):
         raise CheckpointError(f"{place}: expected the checkpoint's folder, which has a config.json; found a file.")
-    from ..pickled.contents import contents_of, format_of
+    from ..checkpoint.contents import contents_of, format_of
+    from ..registry.formats import FolderFormat
 
     found = format_of(place)
-    if found == "ZeRO":
-        raise UnsupportedError(
-            f"{place}: this is a ZeRO checkpoint of DeepSpeed, which from_pretrained cannot load. "
-            "`hf-zero-stream convert` writes a folder that it can; load_state goes on with the training."
-        )
-    if found == "torch.save":
+    if isinstance(found, FolderFormat):
+        if found.refusal:
+            raise UnsupportedError(f"{place}: {found.refusal}")
+    elif not found.is_always_map:
         contents_of(place)  # raises for what is no map of bytes

@@ -259,7 +259,7 @@ def _check_storage(path: str) -> Iterator[Check]:
 
 def _check_checkpoint(folder: Path) -> Iterator[Check]:
     """Whether the checkpoint in `folder`, if there is one, is sound."""
-    from ..pickled.contents import soundness_of
+    from ..checkpoint.contents import soundness_of
 
     if not (folder / "config.json").is_file():
         return

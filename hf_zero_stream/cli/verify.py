@@ -25,9 +25,9 @@ def run(
     headers are read; for the Hub's checksums run `hf cache verify`. The id of a repository means what the Hub's cache
     holds of it, and hf://... the repository on the Hub itself.
     """
+    from ..checkpoint.contents import soundness_of
     from ..checkpoint.urls import checkpoints_at
     from ..engine.places import cached_folder, place_of
-    from ..pickled.contents import soundness_of
 
     if is_url(path):
         with place_of(path, revision) as place:

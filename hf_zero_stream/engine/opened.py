@@ -144,7 +144,7 @@ class OpenCheckpoint:
 
     def samples(self, paths: Sequence[str]) -> list[bytes]:
         """For each file, a digest of its values at some places, 8 bytes long; a ReadError if one cannot be read."""
-        found = {path: b"" for path in paths if not formats.row_of(path).holds_values}
+        found = {path: b"" for path in paths if not formats.format_of_file(path).holds_values}
 
         def work(pending: Iterator[str]) -> None:
             for path in pending:

@@ -65,7 +65,7 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
 
 def map_of(place: str) -> CheckpointMap:
     """What the checkpoint at `place` holds, from what describes it; no weight is read."""
-    from ..pickled.contents import contents_of
+    from ..checkpoint.contents import contents_of
 
     if not is_url(place):
         return contents_of(place)

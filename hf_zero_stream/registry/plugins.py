@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import PACKAGE, ConfigError, MissingPluginError
+from .formats import FileFormat, FolderFormat
 from .rows import Moment, Row
 
 
@@ -24,6 +25,7 @@ OURS: Mapping[str, str] = {
     "demo": "hf-zero-stream demo, plan --suggest, --plot and --html, doctor --bundle",
     "remote": "checkpoints at s3://, gs://, az://, https:// and hf:// URLs",
     "packed": "quantised checkpoints: weights that stay quantised, dequantising and quantising while loading",
+    "pickled": "checkpoints of torch.save, torch.distributed.checkpoint and DeepSpeed, and hf-zero-stream convert",
     "stream": "weights for inference engines",
 }
 """The plug-ins of this package, and what is missing without each."""
@@ -60,6 +62,12 @@ class Plugin:
             meets: name -> ``module:function``. Without one the name is the subject of the error.
         quantisers: by ``quant_method`` as transformers knows it, how weights are dequantised that can stay quantised:
             ``module:function``, see :mod:`..plugins.packed.quantisers`.
+        files: formats of files, told apart by the ends of their names.
+        folders: formats of whole folders, told apart by the names of what is in them. They go before those of files.
+        resumes: training states of other libraries: a pattern that the name of a file in their folders matches as a
+            whole -> ``module:name`` of a function of the folder that gives a :class:`..state.foreign.ForeignState`.
+        signs: ``module:name`` of functions of a folder and a tag, which tell others' tools what the training state is
+            that DeepSpeed's engine has saved there.
     """
 
     name: str
@@ -70,6 +78,10 @@ class Plugin:
     sources: Mapping[str, Source] = field(default_factory=dict)
     tools: Mapping[str, str] = field(default_factory=dict)
     quantisers: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[FileFormat] = ()
+    folders: Sequence[FolderFormat] = ()
+    resumes: Mapping[str, str] = field(default_factory=dict)
+    signs: Sequence[str] = ()
 
 
 @functools.cache

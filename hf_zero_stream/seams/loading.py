@@ -16,7 +16,14 @@ from transformers import modeling_utils
 from transformers.utils import logging
 
 from ..bindings.table import keep_watching
-from ..checkpoint.formats import check_files, distributed_file, is_always_map, read_index_file, row_of
+from ..checkpoint.formats import (
+    check_files,
+    distributed_file,
+    format_of_file,
+    is_always_map,
+    read_index_file,
+    why_not,
+)
 from ..destinations.base import random_state, refuse_wrapped, set_random_state
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..holdings.marks import has_partition, keeping_groups
@@ -145,7 +152,7 @@ def load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) ->
         return original(file, *args, **kwargs)
     if is_always_map(str(file)):
         views = session.load.look_into(file).views
-        if not row_of(str(file)).holds_values or not session.load.checkpoint.reads_itself or is_url(file):
+        if not format_of_file(str(file)).holds_values or not session.load.checkpoint.reads_itself or is_url(file):
             return {name: torch.empty(it.sizes, dtype=it.node.dtype, device="meta") for name, it in views.items()}
     values = original(file, *args, **kwargs)
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
@@ -164,6 +171,7 @@ def get_resolved_checkpoint_files(session: Session, original: Original, *args: A
     subfolder = (kwargs.get("download_kwargs") or {}).get("subfolder") or ""
     is_folder = bool(folder) and os.path.isdir(folder) and not kwargs.get("gguf_file")
     if is_folder and not safetensors and (distributed := distributed_file(Path(folder, subfolder))) is not None:
+        format_of_file(str(distributed))  # raises if the plug-in that reads it is not there
         return [str(distributed)], None
     try:
         return original(*args, **kwargs)
@@ -187,10 +195,8 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     weight_map = (load_config.sharded_metadata or {}).get("weight_map")
     if is_always_map(files[0]):
         return load.open(files, weight_map)
-    from ..pickled import torch_files
-
     load.compare_files(files)
-    reason = load.coordinator.broadcast(partial(torch_files.why_not, load.checkpoint.source, files))
+    reason = load.coordinator.broadcast(partial(why_not, load.checkpoint.source, files))
     if not reason:
         return load.open(files, weight_map)
     if load.coordinator.is_main:

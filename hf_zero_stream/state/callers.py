@@ -10,17 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
-from ..loading.entrance import MODEL_FILES
-from ..pickled.deepspeed_names import (
+from ..checkpoint.deepspeed_names import (
     SWAPPED,
     ZERO_2_MODEL,
     entries_of_deepspeed,
     model_parallel_size_of,
     remove_signs,
     world_size_of,
-    write_signs,
 )
+from ..errors import CheckpointError
+from ..loading.entrance import MODEL_FILES
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
@@ -28,10 +27,10 @@ from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
 from ..seams.ds_config import settings_in_force
 from ..settings.scope import active_configs, having
+from .foreign import write_signs
 from .load import load_state
 from .record import FILE, LATEST, StateRecord, write_latest
 from .refusals import has_its_weights
-from .zero_tools import SCRIPT, write_scripts
 
 
 @dataclass(eq=False)
@@ -156,14 +155,16 @@ def of_parts_in(folder: Path, tag: Any) -> bool:
         return coordinator.broadcast(look)
 
 
-def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave) -> None:
-    """Say in `folder` that its newest state is the one in its folder `tag`, once that is `saved` (all ranks)."""
+def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave, has_zero: bool = False) -> None:
+    """Say in `folder` that its newest state is the one in its folder `tag`, once that is `saved` (all ranks).
+
+    `has_zero`: DeepSpeed's engine has saved it, with ZeRO.
+    """
     coordinator = Coordinator.of_default_group()
 
     def name() -> None:
-        if (folder / tag / SCRIPT).exists():  # of a ZeRO training
-            write_scripts(folder)
-            write_signs(folder / tag, coordinator.world_size)
+        if has_zero:
+            write_signs(folder, tag)
         write_latest(folder, tag)
 
     if isinstance(saved, PendingSave):
@@ -195,7 +196,7 @@ def forget_state(place: Path) -> None:
 
 
 def forget_signs(place: Path) -> None:
-    """Remove signs (see :mod:`..pickled.deepspeed_names`) from `place`, into which DeepSpeed saves (all ranks)."""
+    """Remove signs (see :mod:`..checkpoint.deepspeed_names`) from `place`, into which DeepSpeed saves (all ranks)."""
     with meeting(SAVE) as coordinator:
         coordinator.run_on_main(partial(remove_signs, place))
 

@@ -31,8 +31,8 @@ from .callers import (
     state_in,
 )
 from .load import load_state, load_without_optimizer
+from .record import CLIENT
 from .save import save_state
-from .zero_source import CLIENT
 
 
 logger = logging.get_logger(__name__)
@@ -80,7 +80,7 @@ def save_checkpoint(
             _leave_to_deepspeed(self, error)
         else:
             if tag is not None:
-                name_state(Path(save_dir), tag, saved)
+                name_state(Path(save_dir), tag, saved, bool(self.zero_optimization()))
             return True
     if active_configs() and save_dir:  # else it is DeepSpeed's error
         forget_signs(Path(save_dir) / (f"global_step{self.global_steps}" if tag is None else str(tag)))

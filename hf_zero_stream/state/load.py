@@ -20,17 +20,15 @@ from ..holdings.own_names import own_names, own_or_clean
 from ..holdings.slots import EXACT
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
-from ..pickled.deepspeed_names import entries_of_deepspeed
-from ..pickled.zero_folder import ZeroFolder, read_zero_folder
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
-from ..sources.local import LocalFiles
 from . import adapters, schedules
 from .base import refuse_other_base
 from .entries import Recorded, prepare_entries, refuse_lost, set_entries
+from .foreign import ForeignState, foreign_state_in
 from .groups import drop_options, set_group, set_option
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
@@ -45,7 +43,6 @@ from .refusals import (
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
 from .values import has_more, load_model_values, load_values
-from .zero_source import load_zero, record_of
 
 
 logger = logging.get_logger(__name__)
@@ -132,10 +129,10 @@ def load_state(
         with training.changing():
             drop_options(training.optimizer, record)
             prepare_entries(training.optimizer, training.slots, record)
-            if isinstance(found, ZeroFolder):
-                load_zero(training, found, coordinator)
-            else:
+            if isinstance(found, StateRecord):
                 load_values(training, folder, place, record, coordinator, strict=strict)
+            else:
+                found.load(training, coordinator)
             rates = _set_rest(training, record)
             for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the rate
                 of_group = [slot for slot in training.slots if slot.group == number]
@@ -145,8 +142,8 @@ def load_state(
                     set_option(training.optimizer.param_groups[number], "lr", rates[number])
             if isinstance(found, StateRecord):
                 coordinator.run_on_all(partial(refuse_lost, training, record, place))
-    if with_rng and isinstance(found, ZeroFolder):
-        logger.warning_once(f"{place}: DeepSpeed saves no random numbers, so those of all ranks are new.")
+    if with_rng and not isinstance(found, StateRecord):
+        logger.warning_once(f"{place}: {found.writer} saves no random numbers, so those of all ranks are new.")
     elif with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):
         if coordinator.rank in (0, record.world_size):  # one of the ranks that are new says it for all
             logger.warning_once(
@@ -201,10 +198,10 @@ def _trained_in(record: StateRecord) -> set[str]:
     return {name for group in record.groups for name in group.parameters}
 
 
-def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRecord | ZeroFolder]:
+def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRecord | ForeignState]:
     """The folder of the state, and what is in it."""
-    if tag is None and entries_of_deepspeed(folder):
-        return folder, read_zero_folder(LocalFiles(), folder)
+    if tag is None and (foreign := foreign_state_in(folder)) is not None:
+        return folder, foreign
     if tag is None:
         try:
             tag = (folder / LATEST).read_text(encoding="utf-8").strip()
@@ -216,20 +213,22 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     if not is_tag(tag):
         raise CheckpointError(f"{folder / LATEST}: expected the name of a folder; found {excerpt(tag)}")
     place = folder / tag
-    if entries_of_deepspeed(place):  # newer than a state of ours there
-        return place, read_zero_folder(LocalFiles(), place)
+    if (foreign := foreign_state_in(place)) is not None:  # newer than a state of ours there
+        return place, foreign
     record = StateRecord.read(place / FILE)
     keys = [*record.keys, EXACT] if record.exact else record.keys
     refuse_missing_files(place, keys, [RNG_FILE] if with_rng else [])
     return place, record
 
 
-def _record_for(training: Training, found: StateRecord | ZeroFolder, with_scheduler: bool, place: Path) -> StateRecord:
+def _record_for(
+    training: Training, found: StateRecord | ForeignState, with_scheduler: bool, place: Path
+) -> StateRecord:
     """The record of what was `found`, which can go on in `training`."""
-    if isinstance(found, ZeroFolder):
-        record = record_of(found, training, with_scheduler)
-    else:
+    if isinstance(found, StateRecord):
         record = found if with_scheduler else replace(found, scheduler=None)
+    else:
+        record = found.record_for(training, with_scheduler)
     refuse_other_training(training, record, place)
     return record
 

@@ -25,6 +25,9 @@ FILE = "training_state.json"
 LATEST = "latest"
 """The file in the folder of a checkpoint that names the folder of its training state, as DeepSpeed's does."""
 
+CLIENT = "client_state"
+"""Where a record's `data` has what the user gave to ``engine.save_checkpoint``."""
+
 _FORMAT = "hf_zero_stream training state"
 _VERSION = 2
 _HUB_LAYOUT = 1

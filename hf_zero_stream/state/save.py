@@ -25,13 +25,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
 from ..holdings.holder import refuse_unreadable
 from ..holdings.marks import is_adapted, is_peft_model
 from ..holdings.slots import EXACT, elementwise_keys, holdings_of
 from ..holdings.training import STEPS, Training
-from ..pickled.deepspeed_names import entries_of_deepspeed, write_signs
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
@@ -41,13 +41,15 @@ from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Beside, Content, Ending, LayOut, refuse_other_tensors
 from ..saving.save import Save
-from . import adapters, rng, schedules, zero_tools
+from . import adapters, rng, schedules
 from .base import split_base
 from .digests import places_of
 from .entries import recorded_entries, refuse_lost
+from .foreign import write_signs
 from .groups import recorded_options
 from .layout import index_name, lay_out, shard_of
 from .module_entries import refuse_module_entries
+from .names import names_of, write_names
 from .plain import plain
 from .record import (
     FILE,
@@ -183,10 +185,11 @@ def save_state(
             return None if is_adapted(training.model) else fingerprint_of_new(folder)
 
         act = save.start if asynchronous else save.run
-        names = zero_tools.names_of(training, keys, exact) if coordinator.is_main else {}  # rank 0 writes them
-        beside = partial(
-            _write_record, name, record, random_states, fingerprinted, names, zero_tools.has_zero(trained)
-        )
+        names = names_of(training, keys, exact) if coordinator.is_main else {}  # rank 0 writes them
+        has_zero = bool(
+            getattr(trained, "zero_optimization", bool)()
+        )  # an engine, for whose states DeepSpeed has tools
+        beside = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)
         return act(*contents, ending=Ending(beside, LATEST, replaced))
 
 
@@ -294,10 +297,9 @@ def _write_record(
         weights = fingerprinted(folder)
         place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
         rng.write_ranks(random_states, place / rng.FILE)
-        zero_tools.write_names(place, names)
+        write_names(place, names)
         if has_zero:
-            write_signs(place, record.world_size)
-            zero_tools.write_scripts(folder)
+            write_signs(folder, name)
         (place / FILE).write_text(replace(record, weights=weights).to_json(), encoding="utf-8")
         (folder / LATEST).write_text(name, encoding="utf-8")
     except (OSError, ReadError) as error:

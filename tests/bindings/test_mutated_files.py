@@ -1,7 +1,7 @@
 """What becomes of what is read beside a training if a release renames a function that we replace, or calls another.
 
-Models, code, tokenizers and processors from URLs; DeepSpeed's tools for its checkpoints; a process that
-``hf-zero-stream run`` has reached. Either there is an error, or all is as it would be otherwise; never anything else.
+Models, code, tokenizers and processors from URLs; a process that ``hf-zero-stream run`` has reached. Either there is
+an error, or all is as it would be otherwise; never anything else.
 """
 
 from __future__ import annotations
@@ -14,20 +14,15 @@ from typing import Any
 
 import pytest
 import tokenizers
-import torch
 import transformers
-from deepspeed.utils import zero_to_fp32
 
 import hf_zero_stream
 from hf_zero_stream.prefix import environment
 from hf_zero_stream.registry.rows import Moment
 from tests.bindings.test_mutated_trainings import Mutation, mutated, mutations
-from tests.state.test_zero_tools import differences, engine_free_model, save_by_both
-from tests.support.cluster import run_ranks
 from tests.support.commands import command_environment
 from tests.support.http_files import http_files
 from tests.support.remote_code import make_remote_checkpoint
-from tests.support.training_state import state_config
 from tests.support.zoo import make_checkpoint
 
 
@@ -131,43 +126,6 @@ def test_from_urls(address: str, expected: dict[str, Any], mutation: Mutation) -
     found = mutated(mutation, load_all, address)
     for name, what in dict.fromkeys(expected, found).items() if isinstance(found, str) else found.items():
         assert what == expected[name] or (isinstance(what, str) and "Error: " in what), (name, what)
-
-
-# ------------------------------------------------------------------------------------------------- DeepSpeed's tools
-
-
-@pytest.fixture(scope="module")
-def saved(cluster: None, zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of DeepSpeed's, "stock", and one of ours, "ours", of one training."""
-    folder = tmp_path_factory.mktemp("saved")
-    run_ranks(2, save_by_both, zoo_checkpoint("qwen3"), folder, state_config(3))
-    return folder
-
-
-def by_tools(checkpoint: Path, folder: Path, out: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The values that each of DeepSpeed's tools gives."""
-    with hf_zero_stream.streaming():
-        found = {"values": zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder))}
-        model = engine_free_model(checkpoint)
-        zero_to_fp32.load_state_dict_from_zero_checkpoint(model, str(folder))
-        found["model"] = model.state_dict()
-        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(folder), str(out))
-        found["file"] = torch.load(out / "pytorch_model.bin")
-    return found
-
-
-@pytest.mark.parametrize("name", ["ours", "stock"])
-@pytest.mark.parametrize("mutation", mutations(("deepspeed.utils.zero_to_fp32:",), Moment.BLOCK))
-def test_deepspeeds_tools(
-    saved: Path, zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation, name: str
-) -> None:
-    checkpoint = zoo_checkpoint("qwen3")
-    expected = by_tools(checkpoint, saved / "stock", tmp_path / "expected")
-    found = mutated(mutation, by_tools, checkpoint, saved / name, tmp_path / "found")
-    if isinstance(found, str):
-        assert name == "ours" and "Error: " in found, found
-    else:
-        assert {tool: differences(found[tool], expected[tool]) for tool in expected} == dict.fromkeys(expected, [])
 
 
 # -------------------------------------------------------------------------------------- a process that was reached

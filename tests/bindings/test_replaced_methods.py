@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 import hf_zero_stream
-from hf_zero_stream.pickled.deepspeed_names import entries_of_deepspeed
+from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed
 from tests import sampling
 from tests.saving.test_hooks import join_as_launched, prepared
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors

@@ -101,7 +101,7 @@ def test_doctor_finds_libraries_that_are_not_known(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("owner", "name", "status", "means"),
     [
-        ("deepspeed.utils.zero_to_fp32", "get_optim_files", "note", "DeepSpeed's tools: left to stock"),
+        ("accelerate.accelerator", "save_fsdp_model", "note", "training states of accelerate: left to stock"),
         ("transformers.core_model_loading", "dot_natural_key", "note", "loads are slower"),
         ("transformers.modeling_utils", "get_checkpoint_shard_files", PROBLEM, "ends in a VersionError"),
     ],

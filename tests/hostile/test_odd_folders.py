@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
 from hf_zero_stream.checkpoint.formats import check_files, read_map
-from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.sources.local import LocalFiles, ReadAhead
 from tests import sampling
@@ -30,6 +29,7 @@ from tests.hostile.test_loads import INDEX, change_index
 from tests.support.cluster import run_ranks
 from tests.support.loading import Messages
 from tests.support.parity import ds_config, unequal
+from tests.support.training_state import values_in
 
 
 Change = Callable[[Path], Any]
@@ -315,19 +315,13 @@ def test_the_copy_that_the_index_names(zoo_checkpoint: Callable[..., Path], tmp_
     found = run_json("verify", str(folder), code=1)
     assert [(fault["kind"], fault["file"]) for fault in found["faults"]] == [("duplicate", shards(folder)[1].name)]
     assert "two shards" in run("inspect", str(folder), "--no-model").stdout
-    convert(folder, tmp_path / "copy", progress=False)
-    assert torch.equal(
-        load_file(tmp_path / "copy" / "model.safetensors")[name], load_file(shards(folder)[named])[name]
-    )
+    assert torch.equal(values_in(folder)[name], load_file(shards(folder)[named])[name])
 
 
-def test_a_copy_does_not_lose_what_is_promised(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """`convert` knows no model that could say whether it is wanted; `inspect` and `verify` name it, `plan` asks."""
+def test_what_is_promised_in_vain_is_named(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """`inspect` and `verify` name it, `plan` asks the model whether it is wanted."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     promise_in_vain(folder)
-    with pytest.raises(CheckpointError, match="old_head"):
-        convert(folder, tmp_path / "copy", progress=False)
-    assert not list((tmp_path / "copy").glob("**/*"))
     assert run_json("inspect", str(folder), "--no-model")["promised_in_vain"] == ["old_head"]
     assert [fault["kind"] for fault in run_json("verify", str(folder), code=1)["faults"]] == ["missing"]
     assert hf_zero_stream.plan(str(folder), world_size=2).load.cost.bytes_needed
@@ -346,8 +340,6 @@ def test_links_are_used_like_files(zoo_checkpoint: Callable[..., Path], tmp_path
     assert found["sound"] and all(shard.name in found["notes"][0] for shard in shards(folder))
     assert run_json("inspect", str(folder), "--no-model")["shards"][0]["file"] == shards(folder)[0].name
     assert hf_zero_stream.plan(str(folder), world_size=2).load.cost.bytes_needed
-    convert(folder, tmp_path / "copy", progress=False)
-    assert not any(path.is_symlink() for path in (tmp_path / "copy").iterdir())
 
 
 def test_saving_replaces_links(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -252,10 +252,11 @@ def test_merged_in_one_process(formats: Any, tmp_path: Path, name: str) -> None:
         assert different(saved, tmp_path / "expected") == [], saved.name
 
 
+@pytest.mark.plugin("pickled")
 def test_saved_is_planned_and_converted(formats: Any, tmp_path: Path) -> None:
     """What is saved is a plain checkpoint to everything else of ours, too."""
     import hf_zero_stream
-    from hf_zero_stream.convert import convert
+    from hf_zero_stream.plugins.pickled.convert import convert
 
     folder = formats(SAMPLE[0])[SAMPLE[0]]
     with streaming():

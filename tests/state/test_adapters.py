@@ -92,8 +92,12 @@ def test_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> 
         assert resumed == continued
     source = tmp_path / "ours"
     names = {path.name for path in source.iterdir()}
-    scripts = {"zero_to_fp32.py", "zero_to_torch.py"}
-    assert names == {"adapter_config.json", "adapter_model.safetensors", "latest", "global_step3", *scripts}
+    assert names - {"zero_to_fp32.py"} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "latest",
+        "global_step3",
+    }
     for world_size, stage in ((3, 3), (1, 2)):
         again = tmp_path / f"by {world_size}"
         run_ranks(world_size, resume_and_save, folder, source, stage, again)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.pickled.deepspeed_names import entries_of_deepspeed
+from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 

@@ -14,9 +14,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 
 import hf_zero_stream
-from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError
-from hf_zero_stream.pickled.zero_folder import read_zero_folder
 from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.state import entries
 from hf_zero_stream.state import load as loading
@@ -113,8 +111,12 @@ def resume_from_deepspeeds(folder: Path, source: Path, config: dict[str, Any]) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
+@pytest.mark.plugin("pickled")
 def test_deepspeeds_own_folder_with_swap_files(cluster: None, tmp_path: Path) -> None:
     """Values and moments are read from the copies of the swap files; DeepSpeed itself forgets the moments."""
+    from hf_zero_stream.plugins.pickled.convert import convert
+    from hf_zero_stream.plugins.pickled.zero_folder import read_zero_folder
+
     folder = make_moe_checkpoint(tmp_path / "moe", 4e6, num_layers=2, num_experts=8)
     config = nvme_config(tmp_path / "swap", parameters=False, sub_group_size=300_000)
     continued = run_ranks(2, train_and_save, folder, tmp_path, [config], [all_in_one_group])[0][0]

@@ -15,9 +15,9 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed, world_size_of
 from hf_zero_stream.checkpoint.formats import UNFINISHED
 from hf_zero_stream.errors import CheckpointError, ConfigError
-from hf_zero_stream.pickled.deepspeed_names import entries_of_deepspeed, world_size_of
 from hf_zero_stream.state.callers import state_in
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config

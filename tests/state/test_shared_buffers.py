@@ -12,8 +12,8 @@ import transformers
 from torch import nn
 
 import hf_zero_stream
-from hf_zero_stream.state.zero_to_fp32 import state_dict_of
 from tests.state.test_changed import train_here
+from tests.support.training_state import values_in
 
 
 Checkpoint = Callable[..., Path]
@@ -61,6 +61,6 @@ def test_shared_buffers(zoo_checkpoint: Checkpoint, tmp_path: Path, strict: bool
     hf_zero_stream.load_state(model, tmp_path / "state", optimizer=optimizer, strict=strict)
     assert layers[0].scale == layers[1].scale == 3 and layers[0].offset == layers[1].offset == 3.5
     assert train_here(model, optimizer, (2, 3)) == continued
-    found = state_dict_of(str(tmp_path / "state" / "global_step2"))
+    found = values_in(tmp_path / "state" / "global_step2")
     assert found.keys() == expected.keys()
     assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []

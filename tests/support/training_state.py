@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 import torch
 import transformers
 
+from hf_zero_stream import StreamingConfig
+from hf_zero_stream.checkpoint.contents import contents_of
+from hf_zero_stream.engine.opened import OpenCheckpoint
+from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.parity import ds_config
 from tests.support.zoo import VOCAB
 
@@ -223,3 +228,12 @@ def accelerated_steps(accelerator: Any, model: Any, optimizer: Any, numbers: Ite
             optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def values_in(place: Path) -> dict[str, torch.Tensor]:
+    """The values that `place` holds by our map of it, in fp32: the folder of a state, for instance."""
+    found = contents_of(place)
+    with closing(OpenCheckpoint(StreamingConfig(progress=False), Coordinator(0, 1, alone=True))) as checkpoint:
+        checkpoint.add(found.shards)
+        values = {name: checkpoint.materialise(view) for name, view in found.views.items()}
+    return {name: value.float() if value.is_floating_point() else value for name, value in values.items()}

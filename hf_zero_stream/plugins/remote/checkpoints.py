@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import safetensors
-from ...checkpoint.formats import INDEX, OF_VALUES, SINGLE, map_of, read_index_file
+from ...checkpoint.formats import INDEX, SINGLE, holds_values, map_of, read_index_file
 from ...checkpoint.map import CheckpointMap
 from ...checkpoint.soundness import Soundness, check_tensors, read_weight_map
 from ...errors import CheckpointError, ReadError, UrlError
@@ -52,7 +52,7 @@ def asked_at_once(url: str, names: Sequence[str]) -> Iterator[None]:
     """Inside, files with these `names` are asked for at once, and each file once."""
     with answers_once() as answers:
         places = [joined(url, name) for name in names]
-        small = [place for place in places if not place.endswith(OF_VALUES)]
+        small = [place for place in places if not holds_values(place)]
         scope.resource(SmallFiles).ask_ahead(small, set(places) - set(small), answers)
         yield
 

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from ...checkpoint.formats import OF_VALUES
+from ...checkpoint.formats import holds_values
 from ...checkpoint.urls import UrlCheckpoints, checkpoints_at
 from ...errors import ReadError, UnsupportedError
 from ...seams.session import Original, Session
@@ -57,7 +57,7 @@ def cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args
         try:
             if name.endswith(".gguf"):
                 raise UnsupportedError(f"{place}: GGUF files are not read from URLs. Download it.")
-            if not name.endswith(OF_VALUES):
+            if not holds_values(name):
                 found.append(str(files.fetch(place)))
                 if name == _ADAPTER:
                     raise UnsupportedError(f"{place}: adapters are not loaded from URLs. Download the adapter.")

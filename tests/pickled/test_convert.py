@@ -14,10 +14,11 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_zero_stream import convert as converting
-from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
+from hf_zero_stream.plugins.pickled import convert as converting
+from hf_zero_stream.plugins.pickled.convert import convert
 from tests.cli.test_cli import run, run_json
+from tests.hostile.test_odd_folders import link_all, promise_in_vain
 from tests.support.saving import contents, different, save_stock
 
 
@@ -204,3 +205,19 @@ def test_command(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     assert found["files"] == ["model.safetensors"] and found["bytes_written"] == 2 * found["bytes_read"]
     words[4] = "int7"
     assert "int7" in run(*words, code=2).stderr
+
+
+def test_a_copy_does_not_lose_what_is_promised(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """No model is known here that could say whether it is wanted."""
+    folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
+    promise_in_vain(folder)
+    with pytest.raises(CheckpointError, match="old_head"):
+        convert(folder, tmp_path / "copy", progress=False)
+    assert not list((tmp_path / "copy").glob("**/*"))
+
+
+def test_the_copy_of_links_has_none(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
+    link_all(folder)
+    convert(folder, tmp_path / "copy", progress=False)
+    assert not any(path.is_symlink() for path in (tmp_path / "copy").iterdir())

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..reports.text import bytes_text, count_text
-from . import frame
+from ...cli import frame
+from ...reports.text import bytes_text, count_text
 
 
 EXAMPLE = "hf-zero-stream convert ./checkpoint ./bf16 --dtype bfloat16 --max-shard-size 5GB"
@@ -49,11 +49,11 @@ def run(
     complete. The --layout "hub" has one tensor per expert, as save_pretrained writes them; "model" has the tensors of
     the model.
     """
-    from ..engine.places import cached_folder
-    from .models import transformers_errors
+    from ...cli.models import transformers_errors
+    from ...engine.places import cached_folder
 
     with frame.quiet(), nullcontext() if layout == "same" else transformers_errors(path):
-        from ..convert import convert
+        from .convert import convert
 
         done = convert(
             cached_folder(path, None),

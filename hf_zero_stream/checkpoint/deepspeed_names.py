@@ -1,9 +1,6 @@
-"""The files of DeepSpeed in a folder, by their names; and signs, which are files of such names.
+"""The files of DeepSpeed in a folder, by their names; and signs, which are files of ours with such names.
 
-DeepSpeed looks for its own names, and in a folder of ours, where there are none, an ``assert`` without a text fails.
-So a sign has such a name, and tells whoever meets it. It is a pickle that asks for one name of a module; the module's
-name is a sentence. So ``torch.load`` raises an error with that sentence, and runs nothing. That needs no
-hf_zero_stream.
+A plug-in writes signs beside training states, for those who meet these with DeepSpeed's own tools.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ import re
 from pathlib import Path
 
 from ..errors import ReadError
+from .formats import has_weights
 
 
 ZERO_2_MODEL = "mp_rank_00_model_states.pt"
@@ -25,34 +23,16 @@ _OF_DEEPSPEED = re.compile(r".*_(model|optim)_states\.pt")
 SWAPPED = "offloaded_tensors"
 """The folder in which DeepSpeed puts copies of the optimizer's swap files (NVMe)."""
 
-_OF_ALL = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-_OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
-"""At stage 3 each rank opens a file of its own."""
-
-_AT_LEAST = 8
-"""As many ranks as a host has, more or less, find a sign also where fewer have saved."""
-
-_BEGINNING = b"chf_zero_stream training state"
-_SIGN = (
-    _BEGINNING
-    + b", which DeepSpeed cannot load: go on inside hf_zero_stream's streaming(), at any number of ranks and any ZeRO "
-    + b"stage, without ds_to_universal; its fp32 values: the script zero_to_fp32, or hf-zero-stream convert\nsign\n."
-)
-"""Protocol 0 of pickle: "c", a module, its attribute, and the end. No full stop: it would part packages' names."""
-
-
-def write_signs(folder: Path, world_size: int) -> None:
-    """Put signs into `folder` for that many ranks, which have saved there."""
-    for name in (*_OF_ALL, *(_OF_RANK.format(rank) for rank in range(max(world_size, _AT_LEAST)))):
-        (folder / name).write_bytes(_SIGN)
+SIGN = b"chf_zero_stream training state"
+"""How a sign begins; no file of DeepSpeed's does."""
 
 
 def is_sign(path: str | os.PathLike[str]) -> bool:
-    """Whether the file at `path` has been written by :func:`write_signs`, and not over by DeepSpeed."""
+    """Whether the file at `path` is a sign, and DeepSpeed has not written over it."""
     if not os.fspath(path).endswith("_states.pt") or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        return file.read(len(_BEGINNING)) == _BEGINNING
+        return file.read(len(SIGN)) == SIGN
 
 
 def remove_signs(folder: Path) -> None:
@@ -87,3 +67,15 @@ def names_in(folder: str | os.PathLike[str]) -> list[str]:
         return []
     except OSError as error:
         raise ReadError(f"{os.fspath(folder)}: cannot list the folder: {error.strerror or error}.") from error
+
+
+def zero_folder_of(path: Path) -> Path | None:
+    """The folder of the ZeRO checkpoint in `path`, or `path` itself; None if it is or holds another kind."""
+    if not path.is_dir() or has_weights(path):
+        return None
+    if world_size_of(path):
+        return path
+    latest = path / "latest"
+    name = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    is_name = bool(name) and Path(name).name == name and "\0" not in name
+    return path / name if is_name and world_size_of(path / name) else None

@@ -14,16 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint.format import DTYPES, NotAMap, Shard, ShardHeader, dtype_name, excerpt, parse_object
-from ..checkpoint.formats import fault_of_name
-from ..checkpoint.map import CheckpointMap
-from ..checkpoint.nodes import HostTensor, View
-from ..errors import CheckpointError, UnsupportedError
-from ..sources.base import ByteSource, ReadableFile, naming_file
+from ...checkpoint.format import DTYPES, NotAMap, Shard, ShardHeader, dtype_name, excerpt, parse_object
+from ...checkpoint.formats import fault_of_name, read_map
+from ...checkpoint.map import CheckpointMap
+from ...checkpoint.nodes import HostTensor, View
+from ...errors import CheckpointError, UnsupportedError
+from ...sources.base import ByteSource, ReadableFile, naming_file
 from .pickles import MOST_BYTES, read_pickle
 from .torch_files import read_single, view_of_field
 from .torch_metadata import OPCODES, Box, Item, Metadata, Stored, metadata_of
@@ -39,7 +40,7 @@ _MOST_CUTS = 64
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """What the ``.metadata`` at `path` says, and where elements lie; see :class:`..checkpoint.formats.Format`.
+    """What the ``.metadata`` at `path` says, and where elements lie; see :class:`...checkpoint.formats.Format`.
 
     Raises:
         ReadError: a file is missing or cannot be read.
@@ -74,8 +75,13 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
     return ShardHeader(0, text)  # ranks compare what it says, and not how long the pickle is
 
 
+def map_of_file(path: Path) -> CheckpointMap:
+    """What the ``.metadata`` at `path` of this host describes; raises as :func:`read_header`."""
+    return read_map([path])
+
+
 def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
-    """See :meth:`..checkpoint.formats.Format.parse_header`.
+    """See :meth:`...checkpoint.formats.Format.parse_header`.
 
     Raises:
         CheckpointError: the chunks of a tensor overlap, or leave holes.
@@ -105,7 +111,7 @@ def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
     if skipped := found["skipped"]:
         some = ", ".join(map(excerpt, skipped[:8]))
         notes = (f"Left out, since they are no tensors of the model: {some} ({len(skipped)} in all).",)
-    return CheckpointMap(shards, views, notes, format="torch.distributed.checkpoint")
+    return CheckpointMap(shards, views, notes, format="torch.distributed.checkpoint", has_names_of_model=True)
 
 
 def _names(path: str, metadata: Metadata) -> tuple[dict[str, str], list[str]]:

@@ -1,44 +1,43 @@
 """What a folder holds: its tensors as views of byte ranges of its files, whatever the format.
 
-To add a format of folders, write a module that gives the :class:`..checkpoint.map.CheckpointMap` of one, and a row
-here. To add one of files, see :mod:`..checkpoint.formats`.
+Plug-ins bring formats of folders and of files; this package's own are safetensors, and a training state.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from ..checkpoint.format import NotAMap
-from ..checkpoint.formats import distributed_file, read_map, row_of
-from ..checkpoint.map import CheckpointMap
-from ..checkpoint.soundness import Soundness, check_soundness, shards_of
-from ..checkpoint.state_folder import is_state, read_state
 from ..errors import CheckpointError, ReadError, UnsupportedError
-from .zero_folder import map_of_zero, zero_folder_of
+from ..registry.formats import FileFormat, FolderFormat
+from ..registry.plugins import missing, plugins, resolved
+from .deepspeed_names import zero_folder_of
+from .format import NotAMap
+from .formats import distributed_file, format_of_file, read_map
+from .map import CheckpointMap
+from .soundness import Soundness, check_soundness, shards_of
 
 
-class Row(NamedTuple):
-    """A format of folders: its name; the place that :attr:`read` takes, if a folder is of this format; its reader."""
-
-    name: str
-    find: Callable[[Path], Path | None]
-    read: Callable[[Path], CheckpointMap]
-
-
-FOLDERS = (
-    Row("ZeRO", zero_folder_of, map_of_zero),
-    Row("training state", lambda path: path if is_state(path) else None, read_state),
-    Row("torch.distributed.checkpoint", distributed_file, lambda path: read_map([path])),
+_STATE = FolderFormat(
+    "training state", ".checkpoint.state_folder:state_folder_of", ".checkpoint.state_folder:read_state"
 )
-"""What goes first; what is none of these has files that transformers loads."""
 
 
-def _found(path: str | os.PathLike[str]) -> tuple[Row, Path] | None:
-    places = ((row, row.find(Path(path))) for row in FOLDERS)
-    return next(((row, place) for row, place in places if place is not None), None)
+def _folders() -> Iterator[FolderFormat]:
+    """What goes first; what is none of these has files that transformers loads."""
+    yield from (row for plugin in plugins() for row in plugin.folders)
+    yield _STATE
+
+
+def _found(path: str | os.PathLike[str]) -> tuple[FolderFormat, Path] | None:
+    path = Path(path)
+    for row in _folders():
+        if (place := resolved(row.find)(path)) is not None:
+            return row, place
+    if zero_folder_of(path) or distributed_file(path):
+        raise missing("pickled", os.fspath(path))
+    return None
 
 
 def contents_of(path: str | os.PathLike[str]) -> CheckpointMap:
@@ -52,10 +51,12 @@ def contents_of(path: str | os.PathLike[str]) -> CheckpointMap:
         ReadError: a file is missing or cannot be read.
         CheckpointError: the checkpoint is not sound.
         UnsupportedError: its tensors are no ranges of bytes.
+        MissingPluginError: the plug-in of ours that reads it is not there.
     """
     if (found := _found(path)) is not None:
         row, place = found
-        return row.read(place)
+        found_map: CheckpointMap = resolved(row.read)(place)
+        return found_map
     try:
         return read_map(*shards_of(path))
     except NotAMap as reason:
@@ -65,18 +66,19 @@ def contents_of(path: str | os.PathLike[str]) -> CheckpointMap:
         ) from reason
 
 
-def format_of(path: str | os.PathLike[str]) -> str:
-    """The :attr:`..checkpoint.map.CheckpointMap.format` of a checkpoint, by the names of its files.
+def format_of(path: str | os.PathLike[str]) -> FileFormat | FolderFormat:
+    """The format of a checkpoint, by the names of its files.
 
     Raises:
         CheckpointError: a folder holds none, or its index is not sound.
+        MissingPluginError: the plug-in of ours that reads it is not there.
     """
     found = _found(path)
-    return row_of(shards_of(path)[0][0]).name if found is None else found[0].name
+    return format_of_file(shards_of(path)[0][0]) if found is None else found[0]
 
 
 def soundness_of(path: str | os.PathLike[str]) -> Soundness:
-    """As :func:`..checkpoint.soundness.check_soundness`, whatever the format.
+    """As :func:`.soundness.check_soundness`, whatever the format.
 
     In a ZeRO or distributed checkpoint, or a training state, it finds only the first fault, because no file says what
     is in another.

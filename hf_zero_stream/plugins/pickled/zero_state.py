@@ -1,46 +1,68 @@
 """Goes on from a ZeRO checkpoint that DeepSpeed wrote, at any number of ranks and any stage, as from a state of ours.
 
-The folder is a map of bytes (:mod:`..pickled.zero_folder`): nothing in it is converted, and no pickle is run.
+The folder is a map of bytes (:mod:`.zero_folder`): nothing in it is converted, and no pickle is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
 
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import View
-from ..destinations.skeleton import StandIn
-from ..engine.load import Load
-from ..errors import ConfigError, UnsupportedError
-from ..holdings.marks import is_adapted
-from ..holdings.own_names import named_buffers, named_parameters
-from ..holdings.slots import MASTER
-from ..holdings.training import Training
-from ..loading.into import place_into
-from ..pickled.zero_folder import FP32, ZeroFolder, ZeroGroup
-from ..ranks.coordinator import Coordinator
-from ..seams.session import LazyModel
-from .base import quantised_names
-from .groups import ADAMS
-from .module_entries import keeps_packing
-from .record import GroupRecord, StateRecord
-from .schedules import class_of
-from .values import load_states
+from ...checkpoint.lazy import LazyTensor
+from ...checkpoint.nodes import View
+from ...destinations.skeleton import StandIn
+from ...engine.load import Load
+from ...errors import ConfigError, UnsupportedError
+from ...holdings.marks import is_adapted
+from ...holdings.own_names import named_buffers, named_parameters
+from ...holdings.slots import MASTER
+from ...holdings.training import Training
+from ...loading.into import place_into
+from ...ranks.coordinator import Coordinator
+from ...seams.session import LazyModel
+from ...sources.local import LocalFiles
+from ...state.base import quantised_names
+from ...state.groups import ADAMS
+from ...state.module_entries import keeps_packing
+from ...state.record import CLIENT, GroupRecord, StateRecord
+from ...state.schedules import class_of
+from ...state.values import load_states
+from .zero_folder import FP32, ZeroFolder, ZeroGroup, read_zero_folder
 
 
 logger = logging.get_logger(__name__)
 
-CLIENT = "client_state"
-"""Where a record's `data` has what the user gave to ``engine.save_checkpoint``."""
-
 _OF_ADAM = {"exp_avg", "exp_avg_sq"}
 
 
-def record_of(zero: ZeroFolder, training: Training, with_scheduler: bool = True) -> StateRecord:
+@dataclass(frozen=True)
+class ZeroState:
+    """A ZeRO checkpoint, as a :class:`...state.foreign.ForeignState`."""
+
+    zero: ZeroFolder
+    writer: str = "DeepSpeed"
+
+    def renamed(self, rename: Callable[[str], str]) -> ZeroState:
+        return replace(self, zero=self.zero.renamed(rename))
+
+    def record_for(self, training: Training, with_scheduler: bool) -> StateRecord:
+        return _record_of(self.zero, training, with_scheduler)
+
+    def load(self, training: Training, coordinator: Coordinator) -> None:
+        _load(training, self.zero, coordinator)
+
+
+def read_state(folder: Path) -> ZeroState:
+    """The checkpoint in the folder of a tag; raises as :func:`.zero_folder.read_zero_folder`."""
+    return ZeroState(read_zero_folder(LocalFiles(), folder))
+
+
+def _record_of(zero: ZeroFolder, training: Training, with_scheduler: bool) -> StateRecord:
     """What a state of ours would have recorded; DeepSpeed names neither the optimizer's class nor the scheduler's.
 
     Raises:
@@ -123,7 +145,7 @@ def _scheduler_record(zero: ZeroFolder, training: Training) -> Mapping[str, Any]
     return {"class": class_of(training.scheduler), "state": zero.scheduler}
 
 
-def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) -> None:
+def _load(training: Training, zero: ZeroFolder, coordinator: Coordinator) -> None:
     """Read weights, masters, what is not trained, and moments; each rank the bytes of its own shards (all ranks)."""
     if coordinator.is_main:
         _say_what_is_not_there(training, zero)

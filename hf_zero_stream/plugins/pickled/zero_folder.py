@@ -16,14 +16,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..checkpoint.format import Shard, TensorEntry, excerpt
-from ..checkpoint.formats import has_weights
-from ..checkpoint.map import CheckpointMap, view_of
-from ..checkpoint.nodes import View, row_major_strides
-from ..errors import CheckpointError, UnsupportedError
-from ..sources.base import ByteSource, naming_file
-from ..sources.local import LocalFiles
-from .deepspeed_names import OPTIMIZER, SWAPPED, ZERO_2_MODEL, names_in, world_size_of
+from ...checkpoint.deepspeed_names import OPTIMIZER, SWAPPED, ZERO_2_MODEL, names_in
+from ...checkpoint.format import Shard, TensorEntry, excerpt
+from ...checkpoint.map import CheckpointMap, view_of
+from ...checkpoint.nodes import View, row_major_strides
+from ...errors import CheckpointError, UnsupportedError
+from ...sources.base import ByteSource, naming_file
+from ...sources.local import LocalFiles
 from .zero_layout import FP32, Pieces, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
 from .zero_model_files import ModelFile, read_model_file
 from .zero_optimizer_files import Flat, Group, OptimizerFile, read_optimizer_file
@@ -142,23 +141,6 @@ def _joined(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> View:
     return View(whole.node, shape, row_major_strides(shape))
 
 
-def is_zero_folder(folder: str | os.PathLike[str]) -> bool:
-    """Whether there is a file of an optimizer's states in it, of any rank."""
-    return world_size_of(folder) > 0
-
-
-def zero_folder_of(path: Path) -> Path | None:
-    """The folder of the ZeRO checkpoint in `path`, or `path` itself; None if it is or holds another kind."""
-    if not path.is_dir() or has_weights(path):
-        return None
-    if is_zero_folder(path):
-        return path
-    latest = path / "latest"
-    name = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
-    is_name = bool(name) and Path(name).name == name and "\0" not in name
-    return path / name if is_name and is_zero_folder(path / name) else None
-
-
 def map_of_zero(folder: Path) -> CheckpointMap:
     """The fp32 values of what is trained in the folder of a tag, and the rest; raises as :func:`read_zero_folder`."""
     zero = read_zero_folder(LocalFiles(), folder)
@@ -175,7 +157,7 @@ def map_of_zero(folder: Path) -> CheckpointMap:
         )
     views = {**zero.buffers(), **zero.frozen(), **zero.views()}
     views |= {alias: views[name] for alias, name in zero.shared.items()}
-    return CheckpointMap(zero.shards, views, format="ZeRO")
+    return CheckpointMap(zero.shards, views, format="ZeRO", is_of_training=True)
 
 
 def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> ZeroFolder:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint.format import DTYPES, MAX_DIMENSIONS, are_sizes, excerpt
-from ..errors import CheckpointError, UnsupportedError
+from ...checkpoint.format import DTYPES, MAX_DIMENSIONS, are_sizes, excerpt
+from ...errors import CheckpointError, UnsupportedError
 from .pickles import Call, Global, Pickle, kind_of
 
 

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..checkpoint.format import TensorEntry, excerpt
-from ..errors import CheckpointError, UnsupportedError
-from ..sources.base import ByteSource
+from ...checkpoint.format import TensorEntry, excerpt
+from ...errors import CheckpointError, UnsupportedError
+from ...sources.base import ByteSource
 from .torch_objects import NotPlain, TorchObjects
 
 

@@ -19,11 +19,11 @@ import transformers
 from hf_zero_stream.checkpoint.format import NotAMap
 from hf_zero_stream.checkpoint.formats import map_of
 from hf_zero_stream.errors import CheckpointError, UnsupportedError
-from hf_zero_stream.pickled import pickles
-from hf_zero_stream.pickled.pickles import read_pickle
-from hf_zero_stream.pickled.torch_files import read_header, why_not
-from hf_zero_stream.pickled.torch_metadata import metadata_of
-from hf_zero_stream.pickled.zero_model_files import read_model_file
+from hf_zero_stream.plugins.pickled import pickles
+from hf_zero_stream.plugins.pickled.pickles import read_pickle
+from hf_zero_stream.plugins.pickled.torch_files import read_header, why_not
+from hf_zero_stream.plugins.pickled.torch_metadata import metadata_of
+from hf_zero_stream.plugins.pickled.zero_model_files import read_model_file
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.parity import load_and_compare

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint.format import TensorEntry, excerpt
-from ..errors import UnsupportedError
-from ..sources.base import ByteSource
+from ...checkpoint.format import TensorEntry, excerpt
+from ...errors import UnsupportedError
+from ...sources.base import ByteSource
 from .pickles import kind_of
 from .torch_objects import NotPlain, TorchObjects
 from .zero_optimizer_files import BY_DEEPSPEED

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.format import DTYPES, MAX_DIMENSIONS, NotAMap, TensorEntry, are_sizes, excerpt
-from ..errors import CheckpointError
-from ..sources.base import ReadableFile
+from ...checkpoint.format import DTYPES, MAX_DIMENSIONS, NotAMap, TensorEntry, are_sizes, excerpt
+from ...errors import CheckpointError
+from ...sources.base import ReadableFile
 from .pickles import Call, Global, kind_of
 from .torch_files import describe, field_of
 

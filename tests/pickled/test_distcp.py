@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from hf_zero_stream.convert import convert
+from hf_zero_stream.checkpoint.contents import contents_of
 from hf_zero_stream.errors import CheckpointError, ReadError, UnsupportedError
-from hf_zero_stream.pickled.contents import contents_of
+from hf_zero_stream.plugins.pickled.convert import convert
 from tests.sharded.test_load_into_sharded import build
 from tests.support.cluster import run_ranks
 from tests.support.hosts import move_to_host
@@ -291,7 +291,7 @@ def test_unsound_folders(
 
 
 def test_no_pickle_is_run(saved: Path, tmp_path: Path) -> None:
-    from tests.ports.test_torch_files import Executes
+    from tests.pickled.test_torch_files import Executes
 
     folder, trace = tmp_path / "three", tmp_path / "trace"
     shutil.copytree(saved / "three", folder)

@@ -19,27 +19,27 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from .checkpoint.format import parse_object
-from .checkpoint.formats import INDEX, OF_VALUES, SINGLE
-from .checkpoint.lazy import LazyTensor
-from .checkpoint.map import CheckpointMap
-from .checkpoint.nodes import Copy, FileTensor, View
-from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
-from .checkpoint.state_folder import is_state
-from .destinations.base import Batch, Item
-from .engine.opened import OpenCheckpoint
-from .engine.reader import Reader
-from .errors import ConfigError, UnsupportedError
-from .pickled.contents import contents_of
-from .pickled.zero_folder import zero_folder_of
-from .planning.plan import Target
-from .ranks.coordinator import Coordinator
-from .reports.load import PHASES
-from .reports.measures import AnonymousMemory, PhaseClock
-from .saving.files import Publication, ShardWriter, reserve
-from .saving.plan import in_dtype
-from .seams.saving import lay_out_pretrained, note_dtype, reverse_all_conversions
-from .settings.config import StreamingConfig
+from ...checkpoint.contents import contents_of
+from ...checkpoint.deepspeed_names import zero_folder_of
+from ...checkpoint.format import parse_object
+from ...checkpoint.formats import INDEX, SINGLE, holds_values
+from ...checkpoint.lazy import LazyTensor
+from ...checkpoint.map import CheckpointMap
+from ...checkpoint.nodes import Copy, FileTensor, View
+from ...checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
+from ...checkpoint.state_folder import state_folder_of
+from ...destinations.base import Batch, Item
+from ...engine.opened import OpenCheckpoint
+from ...engine.reader import Reader
+from ...errors import ConfigError, UnsupportedError
+from ...planning.plan import Target
+from ...ranks.coordinator import Coordinator
+from ...reports.load import PHASES
+from ...reports.measures import AnonymousMemory, PhaseClock
+from ...saving.files import Publication, ShardWriter, reserve
+from ...saving.plan import in_dtype
+from ...seams.saving import lay_out_pretrained, note_dtype, reverse_all_conversions
+from ...settings.config import StreamingConfig
 
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 64 * 2**20
 CONFIG = "config.json"
 _OF_TRAINING = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
-_NOT_COPIED = (*OF_VALUES, ".gguf", ".h5", ".msgpack", ".index.json")
+_NOT_COPIED = (".gguf", ".h5", ".msgpack", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def convert(
 def _beside(source: Path) -> Path:
     """Where config, tokenizer and so on of a checkpoint are: around the folder of a tag, if it has none itself."""
     is_around = (
-        (zero_folder_of(source) == source or is_state(source))
+        (zero_folder_of(source) == source or state_folder_of(source))
         and not (source / CONFIG).exists()
         and (source.absolute().parent / CONFIG).exists()
     )
@@ -168,6 +168,7 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
     """Copy config, tokenizer, code, licence: everything but weights."""
     for path in sorted(source.iterdir()) if source.is_dir() else ():
         is_left = path.name.startswith(".") or path.name.endswith(_NOT_COPIED) or path.name in _OF_TRAINING
+        is_left = is_left or holds_values(path.name)
         if path.is_file() and not is_left:
             shutil.copyfile(path, folder / path.name)
     if dtype is not None and (folder / CONFIG).exists():
@@ -202,7 +203,7 @@ _Made = tuple[Any, dict[str, torch.Tensor], Mapping[str, torch.Tensor]]
 
 def _of_checkpoint(source: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool) -> _Made:
     """The model that ``from_pretrained`` would make."""
-    from .loading.dry_load import lazily_loaded, load_of_layouts
+    from ...loading.dry_load import lazily_loaded, load_of_layouts
 
     with closing(load_of_layouts(StreamingConfig())) as load:
         model, missing, tied = lazily_loaded(str(source), load, trust_remote_code=trust_code, local_files_only=True)
@@ -221,7 +222,7 @@ def _of_checkpoint(source: Path, contents: CheckpointMap, checkpoint: OpenCheckp
 
 def _of_config(beside: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool) -> _Made:
     """The model that the config describes, with the values of `contents`."""
-    from .loading.from_config import described_model, fitting
+    from ...loading.from_config import described_model, fitting
 
     if not (beside / CONFIG).exists():
         raise ConfigError(f"{beside / CONFIG}: layout: a config is needed for another layout. Pass config=FOLDER.")

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.format import (
+from ...checkpoint.format import (
     MAX_DIMENSIONS,
     NotAMap,
     Shard,
@@ -31,11 +31,11 @@ from ..checkpoint.format import (
     excerpt,
     parse_object,
 )
-from ..checkpoint.map import CheckpointMap, view_of
-from ..checkpoint.nodes import View, row_major_strides
-from ..checkpoint.safetensors import parse_entry
-from ..errors import CheckpointError
-from ..sources.base import ByteSource, ReadableFile, naming_file
+from ...checkpoint.map import CheckpointMap, view_of
+from ...checkpoint.nodes import View, row_major_strides
+from ...checkpoint.safetensors import parse_entry
+from ...errors import CheckpointError
+from ...sources.base import ByteSource, ReadableFile, naming_file
 from .pickles import Call, Global, Persistent, Pickle, kind_of, read_pickle
 from .torch_zip import MOST_READ, OPCODES, SIGNATURE, Storage, read_zip
 
@@ -63,7 +63,7 @@ _KNOWN = {_REBUILD, _REBUILD_PARAMETER, _ORDERED, *(Global("torch", name) for na
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """See :meth:`..checkpoint.formats.Format.read_header`; raises :class:`NotAMap` too."""
+    """See :meth:`...checkpoint.formats.Format.read_header`; raises :class:`NotAMap` too."""
     try:
         with naming_file(path, "what torch.save wrote"), source.open_file(path) as file:
             tensors = _tensors(file, path)
@@ -83,7 +83,7 @@ def why_not(source: ByteSource, paths: Sequence[str]) -> str:
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
-    """See :meth:`..checkpoint.formats.Format.parse_header`; tensors may share bytes."""
+    """See :meth:`...checkpoint.formats.Format.parse_header`; tensors may share bytes."""
     fields = parse_object(header.text, f"{path}: header")
     views = {name: view_of_field(path, number, name, field, header.size_bytes) for name, field in fields.items()}
     return CheckpointMap((Shard(path, header.size_bytes, {}, tag=header.tag),), views, format="torch.save")

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream import convert as converting
 from hf_zero_stream.cli import app
-from hf_zero_stream.convert import convert
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError
-from hf_zero_stream.pickled.zero_folder import ZeroFolder, read_zero_folder
+from hf_zero_stream.plugins.pickled import convert as converting
+from hf_zero_stream.plugins.pickled.convert import convert
+from hf_zero_stream.plugins.pickled.zero_folder import ZeroFolder, read_zero_folder
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.local import LocalFiles
 from tests.cli.test_cli import run, run_json

@@ -1,1 +1,0 @@
-"""Checkpoints that a pickle describes: ``torch.save``, torch.distributed.checkpoint, DeepSpeed's ZeRO. None is run."""

@@ -1,0 +1,35 @@
+"""Checkpoints that a pickle describes: ``torch.save``, torch.distributed.checkpoint, DeepSpeed's ZeRO. None is run.
+
+And ``hf-zero-stream convert``, which makes safetensors of all formats.
+"""
+
+from __future__ import annotations
+
+from ...registry.formats import METADATA, OF_TORCH, FileFormat, FolderFormat
+from ...registry.plugins import Plugin
+
+
+PLUGIN = Plugin(
+    "pickled",
+    commands={"convert": f"{__name__}.command"},
+    files=[
+        FileFormat("torch.save", OF_TORCH, f"{__name__}.torch_files", is_always_map=False),
+        FileFormat("torch.distributed.checkpoint", (f"/{METADATA}",), f"{__name__}.distcp", holds_values=False),
+    ],
+    folders=[
+        FolderFormat(
+            "ZeRO",
+            ".checkpoint.deepspeed_names:zero_folder_of",
+            f"{__name__}.zero_folder:map_of_zero",
+            "this is a ZeRO checkpoint of DeepSpeed, which from_pretrained cannot load. `hf-zero-stream convert` "
+            "writes a folder that it can; load_state goes on with the training.",
+        ),
+        FolderFormat(
+            "torch.distributed.checkpoint",
+            ".checkpoint.formats:distributed_file",
+            f"{__name__}.distcp:map_of_file",
+        ),
+    ],
+    resumes={r".*_(model|optim)_states\.pt": f"{__name__}.zero_state:read_state"},
+    signs=[f"{__name__}.signs:write"],
+)

@@ -1,0 +1,48 @@
+"""What a row of a list of formats is; plain data, for the core's own and those of plug-ins."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+OF_TORCH, OF_DISTRIBUTED = (".bin", ".pt", ".pth"), ".distcp"
+"""What the names of files with tensors end in that ``torch.save`` and torch.distributed.checkpoint wrote."""
+
+METADATA = ".metadata"
+"""The file of torch.distributed.checkpoint that says what is in its others."""
+
+
+class FileFormat(NamedTuple):
+    """A format of files.
+
+    Attributes:
+        name: for messages and :attr:`...checkpoint.map.CheckpointMap.format`.
+        endings: what the paths of its files end in.
+        module: a :class:`...checkpoint.format.Format`.
+        holds_values: these files hold the tensors themselves; otherwise they say which other files do.
+        is_always_map: its reader raises no :class:`...checkpoint.format.NotAMap`. Otherwise the module has a function
+            ``why_not(source, paths)`` too, which says why the files are no maps of bytes, and ``""`` if they are.
+    """
+
+    name: str
+    endings: tuple[str, ...]
+    module: str
+    holds_values: bool = True
+    is_always_map: bool = True
+
+
+class FolderFormat(NamedTuple):
+    """A format of whole folders, which can be inspected and converted.
+
+    Attributes:
+        name: as of a :class:`FileFormat`.
+        find: ``module:name`` of a function of a path: the path that `read` takes, or None if the folder is of another
+            format. It goes by the names of files.
+        read: ``module:name`` of a function of that path, which gives a :class:`...checkpoint.map.CheckpointMap`.
+        refusal: why ``from_pretrained`` cannot load it, and what to do; empty if it can.
+    """
+
+    name: str
+    find: str
+    read: str
+    refusal: str = ""
