@@ -1,0 +1,56 @@
+"""A destination in full: each rank holds some columns of every tensor, in plain CPU tensors; and what saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero_stream.destinations.base import Batch, Destination, Item, item_of, narrowed, replace_lazy
+from hf_zero_stream.holdings.holding import Holding, open_flat
+from hf_zero_stream.planning.boxes import ParameterBox
+from hf_zero_stream.planning.plan import Target
+from hf_zero_stream.ranks.coordinator import Coordinator
+
+
+class Columns(Destination):
+    """The columns ``[width * rank / world_size, width * (rank + 1) / world_size)`` of every parameter."""
+
+    into = "columns"
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        def columns(name: str, param: torch.Tensor) -> nn.Parameter:
+            box = self.box(tuple(param.shape))
+            mine = nn.Parameter(torch.empty(box.sizes, dtype=param.dtype))
+            mine.box = box  # type: ignore[attr-defined]
+            return mine
+
+        items: list[Item] = []
+        parameters, _, _ = replace_lazy(model, missing, tied, parameter=columns, buffer=lambda buffer: None)
+        for name, (mine, view) in parameters.items():
+            target = Target.whole(name, mine.dtype, mine.numel(), mine.box)
+            items.append(item_of(target, narrowed(view, mine.box), mine.detach().view(-1)))
+        return [Batch(items)]
+
+    def box(self, shape: tuple[int, ...]) -> ParameterBox:
+        first, end = (shape[-1] * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        return ParameterBox(shape, (*ParameterBox.whole(shape[:-1]).intervals, ((first, end),)))
+
+
+def make(coordinator: Coordinator, config: Any, ds_config: Mapping[str, Any]) -> Columns:
+    return Columns(coordinator.rank, coordinator.world_size)
+
+
+def held(model: Any, params: Mapping[str, Any], **ranks: Any) -> dict[str, Holding]:
+    def holding(mine: Any) -> Holding:
+        return Holding(mine.box, mine.dtype, 0, mine.numel(), partial(open_flat, mine))
+
+    return {name: holding(param) for name, param in params.items() if hasattr(param, "box")}

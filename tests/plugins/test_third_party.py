@@ -1,0 +1,92 @@
+"""A plug-in of somebody else, installed as a distribution of its own: nothing of this package is edited for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.support.cluster import ROOT
+from tests.support.saving import SHARD_SIZE, different
+
+
+DISTRIBUTION = Path(__file__).parent / "distribution"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed the plug-in."""
+    folder = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    copy = tmp_path_factory.mktemp("source") / "odd_things"
+    subprocess.run(["cp", "-r", str(DISTRIBUTION), str(copy)], check=True)  # a build writes beside the source
+    subprocess.run([*pip, "--target", str(folder), str(copy)], check=True)
+    return folder
+
+
+def run(site: Path, *command: str, **environ: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}", **environ}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+
+
+def test_a_command(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"four")
+    command = [sys.executable, "-m", "hf_zero_stream"]
+    assert run(site, *command, "weigh", str(tmp_path / "x")) == "4 bytes\n"
+    assert "weigh" in run(site, *command, "--help")
+
+
+FORMAT_AND_SOURCE = """\
+import sys
+import torch
+import hf_zero_stream
+model = torch.nn.Module()
+for name in ("first", "second"):
+    model.register_buffer(name, torch.zeros(5, dtype=torch.uint8))
+assert "odd_things.raw" not in sys.modules and "odd_things.vault" not in sys.modules
+hf_zero_stream.load_tensors(model, [sys.argv[1], "vault://second.raw"])
+print(bytes(model.first.tolist()), bytes(model.second.tolist()))
+"""
+
+
+def test_a_format_and_a_source(site: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.raw").write_bytes(f"{name:5.5}".encode())
+    command = [sys.executable, "-c", FORMAT_AND_SOURCE, str(tmp_path / "first.raw")]
+    assert run(site, *command, VAULT=str(tmp_path)) == "b'first' b'secon'\n"
+
+
+DESTINATION = """\
+import sys
+import torch.distributed as dist
+import hf_zero_stream
+from transformers import AutoModelForCausalLM
+dist.init_process_group("gloo")
+with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(destination="columns", progress=False)):
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    assert model.lm_head.weight.shape[1] in (17, 18) and model.config.hidden_size == 35
+    hf_zero_stream.save_pretrained(model, sys.argv[2], max_shard_size=SHARD_SIZE)
+"""
+
+
+def test_a_destination_and_what_saves_from_it(site: Path, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder, script = zoo_checkpoint("llama"), tmp_path / "script.py"
+    script.write_text(DESTINATION.replace("SHARD_SIZE", repr(SHARD_SIZE)))
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    whole.save_pretrained(tmp_path / "whole", max_shard_size=SHARD_SIZE)
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    run(site, *ranks, str(folder), str(tmp_path / "saved"))
+    assert different(tmp_path / "saved", tmp_path / "whole") == []
+
+
+def test_a_destination_that_nobody_brings(site: Path, zoo_checkpoint: Callable[..., Path]) -> None:
+    code = DESTINATION.replace('dist.init_process_group("gloo")\n', "").replace('"columns"', '"rows"')
+    command = [sys.executable, "-c", code, str(zoo_checkpoint("llama")), ""]
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run(site, *command)
+    assert "destination: expected one that a plug-in brings (columns); got 'rows'" in error.value.stderr
