@@ -64,8 +64,8 @@ class Plugin:
             ``module:function``, see :mod:`..plugins.packed.quantisers`.
         files: formats of files, told apart by the ends of their names.
         folders: formats of whole folders, told apart by the names of what is in them. They go before those of files.
-        resumes: training states of other libraries: a pattern that the name of a file in their folders matches as a
-            whole -> ``module:name`` of a function of the folder that gives a :class:`..state.foreign.ForeignState`.
+        resumes: training states of other libraries: ``module:name`` of a function of a folder, which says whether it
+            is that of such a state -> of one that reads it, and gives a :class:`..state.foreign.ForeignState`.
         signs: ``module:name`` of functions of a folder and a tag, which tell others' tools what the training state is
             that DeepSpeed's engine has saved there.
     """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from ..checkpoint.deepspeed_names import entries_of_deepspeed, names_in
+from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
 from ..registry.plugins import missing, plugins, resolved
@@ -36,10 +35,9 @@ def foreign_state_in(folder: Path) -> ForeignState | None:
     Raises:
         MissingPluginError: the plug-in of ours that reads it is not there.
     """
-    names = names_in(folder)
     for plugin in plugins():
-        for mark, read in plugin.resumes.items():
-            if any(re.fullmatch(mark, name) for name in names):
+        for is_such, read in plugin.resumes.items():
+            if resolved(is_such)(folder):
                 found: ForeignState = resolved(read)(folder)
                 return found
     if entries_of_deepspeed(folder):

@@ -199,6 +199,7 @@ def test_sizes_make_the_world_size(tiny_moe: Path) -> None:
     assert run_json("plan", str(tiny_moe), "--fsdp", "4", "--tp", "2")["world_size"] == 8
 
 
+@pytest.mark.plugin("pickled")
 def test_a_layout_needs_a_config(tiny_moe: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_moe, tmp_path / "model")
     (folder / "config.json").unlink()

@@ -257,3 +257,8 @@ def test_what_a_load_would_read(folder: Path) -> None:
     lose_all(folder)
     with pytest.raises(CheckpointError, match="nor any safetensors"):
         shards_of(folder)
+
+
+@pytest.mark.parametrize("command", [["plan", "--world-size", "2"], ["inspect"]])
+def test_an_empty_folder(tmp_path: Path, command: list[str]) -> None:
+    assert "nor any safetensors file" in run(*command, str(tmp_path), code=1).stderr

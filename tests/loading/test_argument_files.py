@@ -57,6 +57,7 @@ def test_use_safetensors(cluster: None, tmp_path: Path, use: bool | None) -> Non
     assert_same(results)
 
 
+@pytest.mark.plugin("pickled")
 def test_use_safetensors_where_there_are_none(cluster: None, tmp_path: Path) -> None:
     folder = with_both_formats(tmp_path)
     (folder / "model.safetensors").unlink()
@@ -79,6 +80,7 @@ def with_an_object(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.plugin("pickled")
 def test_weights_only(cluster: None, tmp_path: Path) -> None:
     """True refuses, and False loads, a pickle with objects in it; False is also passed for safetensors."""
     folder = with_an_object(tmp_path / "pickled")
@@ -95,6 +97,7 @@ def test_weights_only(cluster: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disable", [True, False])
+@pytest.mark.plugin("pickled")
 def test_disable_mmap(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, disable: bool) -> None:
     """Nothing is mapped for safetensors anyway; for a pickled file it decides how torch.load reads."""
     assert_same(run_ranks(2, compare, CAUSAL, zoo_checkpoint("qwen3_moe"), {"disable_mmap": disable}))

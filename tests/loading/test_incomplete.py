@@ -167,6 +167,7 @@ def test_gathers_that_end_late(cluster: None, zoo_checkpoint: Callable[..., Path
         assert result["gathers"] > len(result["info"]["missing_keys"]) > 2
 
 
+@pytest.mark.plugin("pickled")
 def test_pickled_checkpoint(cluster: None, tmp_path: Path) -> None:
     """A `.bin` checkpoint streams out of torch.load's memory map."""
     model = build_model("bert")

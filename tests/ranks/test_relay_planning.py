@@ -210,6 +210,7 @@ def errors_where_files_are_missing(sharded: Path, pickled: Path) -> dict[str, st
     return found
 
 
+@pytest.mark.plugin("pickled")
 def test_what_every_rank_must_see(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """The index, and files that are not safetensors: else all ranks say which rank lacks them, at once."""
     sharded = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")

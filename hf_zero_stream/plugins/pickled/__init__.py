@@ -30,6 +30,6 @@ PLUGIN = Plugin(
             f"{__name__}.distcp:map_of_file",
         ),
     ],
-    resumes={r".*_(model|optim)_states\.pt": f"{__name__}.zero_state:read_state"},
+    resumes={".checkpoint.deepspeed_names:entries_of_deepspeed": f"{__name__}.zero_state:read_state"},
     signs=[f"{__name__}.signs:write"],
 )

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
@@ -101,8 +100,3 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
     for command in (["plan", "--world-size", "2"], ["inspect"], ["verify"]):
         assert "pytorch_model.bin" in run(*command, str(folder), code=1).output
-
-
-@pytest.mark.parametrize("command", [["plan", "--world-size", "2"], ["inspect"]])
-def test_an_empty_folder(tmp_path: Path, command: list[str]) -> None:
-    assert "nor any safetensors file" in run(*command, str(tmp_path), code=1).stderr
