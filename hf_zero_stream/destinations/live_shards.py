@@ -41,22 +41,12 @@ class LiveShards(Destination):
         sources = live_sources(self._model, model, missing)
         managed = fsdp.records_by_id(self._model)
         items: list[Item] = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), where the memory is not in one piece
         for name, (param, view) in sources.parameters.items():
             shard, local = held_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
-            if local.is_contiguous():
-                flat = local.view(-1)
-            else:
-                flat = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
-                copies.append((local, flat.view(local.shape)))
+            flat = sources.copies.flat(name, local)
             items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), flat))
-
-        def copy_all() -> None:
-            for to, values in copies:
-                to.copy_(values)
-
         again = [self._comparison(name, sourced, managed) for name, sourced in sources.repeated.items()]
-        return [Batch([*items, *flat_items(sources.buffers)], finish=copy_all), *again]
+        return [Batch([*items, *flat_items(sources.buffers)], finish=sources.copies.copy), *again]
 
     def _comparison(self, name: str, sourced: Sourced, managed: Mapping[int, fsdp.Managed]) -> Batch:
         """Reads the other end of a tie into memory of its own, and compares it with what the parameter has by then."""

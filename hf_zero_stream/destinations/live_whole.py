@@ -34,19 +34,50 @@ class LiveWhole(Destination):
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
-        parameters, buffers = self._sources(model, missing)
-        exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
-        return [Batch(flat_items(buffers)), *exchanged]
+        parameters, buffers, copies = self._sources(model, missing)
+        flat = {name: (copies.flat(name, param), view) for name, (param, view) in parameters.items()}
+        exchanged = exchange_batches(flat, self._coordinator, self._chunk_bytes, self.device)
+        return [Batch(flat_items(buffers)), *exchanged, Batch([], finish=copies.copy)]
 
-    def _sources(self, model: nn.Module, missing: set[str]) -> tuple[Mapping[str, Sourced], Mapping[str, Sourced]]:
-        """Parameters and buffers, as :func:`live_sources`; a LoadError for values of both ends of a tie, too."""
-        parameters, buffers, repeated = live_sources(self._model, model, missing)
+    def _sources(
+        self, model: nn.Module, missing: set[str]
+    ) -> tuple[Mapping[str, Sourced], Mapping[str, Sourced], Copies]:
+        """The first of :func:`live_sources`; a LoadError for values of both ends of a tie, too."""
+        parameters, buffers, copies, repeated = live_sources(self._model, model, missing)
         if repeated:
             raise LoadError(
                 f"load_into: the checkpoint has values for {', '.join(repeated)} too, which the model has tied to "
                 "parameters of other names. Save the checkpoint without them."
             )
-        return parameters, buffers
+        return parameters, buffers, copies
+
+
+class Copies:
+    """Tensors whose elements do not lie one after the other: they are read elsewhere, and copied when all is read."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def flat(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The memory of `tensor`, flat, or memory that :meth:`copy` copies into it."""
+        tensor = tensor.detach()
+        if tensor.is_contiguous():
+            return tensor.view(-1)
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self._pending.append((name, tensor, values))
+        return values.view(-1)
+
+    def copy(self) -> None:
+        """Raises a LoadError if elements that are one in memory (``expand``) were to get different values."""
+        for name, tensor, values in self._pending:
+            # Torch writes nothing into what is expanded; its first row is all that has memory.
+            rows = tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())
+            tensor[rows].copy_(values[rows])
+            if not torch.equal(tensor.contiguous().view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)):
+                raise LoadError(
+                    f"load_into: the model's {name} is expanded: its strides are {tensor.stride()}, and some of its "
+                    "elements are one in memory. The checkpoint has different values for them. Clone it first."
+                )
 
 
 class LiveSources(NamedTuple):
@@ -54,11 +85,13 @@ class LiveSources(NamedTuple):
 
     Attributes:
         buffers: flat.
+        copies: of buffers that are not in one piece.
         repeated: other names of `parameters` that the model has tied, and for which the checkpoint has values too.
     """
 
     parameters: Mapping[str, Sourced]
     buffers: Mapping[str, Sourced]
+    copies: Copies
     repeated: Mapping[str, Sourced]
 
 
@@ -73,6 +106,7 @@ def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]
     parameters: dict[str, Sourced] = {}
     buffers: dict[str, Sourced] = {}
     repeated: dict[str, Sourced] = {}
+    copies = Copies()
     seen: set[int] = set()
     for name, lazy in [*lazy_model.named_parameters(), *lazy_model.named_buffers()]:
         view = None if name in missing else source_of(lazy)
@@ -92,10 +126,10 @@ def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]
                 "model.to_empty(device=...) first."
             )
         if not isinstance(found, nn.Parameter):
-            buffers[name] = (found.view(-1), view)
+            buffers[name] = (copies.flat(name, found), view)
         elif id(found) in seen:
             repeated[name] = (found, view)
         else:
             seen.add(id(found))
             parameters[name] = (found, view)
-    return LiveSources(parameters, buffers, repeated)
+    return LiveSources(parameters, buffers, copies, repeated)

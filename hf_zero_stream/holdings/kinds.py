@@ -60,6 +60,11 @@ def _is_whole(tensor: Any) -> bool:
     return not hasattr(tensor, "placements")
 
 
+def _is_on_each_rank(buffer: Any) -> bool:
+    """Not so a parameter that is registered as a buffer too, where ranks share parameters."""
+    return _is_whole(buffer) and not has_partition(buffer) and not is_cut(buffer)
+
+
 PARAMETERS = (
     Kind("a partition of ZeRO-3", has_partition, _partition, ".deepspeed.held:held_partitions"),
     Kind("a part that AutoTP has left", is_cut, _itself, ".deepspeed.parts:held_parts"),
@@ -70,7 +75,7 @@ PARAMETERS = (
 
 BUFFERS = (
     Kind("a DTensor that each rank has in full", is_dtensor, local_of),
-    Kind("a plain tensor", _is_whole, _itself),
+    Kind("a plain tensor", _is_on_each_rank, _itself),
 )
 """Persistent buffers, of which rank 0's are written. Several names of one buffer, or of one memory, are saved once."""
 

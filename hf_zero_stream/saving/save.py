@@ -340,6 +340,21 @@ def make_ready(model: Any, inner: torch.nn.Module, doing: str, instead: str) -> 
     if isinstance(model, torch.nn.Module):
         _refuse_fsdp1(model, doing, instead)
     refuse_unreadable(inner, doing, instead)
+    if isinstance(inner, PreTrainedModel):
+        _refuse_without_dtype(inner, doing, instead)
+
+
+def _refuse_without_dtype(model: PreTrainedModel, doing: str, instead: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ... {instead}``) if transformers cannot tell the dtype that it writes."""
+    try:
+        _ = model.dtype
+    except StopIteration:  # no error that anybody should get to see
+        dtypes = sorted({str(param.dtype) for param in model.parameters()})
+        raise UnsupportedError(
+            f"{doing}: expected a floating-point parameter, whose dtype transformers takes for the model's; found "
+            f"{', '.join(dtypes) or 'no parameters'} alone. DeepSpeed's stages 1 and 2 make all parameters complex "
+            f"that they flatten with a complex one: keep that as real numbers (torch.view_as_real). {instead}"
+        ) from None
 
 
 def _refuse_fsdp1(model: torch.nn.Module, doing: str, instead: str) -> None:

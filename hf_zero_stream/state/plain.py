@@ -15,7 +15,7 @@ import torch
 from ..errors import UnsupportedError
 
 
-_PAIRS, _TUPLE = "(key, value)", "(tuple)"  # JSON has only strings as keys, and no tuples
+_PAIRS, _TUPLE, _ARRAY = "(key, value)", "(tuple)", "(array)"  # JSON has only strings as keys, and no tuples
 _MOST_BYTES = 1 << 20
 """Of a tensor. What is larger belongs into files of its own, and not into text that one rank writes for all."""
 
@@ -28,6 +28,8 @@ def plain(value: Any, what: str, *, exactly: bool = False, with_tensors: bool = 
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not exactly:
         return value.item()
+    if exactly and isinstance(value, (np.number, np.bool_)):  # float64 is a float, too
+        return {_ARRAY: _bytes_of_array(value, what)}
     if isinstance(value, (bool, int, float, type(None))) or (isinstance(value, str) and _is_text(value)):
         return value
     item_of = partial(plain, what=what, exactly=exactly, with_tensors=with_tensors)
@@ -136,7 +138,7 @@ _Kind = tuple[type | tuple[type, ...], Callable[[Any, str], Any], Callable[[Any]
 
 _KINDS: Mapping[str, _Kind] = {
     "(dtype, shape, base64)": (torch.Tensor, _bytes_of, _tensor_of),
-    "(array)": ((np.ndarray, np.generic), _bytes_of_array, lambda content: _tensor_of(content).numpy()[()]),
+    _ARRAY: ((np.ndarray, np.generic), _bytes_of_array, lambda content: _tensor_of(content).numpy()[()]),
     "(dtype)": (torch.dtype, _name_of, _dtype_of),
     "(path)": (PurePath, lambda path, what: plain(str(path), what), Path),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +13,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
 from ..ranks import accelerators
 
 
 logger = logging.get_logger(__name__)
 
 FILE = "rng.safetensors"
+
+_OF_NUMPY = "MT19937"
+_ON_HOST = ("python", "python_gauss", "numpy", "numpy_gauss", "torch")
 
 Arrays = dict[str, torch.Tensor]
 
@@ -50,13 +54,18 @@ def restore_rank(path: Path, rank: int) -> bool:
         random.setstate((version, (*numbers, index), *(gauss or [None])))
         keys, position = found["numpy"][:-1], int(found["numpy"][-1])
         second = found.get("numpy_gauss", torch.empty(0)).tolist()
-        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, len(second), *(second or [0.0])))
+        np.random.set_state((_OF_NUMPY, keys.numpy().astype(np.uint32), position, len(second), *(second or [0.0])))
         torch.set_rng_state(found["torch"])
         kind = accelerators.kind()
         if kind is not None and kind in found:
             accelerators.set_random_state(kind, found[kind])
         elif kind is not None:
             logger.warning_once(f"{path}: it was saved without a {kind} device, so random numbers on that are new.")
+        if others := sorted(found.keys() - {*_ON_HOST, kind}):
+            logger.warning_once(
+                f"{path}: it was saved with random numbers of {', '.join(others)}. Without such a device they are "
+                "left out."
+            )
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         what = f"the random numbers of rank {rank} are not what save_state writes"
         raise CheckpointError(f"{path}: {what}: {error}") from error
@@ -64,18 +73,25 @@ def restore_rank(path: Path, rank: int) -> bool:
 
 
 def of_this_rank() -> Arrays:
+    """Raises an UnsupportedError if NumPy's global generator is not the one that it comes with."""
     # Both make normal numbers in pairs, and keep the second one of a pair.
     version, numbers, gauss = random.getstate()
-    _, keys, position, has_second, second = np.random.get_state(legacy=True)
+    of_numpy: Any = np.random.get_state(legacy=False)
+    if of_numpy["bit_generator"] != _OF_NUMPY:
+        raise UnsupportedError(
+            f"save_state: expected NumPy's global random numbers to be made by {_OF_NUMPY}; found "
+            f"{of_numpy['bit_generator']}, of which no state is kept. Leave out np.random.set_bit_generator, and draw "
+            "from a np.random.Generator of your own."
+        )
     arrays = {
         "python": torch.tensor([version, *numbers], dtype=torch.int64),
-        "numpy": torch.tensor([*map(int, keys), int(position)], dtype=torch.int64),
+        "numpy": torch.tensor([*map(int, of_numpy["state"]["key"]), of_numpy["state"]["pos"]], dtype=torch.int64),
         "torch": torch.get_rng_state(),
     }
     if gauss is not None:
         arrays["python_gauss"] = torch.tensor([gauss], dtype=torch.float64)
-    if has_second:
-        arrays["numpy_gauss"] = torch.tensor([second], dtype=torch.float64)
+    if of_numpy["has_gauss"]:
+        arrays["numpy_gauss"] = torch.tensor([of_numpy["gauss"]], dtype=torch.float64)
     kind = accelerators.kind()
     if kind is not None:
         arrays[kind] = accelerators.random_state(kind)

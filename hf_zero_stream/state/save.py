@@ -143,6 +143,7 @@ def save_state(
             keys = adapters.keys_of(keys)
         exact = sorted(changed_in_weights(training.model, coordinator)) if not is_adapted(training.model) else []
         data = plain(data, "data", exactly=True, with_tensors=True)
+        random_state = rng.of_this_rank()
         record = _record(training, keys, exact, data, coordinator.world_size)
         refuse_lost(training, record, folder, is_new=True)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
@@ -150,7 +151,7 @@ def save_state(
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
         save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_any=True, **kwargs)
     with meeting(SAVE, coordinator=coordinator):
-        mine = digests_of(record.groups), record.data, rng.of_this_rank()
+        mine = digests_of(record.groups), record.data, random_state
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
         refuse_ranks_apart(digests)
         record = record.with_data_of(data)

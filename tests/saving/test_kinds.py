@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import hf_zero_stream
-from hf_zero_stream.errors import UnsupportedError
+from hf_zero_stream.errors import LoadError, UnsupportedError
 from hf_zero_stream.holdings import holder
 from hf_zero_stream.holdings.holding import Holding, held_replicas
 from tests.support.cluster import run_ranks
@@ -211,6 +211,40 @@ def test_known(tmp_path: Path, kind: str, way: Any) -> None:
             way(model, tmp_path / "ours")
         return
     assert_same(way(model, tmp_path / "ours"), tensors(tmp_path / "stock"))
+
+
+SCATTERED: dict[str, Change] = {
+    "a transposed buffer": buffer(lambda: torch.randn(5, 3).t()),
+    "every second element": buffer(lambda: torch.randn(6)[::2]),
+    "a transposed buffer of bytes": buffer(lambda: torch.arange(15, dtype=torch.uint8).view(5, 3).t()),
+}
+"""In memory, elements do not lie one after the other; as with some :data:`KNOWN`."""
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in KNOWN if kind != "float8"), *SCATTERED])
+def test_known_in_states(tmp_path: Path, kind: str) -> None:
+    """A new model goes on with the values, in the memory that it has."""
+    change = {**KNOWN, **SCATTERED}[kind]
+    model, new = odd(change), odd(change)
+    save_state(model, tmp_path)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    places = {name: (value.data_ptr(), value.stride()) for name, value in new.state_dict().items()}
+    with torch.no_grad():
+        for tensor in [*new.parameters(), *new.buffers()]:
+            tensor.zero_()
+    trained = [param for param in new.parameters() if param.requires_grad]
+    hf_zero_stream.load_state(new, tmp_path, optimizer=torch.optim.SGD(trained, lr=0.1))
+    found = new.state_dict()
+    assert {name: (value.data_ptr(), value.stride()) for name, value in found.items()} == places
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_different_values_for_one_place(tmp_path: Path) -> None:
+    """What is expanded now has no memory for the values of one that was not."""
+    save_state(odd(buffer(lambda: torch.randn(4, 3))), tmp_path)
+    model = odd(KNOWN["an expanded buffer"])
+    with pytest.raises(LoadError, match=r"first\.extra is expanded: its strides are \(0, 1\)"):
+        hf_zero_stream.load_state(model, tmp_path, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -34,10 +34,19 @@ def test_tensors(given: torch.Tensor) -> None:
     assert bits[0] == bits[1]
 
 
-@pytest.mark.parametrize("given", [np.arange(3, dtype=np.uint32), np.float16(0.1), np.array([[True]])], ids=str)
+@pytest.mark.parametrize(
+    "given", [np.arange(3, dtype=np.uint32), np.float16(0.1), np.float64(0.1), np.array([[True]])], ids=str
+)
 def test_arrays(given: Any) -> None:
     found = through_json(given)
     assert type(found) is type(given) and found.dtype == given.dtype and np.array_equal(found, given)
+
+
+def test_numbers_of_numpy() -> None:
+    """In options of an optimizer too, where no arrays are; NumPy's float64 is a float as well."""
+    for given in (np.float64(0.1), np.int64(-3), np.bool_(True)):
+        found = restored(json.loads(json.dumps(plain(given, "an option", exactly=True))))
+        assert type(found) is type(given) and found == given
 
 
 def test_others() -> None:

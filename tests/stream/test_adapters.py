@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -75,6 +76,25 @@ def test_trained_tokens(name: str, tmp_path: Path) -> None:
     """PEFT puts the embeddings into two modules, one inside the other."""
     config = peft.LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 5]})
     model = randomised(peft.get_peft_model(build_model(name), config))
+    found = taken(hf_zero_stream.weight_stream(model))
+    model.merge_and_unload().save_pretrained(tmp_path)
+    assert differing(found, saved(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("LNTuningConfig", {"target_modules": ["input_layernorm", "norm"]}),
+        ("IA3Config", {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+        ("OFTConfig", {"target_modules": ["q_proj"], "oft_block_size": 4}),
+        ("VeraConfig", {"target_modules": ["q_proj"], "r": 2}),
+        ("LoKrConfig", {"target_modules": ["q_proj"], "r": 2}),
+        ("ShiraConfig", {"target_modules": ["q_proj"], "r": 2}),
+    ],
+)
+def test_other_kinds(kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Some change weights in place when they are merged, others put a layer in another's place."""
+    model = randomised(peft.get_peft_model(build_model("llama"), getattr(peft, kind)(**arguments)))
     found = taken(hf_zero_stream.weight_stream(model))
     model.merge_and_unload().save_pretrained(tmp_path)
     assert differing(found, saved(tmp_path)) == []

@@ -8,10 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils.file_baton import FileBaton
 
 from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.extensions import left_locks
+from tests.support.extensions import load_extension
 
 
 @pytest.fixture
@@ -51,3 +53,16 @@ def test_a_lock_that_is_being_released(lock: Path, caplog: pytest.LogCaptureFixt
     """torch closes the file before it removes it, and for that moment nobody holds it."""
     lock.touch()
     assert wait_inside(lock, caplog, after_s=0.05) == ""
+
+
+def test_whoever_compiles_keeps_its_lock(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of tests that begins removes what a killed compiler left, and not the lock of another run's rank."""
+    monkeypatch.setattr(OpBuilder, "load", lambda builder, verbose: builder.name)
+    left = lock.parents[1] / "async_io" / "lock"
+    left.parent.mkdir()
+    left.touch()
+    baton = FileBaton(str(lock))
+    assert baton.try_acquire()
+    assert load_extension("ShareMemCommBuilder") == "deepspeed_shm_comm"
+    assert not left.exists()
+    baton.release()  # fails if the lock is gone

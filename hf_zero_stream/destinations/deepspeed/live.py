@@ -64,7 +64,7 @@ class LiveModel(LiveWhole):
     ) -> list[Batch]:
         """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
         convert_lazy(self._model, model, missing)
-        parameters, buffers = self._sources(model, missing)
+        parameters, buffers, scattered = self._sources(model, missing)
         self._loaded = [param for param, _ in parameters.values()]
         direct = flat_items(buffers)
         swapped: list[tuple[Any, Item | torch.Tensor | None]] = []
@@ -86,15 +86,15 @@ class LiveModel(LiveWhole):
                 continue
             masters = self.masters.get(id(param), ())
             shared = next((master.values for master in masters if master.is_whole), param)
-            flat, box = shared.detach().view(-1), None
+            flat, box = scattered.flat(name, shared), None
             if is_cut(param):
                 part = part_of(name, param)
                 box, view = part.box, narrowed(view, part.box)
                 direct.append(item_of(part.target(name, shared.dtype), view, flat))
             else:
-                replicated[name] = (shared, view)
+                replicated[name] = (flat, view)
             if shared is not param:
-                copies.append((param.detach().view(-1), flat))
+                copies.append((param.detach(), flat.view(param.shape)))
             for trained, start, stop, is_whole in masters:
                 if is_whole or _holds_exactly(param.dtype, view):
                     copies.append((trained, flat[start:stop]))
@@ -110,10 +110,11 @@ class LiveModel(LiveWhole):
         batches.extend(exchange_batches(replicated, self._coordinator, self._chunk_bytes, self.device))
 
         def copy_all() -> None:
+            scattered.copy()
             for to, values in copies:
                 to.data.copy_(values)
 
-        return [*batches, Batch([], finish=copy_all)] if copies else batches
+        return [*batches, Batch([], finish=copy_all)]
 
     def allocate(self) -> None:
         """Free full values, which will be old (small parameters', hpZ's copies): DeepSpeed gathers them again."""

@@ -111,7 +111,12 @@ class AdaptedLayers:
         layer = _stand_in(self._layers[number], stand_ins)
         for each in reversed(list(_chain(layer))):
             each.merge()
-        return {name: stand_ins[id(param)].data for name, param in params.items()}
+        found = {name: stand_ins[id(param)].data for name, param in params.items()}
+        # LNTuning puts its own layer in the base's place, and leaves the parameters as they are.
+        names = {id(param): name for name, param in params.items()}
+        in_use = dict(layer.get_base_layer().named_parameters())
+        of_base = self._layers[number].get_base_layer().named_parameters()
+        return found | {names[id(param)]: in_use[key].data for key, param in of_base}
 
 
 def merging_of(adapted: AdaptedLayers | None, layout: Layout) -> Merging:
