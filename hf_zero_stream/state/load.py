@@ -16,7 +16,7 @@ from ..checkpoint.format import excerpt
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.marks import is_adapted, refuse_parts
 from ..holdings.own_names import own_names, own_or_clean
-from ..holdings.slots import EXACT
+from ..holdings.slots import BLOCKS, EXACT
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
 from ..pickled.deepspeed_names import entries_of_deepspeed
@@ -218,7 +218,7 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     if entries_of_deepspeed(place):  # newer than a state of ours there
         return place, read_zero_folder(LocalFiles(), place)
     record = StateRecord.read(place / FILE)
-    keys = [*record.keys, EXACT] if record.exact else record.keys
+    keys = [*record.keys, *([EXACT] if record.exact else ()), *([BLOCKS] if record.has_parts else ())]
     refuse_missing_files(place, keys, [RNG_FILE] if with_rng else [])
     return place, record
 

@@ -308,11 +308,16 @@ def verdict(row: Any) -> str:
             return f"{reason}; accelerate's own"
         return f"{reason}; DeepSpeed's own: {'goes on' if stock == losses else f'{str(stock)[:120]} for {losses}'}"
     faults = [f"{again}: {row[again]['ours']}" for again in ("same", "others") if isinstance(row[again]["ours"], str)]
+    in_blocks = [
+        fault for fault in faults if fault.startswith("others: ConfigError") and "cannot be cut anew" in fault
+    ]
+    faults = [fault for fault in faults if fault not in in_blocks]
     faults += [f"{key}: {row[key]}" for key in row if key.startswith("different") and row[key]]
     if same["ours"] != losses and not faults:
         faults.append(f"losses {same['ours']} for {losses}")
     said = "" if stock in (None, losses) else f" (DeepSpeed's own resume: {str(stock)[:120]} for {losses})"
-    return ("FAULT " + "; ".join(faults)[:400] if faults else "any number of ranks") + said
+    good = "as many ranks; others are an error" if in_blocks else "any number of ranks"
+    return ("FAULT " + "; ".join(faults)[:400] if faults else good) + said
 
 
 def main() -> None:
