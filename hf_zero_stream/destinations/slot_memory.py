@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import LoadError
 from ..holdings.slots import Member, Slot
 from ..planning.plan import Target
-from .base import Batch, Destination, Item, narrowed, source_of
+from .base import Batch, Destination, Item, item_of, narrowed, source_of
 
 
 class SlotMemory(Destination):
@@ -20,12 +20,18 @@ class SlotMemory(Destination):
 
     Args:
         wanted: each slot, and the names of those of its states that are filled.
+        whole: tensors that are filled as they are, by the names of lazy parameters of the same shapes.
     """
 
     def __init__(
-        self, wanted: Sequence[tuple[Slot, Sequence[str]]], device: torch.device, *, hides_zero3: bool
+        self,
+        wanted: Sequence[tuple[Slot, Sequence[str]]],
+        device: torch.device,
+        *,
+        whole: Mapping[str, torch.Tensor],
+        hides_zero3: bool,
     ) -> None:
-        self.device, self.hides_zero3, self._wanted = device, hides_zero3, wanted
+        self.device, self.hides_zero3, self._wanted, self._whole = device, hides_zero3, wanted, whole
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
@@ -41,7 +47,12 @@ class SlotMemory(Destination):
                 "Copy the state again, or train the same parameters as when it was saved."
             )
         items = [(slot, [item for key in keys for item in _items(slot, key, views)]) for slot, keys in self._wanted]
-        in_memory = Batch([item for slot, of_slot in items if not slot.is_swapped for item in of_slot])
+        whole = [
+            item_of(Target(name, value.dtype, value.numel(), 0, value.numel()), view, value.view(-1))
+            for name, value in self._whole.items()
+            if (view := views[name]) is not None
+        ]
+        in_memory = Batch([*whole, *(item for slot, of_slot in items if not slot.is_swapped for item in of_slot)])
         return [in_memory, *(_batch_inside(slot, of_slot) for slot, of_slot in items if slot.is_swapped)]
 
 

@@ -4,8 +4,8 @@ An optimizer of torch has an entry of state for each tensor that it trains. That
 of one, or a flat buffer in which parts of many parameters lie: a *slot*. What is kept for each element, such as Adam's
 moments, is laid out as the slot is. So where an element of a parameter lies in a slot says where its moments are.
 
-An entry is *elementwise*, or small (a number, None, a string, a dtype, and tuples, lists and dicts of these), or
-refused by name: nothing that an optimizer keeps is passed over.
+An entry is *elementwise*, or small (a number, None, a string, a dtype, and tuples, lists and dicts of these), or one
+of a slot that is kept *in blocks*, or refused by name: nothing that an optimizer keeps is passed over.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ MASTER = "fp32"
 EXACT = "exact"
 """What stands for the name of a state in the names of files with values that no weights have as they are."""
 
+BLOCKS = "blocks"
+"""What stands for the name of a state in the names of files with all that is kept of slots in blocks."""
+
 _ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
 
 
@@ -52,6 +55,11 @@ class Member(NamedTuple):
     start: int
     stop: int
     is_whole: bool = False
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The elements of the box that lie in the slot: the first, and one past the last."""
+        return (0, self.box.numel) if self.is_whole else (self.start, self.stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +92,38 @@ class Slot:
 
     def elementwise(self, key: str) -> torch.Tensor | None:
         """The elementwise state `key`, or the masters; None if there is none for this slot."""
+        if key != MASTER and self.is_in_blocks:
+            return None
         value = self.values if key == MASTER else self.entries.get(key)
         return value if _is_laid_out(value, self.values) else None
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Whether codes of 8 bits are kept, and numbers of the blocks that they are cut into, as a scale of each.
+
+        Blocks are counted from the slot's first element on, padding too. So all of its tensors belong to the slot as
+        it is, and to no other part of the parameters.
+        """
+        several = [it for it in self.entries.values() if isinstance(it, torch.Tensor) and it.numel() > 1]
+        numel = local_of(self.values).numel()
+        return (
+            not self.is_swapped
+            and any(it.dtype == torch.uint8 and it.numel() >= numel for it in several)
+            and not all(_is_laid_out(it, self.values) for it in several)
+            and all(_is_plain(it) and it.is_contiguous() for it in several)
+        )
+
+    @property
+    def blocks(self) -> dict[str, torch.Tensor]:
+        """The tensors that are kept, if that is in blocks; 0-dim ones are numbers."""
+        if not self.is_in_blocks:
+            return {}
+        return {key: it for key, it in self.entries.items() if isinstance(it, torch.Tensor) and it.dim()}
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether no element of a parameter lies in it."""
+        return all(start == stop for start, stop in (member.held for member in self.members))
 
     def sole_elements(self) -> bool:
         """Whether one element is all that is trained, so that the shape of an entry does not tell what it is."""
@@ -131,12 +169,12 @@ def elementwise_keys(slots: Sequence[Slot]) -> list[str]:
     keys: dict[str, None] = {}
     for slot in slots:
         for key, value in slot.entries.items():
-            if _is_laid_out(value, slot.values) and not slot.sole_elements():
+            if slot.elementwise(key) is not None and not slot.sole_elements():
                 keys[key] = None
     for slot in slots:
         for key, value in slot.entries.items():
-            _refuse_key(key, slot, is_elementwise=key in keys)
-            if isinstance(value, torch.Tensor):
+            _refuse_key(key, slot, names_files=key in keys or key in slot.blocks)
+            if isinstance(value, torch.Tensor) and not slot.is_in_blocks:
                 _refuse_tensor(key, value, slot)
     return [*keys, *([MASTER] if any(slot.is_apart for slot in slots) else [])]
 
@@ -149,9 +187,15 @@ def _is_laid_out(value: Any, values: torch.Tensor) -> bool:
     return whole and local_of(value).shape == local_of(values).shape
 
 
-def _refuse_key(key: Any, slot: Slot, *, is_elementwise: bool) -> None:
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether the memory of `value`, which is none of a DTensor, is all that there is of it."""
+    is_strided = value.layout == torch.strided and not (value.is_quantized or value.is_complex() or value.is_meta)
+    return is_strided and type(value) in (torch.Tensor, nn.Parameter)
+
+
+def _refuse_key(key: Any, slot: Slot, *, names_files: bool) -> None:
     """Raise an UnsupportedError unless `key` can be the name of a state, which may be a part of files' names."""
-    if not isinstance(key, str) or (is_elementwise and (not key.isidentifier() or key in (MASTER, EXACT))):
+    if not isinstance(key, str) or (names_files and (not key.isidentifier() or key in (MASTER, EXACT, BLOCKS))):
         raise UnsupportedError(
             f"The optimizer keeps {key!r} for {_names(slot)}: a state of this name cannot be saved. {_ELSE}"
         )
@@ -163,7 +207,7 @@ def _refuse_tensor(key: str, value: torch.Tensor, slot: Slot) -> None:
     what = f"The optimizer keeps {key}, {value.dtype} of shape {tuple(value.shape)}, for {_names(slot)}"
     if type(local) not in (torch.Tensor, nn.Parameter):
         raise UnsupportedError(f"{what}. It is a {type(local).__name__}, whose memory is not known. {_ELSE}")
-    if local.layout != torch.strided or local.is_quantized or local.is_complex() or local.is_meta:
+    if not _is_plain(local):
         raise UnsupportedError(f"{what}. It is sparse, quantised, complex or on the meta device. {_ELSE}")
     if not _is_laid_out(value, slot.values):
         if value.numel() == 1:
@@ -187,7 +231,10 @@ def _names(slot: Slot) -> str:
 
 
 def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
-    """What this rank holds of the state `key` of each parameter that is trained, by the parameter's name."""
+    """What this rank holds of the state `key` of each parameter that is trained, by the parameter's name.
+
+    Of what is kept in blocks there are masters alone.
+    """
 
     @contextmanager
     def opened(slot: Slot, member: Member) -> Iterator[torch.Tensor]:
@@ -197,7 +244,7 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
 
     found = {}
     for slot in slots:
-        for member in slot.members:
+        for member in slot.members if key == MASTER or not slot.is_in_blocks else ():
             kept = slot.elementwise(key)
             found[member.name] = Holding(
                 member.box,
@@ -240,7 +287,7 @@ def make_entries(optimizer: Any, slots: Iterable[Slot], keys: Sequence[str], kin
             optimizer.state[slot.values] = slot.entries
         with slot.opened():
             for key in keys:
-                if key == MASTER:
+                if key == MASTER or slot.is_in_blocks:
                     continue
                 found, kind = slot.elementwise(key), kinds(slot, key)
                 if found is None or (kind_of(found, slot.values) != kind and not slot.is_swapped):

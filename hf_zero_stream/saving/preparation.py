@@ -96,7 +96,13 @@ class Preparation:
     def _circumstances(self, content: Content) -> Any:
         """What plans depend on beside what is held: names, ties, buffers, the configs that are written."""
         settings = (self.single_writer, self.coordinator.world_size, self.settings)
-        return circumstances(self.model), content.dtype, len(content.beside), content.buffers, settings
+        return (
+            circumstances(content.model or self.model),
+            content.dtype,
+            len(content.beside),
+            content.buffers,
+            settings,
+        )
 
     def _planned_as_before(self, place: Path, content: Content, kept: _Kept | None) -> list[Planned] | None:
         """By the plan of the last save; None if anything but values is another on any rank."""
@@ -104,7 +110,10 @@ class Preparation:
         if not all(self.coordinator.all_gather(is_same)) or kept is None:
             return None
         wanted = [
-            (kept.layout, partial(holdings_of_model, self.model, self.coordinator, content.dtype, held))
+            (
+                kept.layout,
+                partial(holdings_of_model, content.model or self.model, self.coordinator, content.dtype, held),
+            )
             for held in (content.held, *(each.held for each in content.beside))
         ]
         found = Parameters.following(wanted, self.coordinator, self._compares, self.threads)
@@ -124,7 +133,7 @@ class Preparation:
         """What to write; on rank 0 everything but the shards gets into the folder `place`."""
         coordinator = self.coordinator
         parameters = NewParameters(
-            self.model,
+            content.model or self.model,
             coordinator,
             content.dtype,
             compares=self._compares,
@@ -220,6 +229,7 @@ class Content:
             headers and no values yet.
         beside: what is held as this is, and is saved by the same plan.
         buffers: the names of those that are saved with what is held.
+        model: has parameters by whose names that is held, if it is no part of the model that is saved.
         left_out: which parameters may be missing in what is laid out.
     """
 
@@ -232,6 +242,7 @@ class Content:
     beside: Sequence[Beside] = ()
     buffers: frozenset[str] = frozenset()
     left_out: LeftOut = nothing
+    model: nn.Module | None = None
 
     def planned(self, parameters: Sequence[Parameters], shards: list[ShardToWrite], plan: SavePlan) -> list[Planned]:
         """What is written of this by one plan, and of what is beside it, for each from its `parameters`."""

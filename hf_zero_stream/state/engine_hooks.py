@@ -30,6 +30,7 @@ from .callers import (
     other_zero_in,
     state_in,
 )
+from .elsewhere import refuse_lost_elsewhere
 from .load import load_state, load_without_optimizer
 from .record import CLIENT
 from .save import save_state
@@ -147,6 +148,8 @@ def _leave_to_deepspeed(engine: Any, error: Exception) -> None:
             "load_checkpoint leaves weights and the optimizer's steps as a new process has them. Offload to the CPU, "
             "or save the weights alone, with save_pretrained."
         ) from error
+    if _has_optimizer(engine):
+        refuse_lost_elsewhere(getattr(engine.optimizer, "optimizer", engine.optimizer), error, "DeepSpeed")
     say_refused(error, "DeepSpeed")
 
 

@@ -16,6 +16,7 @@ import torch
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..holdings.slots import MASTER, Slot, is_number, kind_of, make_entries
 from ..holdings.training import Training
+from .blocks import make_blocks
 from .groups import option_of, with_kind
 from .record import GroupRecord, StateRecord, is_plain_number
 
@@ -51,13 +52,17 @@ def recorded_entries(slots: Sequence[Slot], keys: Collection[str]) -> dict[str, 
         "others": others,
         "lacking": {key: names for key, names in lacking.items() if names},
         "tensors": _tensors(slots, keys),
+        "in_blocks": {
+            key: _names(slot for slot in slots if key in slot.blocks)
+            for key in dict.fromkeys(key for slot in slots for key in slot.blocks)
+        },
     }
 
 
 def _small(slot: Slot, keys: Collection[str]) -> dict[str, Any]:
-    """The entries of `slot` that are not elementwise."""
-    is_elementwise = {key: key in keys and slot.elementwise(key) is not None for key in slot.entries}
-    return {key: value for key, value in slot.entries.items() if not is_elementwise[key]}
+    """The entries of `slot` that are neither elementwise nor in blocks."""
+    large = {key for key in keys if slot.elementwise(key) is not None} | slot.blocks.keys()
+    return {key: value for key, value in slot.entries.items() if key not in large}
 
 
 def _names(slots: Iterator[Slot]) -> list[str]:
@@ -112,6 +117,9 @@ def prepare_entries(optimizer: Any, slots: Sequence[Slot], record: StateRecord) 
     for slot in slots:
         for key in () if slot.is_swapped else slot.entries.keys() - found[slot.group].every_key:
             del slot.entries[key]
+        for key in slot.blocks:
+            del slot.entries[key]
+        make_blocks(slot, record.groups[slot.group])
     make_entries(optimizer, slots, record.keys, lambda slot, key: found[slot.group].kind(key, slot, _first(slot)))
 
 
@@ -128,6 +136,8 @@ def set_entries(optimizer: Any, number: int, recorded: Recorded, slots: Sequence
             slot.entries[key] = _number_like(slot.entries.get(key), value, optimizer, group, slot, kind)
         for key, written in recorded.others_of(_first(slot)).items():
             slot.entries[key] = option_of(key, written, slot.values.device)
+        if recorded.is_dropped(slot):
+            slot.entries.clear()
         if not slot.entries:  # some optimizers look whether there is an entry at all
             optimizer.state.pop(slot.values, None)
 
@@ -182,7 +192,11 @@ class Recorded:
 
     @property
     def every_key(self) -> set[str]:
-        return {*self._keys, *self.group.numbers, *self._others}
+        return {*self._keys, *self.group.numbers, *self._others, *self.group.in_blocks}
+
+    def is_dropped(self, slot: Slot) -> bool:
+        """Whether what is kept in blocks of this rank's padding begins anew: it is not saved."""
+        return slot.is_padding and any(_first(slot) in names for names in self.group.in_blocks.values())
 
     def is_lacking(self, key: str, slot: Slot) -> bool:
         """Whether no parameter of `slot` had this entry; where some had, zeros stand for those of the others."""
@@ -230,9 +244,11 @@ class Recorded:
         """What `slot` keeps when this is loaded, as :func:`_described` says it."""
         if self.is_untrained(_first(slot)):
             return {}
+        blocks = {key for key, names in self.group.in_blocks.items() if _first(slot) in names}
         others = self.others_of(_first(slot))
         numbers = self.numbers_of(_first(slot))
         found = {key: f"a tensor {self.kind(key, slot, _first(slot))}" for key in self._keys - {MASTER}}
+        found |= dict.fromkeys(blocks, "a tensor in blocks")
         found |= {
             key: _number_text(self.group.kinds.get(key, ""), value, with_numbers) for key, value in numbers.items()
         }
@@ -253,7 +269,9 @@ def _described(slot: Slot, keys: Collection[str], with_numbers: bool) -> dict[st
     found = {}
     small = _small(slot, keys)
     for key, value in slot.entries.items():
-        if key not in small:
+        if key in slot.blocks:
+            found[key] = "a tensor in blocks"
+        elif key not in small:
             found[key] = f"a tensor {kind_of(value, slot.values)}"
         elif _is_recorded_number(value):
             kind = _type_of(value, slot) if isinstance(value, torch.Tensor) else ""
@@ -278,6 +296,8 @@ def refuse_lost(training: Training, record: StateRecord, place: Path, *, is_new:
     found = [Recorded(group, record.keys) for group in record.groups]
     for slot in training.slots:
         if not slot.members:  # this rank has padding alone there, which no name in the record is of
+            continue
+        if not is_new and found[slot.group].is_dropped(slot):
             continue
         wanted = found[slot.group].of_slot(slot, with_numbers)
         kept = _described(slot, record.keys, with_numbers)

@@ -13,9 +13,10 @@ from typing import Any
 
 from ..errors import ConfigError, UnsupportedError
 from ..loading.into import load_into
-from ..seams.wrappers import is_fsdp2, optimizers_of
+from ..seams.wrappers import is_fsdp2, optimizers_of, unwrapped_optimizer
 from ..settings.scope import active_configs
 from .callers import Caller, current, forget_state, in_background, is_on, load_found, name_state, state_in
+from .elsewhere import refuse_lost_elsewhere
 from .engine_hooks import say_refused
 from .save import save_state
 
@@ -67,6 +68,7 @@ def save_fsdp_optimizer(
                 asynchronous=in_background(),
             )
         except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
+            refuse_lost_elsewhere(unwrapped_optimizer(optimizer), error, "accelerate")
             say_refused(error, "accelerate")
             save_model()
         else:

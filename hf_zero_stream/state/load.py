@@ -17,7 +17,7 @@ from ..errors import CheckpointError, UnsupportedError
 from ..holdings.marks import is_adapted
 from ..holdings.model_parallel import refuse_parts
 from ..holdings.own_names import own_names, own_or_clean
-from ..holdings.slots import EXACT
+from ..holdings.slots import BLOCKS, EXACT
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at, meeting
@@ -216,7 +216,7 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     if (foreign := foreign_state_in(place)) is not None:  # newer than a state of ours there
         return place, foreign
     record = StateRecord.read(place / FILE)
-    keys = [*record.keys, EXACT] if record.exact else record.keys
+    keys = [*record.keys, *([EXACT] if record.exact else ()), *([BLOCKS] if record.has_parts else ())]
     refuse_missing_files(place, keys, [RNG_FILE] if with_rng else [])
     return place, record
 

@@ -87,9 +87,12 @@ def _is_text(value: str) -> bool:
 
 
 def _refusal(value: Any, what: str) -> UnsupportedError:
+    found = type(value).__name__
+    if isinstance(value, Mapping):
+        found += f" by {', '.join(sorted({type(key).__name__ for key in value}))}"
     return UnsupportedError(
-        f"{what}: expected numbers, strings, lists and dicts, which can be written as JSON; got "
-        f"{type(value).__name__}. Nothing that must be pickled is saved. Leave it out, and make it anew when you load."
+        f"{what}: expected numbers, strings, lists and dicts, which can be written as JSON; got {found}. Nothing that "
+        "must be pickled is saved. Leave it out, and make it anew when you load."
     )
 
 

@@ -50,6 +50,9 @@ class GroupRecord:
             that have it; None for all of them.
         tensors: elementwise states that differ from what is trained, by name: how (:func:`.slots.kind_of`), and of
             which parameters.
+        in_blocks: what it keeps in blocks (:mod:`.blocks`), by name: of which parameters.
+        parts: each slot that is kept in blocks, on whatever rank: a digest of what lies in it, and for each name in it
+            dtype, shape, and whether only it is on the host.
     """
 
     options: Mapping[str, Any]
@@ -60,6 +63,8 @@ class GroupRecord:
     kinds: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
     tensors: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    in_blocks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    parts: Sequence[Sequence[Any]] = ()
 
     def renamed(self, rename: Callable[[str], str]) -> GroupRecord:
         """This record with other names of parameters."""
@@ -76,6 +81,7 @@ class GroupRecord:
                 for key, values in self.others.items()
             },
             tensors={key: {kind: names(of) for kind, of in of_key.items()} for key, of_key in self.tensors.items()},
+            in_blocks={key: names(of) for key, of in self.in_blocks.items()},
         )
 
     def faults(self) -> Iterable[str]:
@@ -100,6 +106,10 @@ class GroupRecord:
             yield "shapes"
         if not _is_dict(self.lacking, list) or not all(map(_are_names, self.lacking.values())):
             yield "lacking"
+        if not _is_dict(self.in_blocks, list) or not all(map(_are_names, self.in_blocks.values())):
+            yield "in_blocks"
+        if not isinstance(self.parts, (list, tuple)) or not all(map(_is_part, self.parts)):
+            yield "parts"
         if not _is_dict(self.kinds, str) or not all(map(_is_kind_of_number, self.kinds.values())):
             yield "kinds"
         if not _is_dict(self.others, list) or not all(map(_is_other, chain.from_iterable(self.others.values()))):
@@ -150,6 +160,11 @@ class StateRecord:
     def with_masters(self) -> set[str]:
         """The parameters whose values are in the state, and not only in the weights beside it."""
         return {name for group in self.groups for name in group.parameters} if MASTER in self.keys else set()
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether anything is kept in blocks, in files of its own."""
+        return any(group.parts for group in self.groups)
 
     @property
     def base_digests(self) -> dict[str, Digest] | None:
@@ -253,7 +268,25 @@ def _is_other(value: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_integer, value))
+    return isinstance(value, list) and all(_is_integer(size) and size >= 0 for size in value)
+
+
+def _is_part(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and _is_dict(value[1], list)
+        and all(
+            _is_key(key)
+            and len(it) == 3
+            and isinstance(it[0], str)
+            and _is_kind_of_number(it[0])
+            and _is_shape(it[1])
+            and isinstance(it[2], bool)
+            for key, it in value[1].items()
+        )
+    )
 
 
 def _is_scheduler(value: Any) -> bool:

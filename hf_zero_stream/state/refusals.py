@@ -22,6 +22,7 @@ from ..holdings.training import Training, training_of_model
 from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
 from . import schedules
+from .blocks import refuse_other_parts
 from .entries import Recorded, refuse_unlike
 from .groups import ADAMS, OF_SOME_ADAMS, options_of
 from .layout import files_of
@@ -118,7 +119,15 @@ def digests_of(groups: Sequence[GroupRecord]) -> SlotDigests:
     """A digest of all that the optimizer of this rank keeps and is small, by its group's number and its name."""
     found = {}
     for number, group in enumerate(groups):
-        fields = (group.options, group.numbers, group.kinds, group.others, group.lacking, group.tensors)
+        fields = (
+            group.options,
+            group.numbers,
+            group.kinds,
+            group.others,
+            group.lacking,
+            group.tensors,
+            group.in_blocks,
+        )
         for name in {name for kept in fields for name in kept}:
             text = json.dumps([kept.get(name) for kept in fields])
             found[number, name] = hashlib.sha256(text.encode()).digest()
@@ -179,6 +188,7 @@ def refuse_other_training(training: Training, record: StateRecord, place: Path) 
         _refuse_other_options(groups[number], recorded, number, place)
         of_group = [slot for slot in training.slots if slot.group == number]
         refuse_unlike(of_group, Recorded(recorded, record.keys), number, place)
+        refuse_other_parts(of_group, record, number, place)
 
 
 def _refuse_other_amsgrad(

@@ -43,6 +43,7 @@ from ..saving.preparation import Beside, Content, Ending, LayOut, refuse_other_t
 from ..saving.save import Save
 from . import adapters, rng, schedules
 from .base import split_base
+from .blocks import content_of, with_parts
 from .digests import places_of
 from .entries import recorded_entries, refuse_lost
 from .foreign import write_signs
@@ -154,7 +155,7 @@ def save_state(
         mine = digests_of(record.groups), record.data, random_state
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
         refuse_ranks_apart(digests)
-        record = record.with_data_of(data)
+        record = with_parts(record.with_data_of(data), training, coordinator)
         if is_adapted(training.model):
             exact, digests_of_base = split_base(training, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
@@ -170,6 +171,8 @@ def save_state(
         together = _of_same_dtypes(training, keys)
         refuse_other_tensors(coordinator, str(together), "save")
         contents += [_contents(training, name, group, max_shard_size) for group in together]
+        if (in_blocks := content_of(training, record, name, max_shard_size)) is not None:
+            contents.append(in_blocks)
         if exact:
             held = partial(held_values, training.model, exact, coordinator)
             laid_out = partial(lay_out, EXACT, max_shard_size, buffers=exact)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
 from functools import partial
@@ -19,14 +19,15 @@ from ..engine.load import Load
 from ..errors import LoadError
 from ..holdings.marks import has_partition, is_adapted
 from ..holdings.own_names import named_parameters
-from ..holdings.slots import EXACT, MASTER
+from ..holdings.slots import BLOCKS, EXACT, MASTER
 from ..holdings.training import Training
 from ..loading.into import load_some_into, place_into
 from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
-from .layout import opened, opened_from_hub_layout, persistent_buffers
+from .blocks import refuse_lacking, tensors_of
+from .layout import files_of, opened, opened_from_hub_layout, persistent_buffers
 from .record import StateRecord
 
 
@@ -48,8 +49,9 @@ def load_values(
     load_model_values(
         model, folder, place, record, in_memory, coordinator, strict=strict, with_masters=not swapped, later=together
     )
-    states = partial(_states_in, training, place, record)
-    load_states(training, record.keys, states, coordinator, with_masters=together)
+    blocks = tensors_of(training, record) if record.has_parts else None
+    states = partial(_states_in, training, place, record, blocks)
+    load_states(training, record.keys, states, coordinator, with_masters=together, blocks=blocks)
     if together:
         training.copy_masters()
 
@@ -126,20 +128,28 @@ States = Callable[[Load, Sequence[str]], dict[str, Any]]
 
 @collector_paused()
 def load_states(
-    training: Training, keys: Sequence[str], states: States, coordinator: Coordinator, *, with_masters: bool
+    training: Training,
+    keys: Sequence[str],
+    states: States,
+    coordinator: Coordinator,
+    *,
+    with_masters: bool,
+    blocks: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Read the states `keys` of all slots by one plan (all ranks, in a load's meeting).
 
-    Masters are read `with_masters`, and else where they are in swap files.
+    Masters are read `with_masters`, and else where they are in swap files. `blocks` are tensors that are read whole;
+    None if no rank has any.
     """
     wanted = [
         (slot, [key for key in keys if key != MASTER or slot.is_swapped or with_masters]) for slot in training.slots
     ]
     used = [key for key in keys if any(key in of_slot for _, of_slot in wanted)]
-    if not used:
+    if not used and blocks is None:
         return
+    wanted = [(slot, [key for key in of_slot if key == MASTER or not slot.is_in_blocks]) for slot, of_slot in wanted]
     hides_zero3 = any(map(has_partition, training.model.parameters()))
-    memory = SlotMemory(wanted, training.device, hides_zero3=hides_zero3)
+    memory = SlotMemory(wanted, training.device, whole=blocks or {}, hides_zero3=hides_zero3)
     with coordinator.reporting():
         load = Load(settings_in_force(), {}, coordinator, memory)
         with closing(load), torch.no_grad():
@@ -147,13 +157,23 @@ def load_states(
 
 
 def _states_in(
-    training: Training, place: Path, record: StateRecord, load: Load, keys: Sequence[str]
+    training: Training,
+    place: Path,
+    record: StateRecord,
+    blocks: Mapping[str, torch.Tensor] | None,
+    load: Load,
+    keys: Sequence[str],
 ) -> dict[str, Any]:
-    """:data:`States` in the folder `place`, of which this is the `record`."""
+    """:data:`States` in the folder `place`, of which this is the `record`; and what is kept in `blocks`."""
     read = opened_from_hub_layout if record.is_in_hub_layout else opened
     found: dict[str, Any] = {}
     for key in keys:
         lazy, missing, _ = read(load, training.model, place, key)
         convert_lazy(training.model, lazy, missing)
         found |= {f"{key}.{name}": tensor for name, tensor in lazy.named_parameters() if name not in missing}
+    if blocks is not None:
+        pieces = load.open([*map(str, files_of(place, BLOCKS))], None)
+        of_parts = {name: it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
+        refuse_lacking(blocks, of_parts, place)
+        found |= of_parts
     return found

@@ -15,10 +15,7 @@ WITH_OPTIONS = ("AdamW, amsgrad", "SGD, momentum", "RMSprop, centered", "LoRA+ (
 IN_32_BIT = ("AdamW32bit", "PagedAdamW32bit", "Lion32bit", "RMSprop32bit", "Adagrad32bit")
 IN_8_BIT = ("AdamW8bit", "PagedAdamW8bit", "Lion8bit", "AdEMAMix8bit")
 
-REFUSED = {
-    **{f"bitsandbytes {name}": "keeps qmap1, torch.float32 of shape" for name in IN_8_BIT},
-    "Adafactor": "keeps RMS in group 0, which differs between ranks",
-}
+REFUSED = {"Adafactor": "keeps RMS in group 0, which differs between ranks"}
 """By its name: why a state cannot be cut for other ranks. DeepSpeed saves it, and goes on from it."""
 
 
@@ -27,6 +24,8 @@ def check(found: dict[tuple[str, str], object]) -> None:
         said = verdict(row)
         if name in REFUSED:
             assert REFUSED[name] in said and said.endswith("DeepSpeed's own: goes on"), (name, home, said)
+        elif name.endswith("8bit"):
+            assert said == "as many ranks; others are an error", (name, home, said)
         else:
             assert said.startswith(ANY), (name, home, said)
 

@@ -1,0 +1,194 @@
+"""Optimizers of 8 bits in blocks: as many ranks go on as stock does, to the last bit; others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import hf_zero_stream
+from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
+from hf_zero_stream.holdings.slots import Member, Slot
+from hf_zero_stream.holdings.training import Training
+from hf_zero_stream.planning.boxes import ParameterBox
+from hf_zero_stream.state import blocks
+from hf_zero_stream.state.plain import is_same
+from hf_zero_stream.state.record import GroupRecord, StateRecord
+from tests.state.optimizers import FSDP2, ONE, ZERO, of_module, parameters_of, training_in
+from tests.state.test_entries import of_this_rank
+from tests.state.test_state import different_states
+from tests.support.cluster import run_ranks
+
+
+Checkpoint = Callable[..., Path]
+
+STAGE_0 = "DeepSpeed, stage 0"
+HOMES = ["ZeRO-3", "ZeRO-2", STAGE_0, FSDP2]
+
+
+class Rounded(torch.optim.Optimizer):
+    """Keeps a momentum in codes of 8 bits, with a scale for two of them: bitsandbytes takes no DTensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            values, gradient = (it.to_local() if isinstance(it, DTensor) else it for it in (param, param.grad))
+            state = self.state[param]
+            if not state:
+                state["codes"] = torch.full(values.shape, 128, dtype=torch.uint8)
+                state["scales"] = torch.zeros(-(-values.numel() // 2))
+            numel = values.numel()
+            scales = state["scales"].repeat_interleave(2)[:numel]
+            momentum = (state["codes"].float().view(-1) - 128) * scales / 127
+            momentum = momentum.lerp(gradient.reshape(-1), 0.3)
+            pairs = torch.nn.functional.pad(momentum, (0, numel % 2)).view(-1, 2)
+            state["scales"].copy_(pairs.abs().amax(1))
+            codes = momentum / state["scales"].clamp(min=1e-12).repeat_interleave(2)[:numel] * 127
+            state["codes"].copy_((codes.round() + 128).to(torch.uint8).view(values.shape))
+            values.sub_(momentum.view(values.shape).sign(), alpha=self.param_groups[0]["lr"])
+
+
+def make(home: str) -> Any:
+    if home == FSDP2:
+        return lambda model: Rounded(parameters_of(model))
+    return of_module("bitsandbytes.optim", "AdamW8bit", min_8bit_size=1000, lr=1e-2)
+
+
+def saved(folder: Path, target: Path, homes: Sequence[str]) -> list[Any]:
+    """By home: what is kept, and losses after the save; saved in the background too, and by stock."""
+    found = []
+    for home in homes:
+        training = training_in(home, folder, make(home))
+        training.steps(range(3))
+        training.save(target / home)
+        for _ in range(2):  # the second by the plan of the first
+            hf_zero_stream.save_state(
+                training.engine, target / f"{home} later", asynchronous=True, **training._own
+            ).wait()
+        if home in ZERO:
+            training.engine.save_checkpoint(str(target / f"{home} stock"))
+        found.append((of_this_rank(training.inner), training.steps((3, 4))))
+    return found
+
+
+def resumed(folder: Path, target: Path, homes: Sequence[str], whose: str) -> list[Any]:
+    found = []
+    for home in homes:
+        training = training_in(home, folder, make(home))
+        if whose == "stock":
+            training.engine.load_checkpoint(str(target / f"{home} stock"))
+        else:
+            training.load(target / home)
+        found.append((of_this_rank(training.inner), training.steps((3, 4))))
+    return found
+
+
+def resumed_by_others(folder: Path, target: Path, homes: Sequence[str]) -> list[Any]:
+    """The error, and whether anything has changed; or losses, of replicas."""
+    found: list[Any] = []
+    for home in homes:
+        training = training_in(home, folder, make(home))
+        if home == STAGE_0:
+            training.load(target / home)
+            found.append(training.steps((3, 4)))
+            continue
+        training.steps([7])
+        before = of_this_rank(training.inner), [param.clone() for param in _trained(training)]
+        try:
+            training.load(target / home)
+        except ConfigError as error:
+            after = of_this_rank(training.inner), _trained(training)
+            found.append((str(error), is_same(before[0], after[0]) and all(map(torch.equal, before[1], after[1]))))
+        else:
+            found.append(("no error", False))
+    return found
+
+
+def _trained(training: Any) -> list[torch.Tensor]:
+    masters = {"ZeRO-3": "fp32_partitioned_groups_flat", "ZeRO-2": "single_partition_of_fp32_groups"}
+    if training.home in masters:
+        return [*getattr(training.engine.optimizer, masters[training.home])]
+    return [param.to_local() for param in parameters_of(training.engine)]
+
+
+def test_as_stock(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """By 3 ranks, which have padding; what they keep, padding too, and losses are those of DeepSpeed's resume."""
+    folder = zoo_checkpoint("llama")
+    of_saved = run_ranks(3, saved, folder, tmp_path, HOMES, timeout=200)
+    by_ours = run_ranks(3, resumed, folder, tmp_path, HOMES, "ours", timeout=200)
+    zero = [home for home in HOMES if home in ZERO]
+    by_stock = run_ranks(3, resumed, folder, tmp_path, zero, "stock", timeout=200)
+    for rank in range(3):
+        for home, mine, then in zip(HOMES, of_saved[rank], by_ours[rank], strict=True):
+            assert mine[0] and is_same(then[0], mine[0]), (home, rank)
+            assert then[1] == mine[1], (home, rank)
+        for home, mine, then in zip(zero, by_stock[rank], by_ours[rank], strict=False):
+            assert is_same(then, mine), (home, rank)
+    for home in HOMES:
+        assert different_states(tmp_path / home, tmp_path / f"{home} later") == [], home
+        assert [*(tmp_path / home).glob("*/model.blocks.safetensors")], home
+    losses = of_saved[0][HOMES.index(STAGE_0)][1]
+    for home, found in zip(HOMES, run_ranks(2, resumed_by_others, folder, tmp_path, HOMES)[0], strict=True):
+        if home == STAGE_0:
+            assert found == pytest.approx(losses, rel=1e-5)  # blocks are those of whole parameters
+        else:
+            message, is_as_before = found
+            assert "kept in blocks of 8 bits, which cannot be cut anew. 3 ranks saved them" in message, message
+            assert "Go on with as many ranks" in message and is_as_before, (home, message)
+
+
+def test_one_process(zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parameters are kept in 32 bit, of all elements; a record and files that do not fit are errors."""
+    folder = zoo_checkpoint("llama")
+    training = training_in(ONE, folder, make(ONE))
+    training.steps(range(3))
+    kept = of_this_rank(training.inner)
+    assert {state["state1"].dtype for state in kept} == {torch.uint8, torch.float32}
+    training.save(tmp_path)
+    losses = training.steps((3, 4))
+    again = training_in(ONE, folder, make(ONE))
+    for each in (training, again):  # in a training that has gone on, and in a new one
+        each.load(tmp_path)
+        assert is_same(of_this_rank(each.inner), kept)
+        assert each.steps((3, 4)) == losses
+    held = blocks._held
+    monkeypatch.setattr(blocks, "_held", lambda *args: dict([*held(*args).items()][1:]))
+    with pytest.raises(SaveError, match="expected .* elements in blocks of this rank in the files"):
+        training.save(tmp_path / "less")
+    assert [*(tmp_path / "less").iterdir()] == []
+    monkeypatch.undo()
+    (file,) = tmp_path.glob("*/model.blocks.safetensors")
+    shown = file.read_bytes()
+    file.write_bytes(shown.replace(b'"U8"', b'"I8"', 1))
+    with pytest.raises(CheckpointError, match=r"expected torch.uint8 of shape .*; found torch.int8"):
+        again.load(tmp_path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="this file of the training state is gone"):
+        again.load(tmp_path)
+
+
+class SomeRanks:
+    """Stands in for the coordinator of three ranks, of which the last has other parts."""
+
+    world_size = 3
+
+    def all_gather(self, mine: Any) -> list[Any]:
+        return [mine, mine, [[] for _ in mine]]
+
+
+def test_parts_that_some_ranks_share() -> None:
+    values = torch.zeros(8)
+    entries = {"codes": torch.zeros(8, dtype=torch.uint8), "scales": torch.zeros(4)}
+    slot = Slot(0, values, entries, [Member("weight", ParameterBox.whole((8,)), 0, 0, 8)])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(values)], lr=1.0)
+    training = Training(model=torch.nn.Module(), optimizer=optimizer, slots=[slot])
+    record = StateRecord(optimizer="SGD", keys=[], groups=[GroupRecord({}, ["weight"], {})])
+    with pytest.raises(UnsupportedError, match="keeps codes, scales in blocks in group 0, and 2 of 3 ranks train"):
+        blocks.with_parts(record, training, SomeRanks())  # type: ignore[arg-type]
