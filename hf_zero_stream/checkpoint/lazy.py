@@ -14,6 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,10 +35,12 @@ aten = torch.ops.aten
 Operation = Callable[[Any, Any, Any], Any]
 
 operations: list[Operation] = []
-"""Runs an op on lazy tensors, given the op and its arguments: :mod:`.lazy_ops` puts itself here."""
+"""Runs an op on lazy tensors, given the op and its arguments: :mod:`.lazy_ops` puts itself here, at the first op."""
 
 
 def run_op(func: Any, args: Any, kwargs: Any) -> Any:
+    if not operations:
+        import_module(f"{__package__}.lazy_ops")
     return operations[0](func, args, kwargs)
 
 

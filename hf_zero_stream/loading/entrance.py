@@ -31,7 +31,7 @@ from ..settings.config import StreamingConfig, announces_fsdp2, announces_zero3
 from ..sources.base import is_url
 
 
-Original = Callable[..., Any]
+StockFunction = Callable[..., Any]
 
 _SINGLE = "model.safetensors"
 """If it is not there, an index names the shards: of this file only the beginning is asked for."""
@@ -60,7 +60,7 @@ _LOADS = f"{__package__}.integration"
 """What streams. Once it is there, a load may be inside another one."""
 
 
-def of_model(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
+def of_model(original: StockFunction, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``PreTrainedModel.from_pretrained``."""
     if not scope.active_configs():
         return original(cls, *args, **kwargs)
@@ -127,7 +127,7 @@ def _may_be_at_url(path: Any) -> bool:
     return bool(scope.active_configs()) and is_url(path)
 
 
-def of_auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
+def of_auto_model(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
     """``from_pretrained`` of an Auto class for models."""
     load = partial(asking_at_once, MODEL_FILES, original)
     if not scope.active_configs() or (_LOADS not in sys.modules and not _may_stream()):
@@ -137,15 +137,15 @@ def of_auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     return auto_model(load, *args, **kwargs)
 
 
-def of_tokenizer(original: Original, *args: Any, **kwargs: Any) -> Any:
+def of_tokenizer(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
     return asking_at_once(TOKENIZER_FILES, original, *args, **kwargs)
 
 
-def of_processor(original: Original, *args: Any, **kwargs: Any) -> Any:
+def of_processor(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
     return asking_at_once(PROCESSOR_FILES, original, *args, **kwargs)
 
 
-def asking_at_once(names: Sequence[str], original: Original, *args: Any, **kwargs: Any) -> Any:
+def asking_at_once(names: Sequence[str], original: StockFunction, *args: Any, **kwargs: Any) -> Any:
     """Call a ``from_pretrained``, with the class first; for the `names` see :func:`asked_at_once`."""
     path = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")  # the first one is the class
     with asked_at_once(path, kwargs, names):

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..checkpoint.safetensors import NotedShard
 from ..errors import CheckpointError, ConfigError, SaveError, UnsupportedError
-from ..holdings.holder import Holding, open_flat
+from ..holdings.holding import Holding, open_flat
 from ..holdings.marks import local_of
 from ..holdings.slots import BLOCKS, Slot, kind_of
 from ..holdings.training import Training

@@ -28,7 +28,7 @@ from hf_zero_stream.engine.places import place_of
 from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError, UrlError
 from hf_zero_stream.plugins.remote.answers import Answers, answers_once
 from hf_zero_stream.plugins.remote.files import RemoteFiles
-from hf_zero_stream.plugins.remote.urls import Location, RequestFailed, checkpoint_url, joined, located, repository_of
+from hf_zero_stream.plugins.remote.urls import RequestFailed, StoreKey, checkpoint_url, joined, located, repository_of
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources.base import SourceFile, is_url
@@ -266,7 +266,7 @@ def test_adapters_and_missing_things(root: Path, web: Behaviour, tmp_path: Path)
     ],
 )
 def test_urls(url: str, store: str, key: str) -> None:
-    assert located(url) == Location(store, key)
+    assert located(url) == StoreKey(store, key)
 
 
 @pytest.mark.parametrize(

@@ -42,15 +42,15 @@ def quantising_batches(
         source = weight.node.source
         part = weight.node.part(0, coordinator.world_size)[0] * source.node.dtype.itemsize
         if group and nbytes + part > VALUES_BYTES:
-            yield _Group(group, coordinator, device).batch()
+            yield _BatchGroup(group, coordinator, device).batch()
             group, nbytes = [], 0
         group.append(weight)
         nbytes += part
     if group:
-        yield _Group(group, coordinator, device).batch()
+        yield _BatchGroup(group, coordinator, device).batch()
 
 
-class _Group:
+class _BatchGroup:
     """The weights of one batch."""
 
     def __init__(self, weights: Sequence[ToQuantise], coordinator: Coordinator, device: torch.device) -> None:

@@ -45,7 +45,7 @@ class NotQuantised(NotPackable):
     """A weight's values are in the file as they are."""
 
 
-class Region(NamedTuple):
+class Neighbours(NamedTuple):
     """Neighbouring elements of a tensor of the checkpoint, all of which a matrix needs; or of a constant."""
 
     source: FileTensor | HostTensor
@@ -73,18 +73,18 @@ class Program:
         return not is_computed(self.result)
 
 
-def taken_apart(view: View, *, takes_constants: bool = False) -> tuple[Program, list[Region]]:
+def taken_apart(view: View, *, takes_constants: bool = False) -> tuple[Program, list[Neighbours]]:
     """The program of the matrix that `view` gives, and the regions that are its inputs, in order.
 
     `takes_constants`: a value in memory is an input too, as it may differ from one matrix to the next, and no part of
     the program. Raises NotPackable if an input is not made of neighbouring elements, or is no tensor of a file.
     """
-    regions: list[Region] = []
+    regions: list[Neighbours] = []
     result, signature = _apart(view, regions, takes_constants)
     return Program(result, signature), regions
 
 
-def _apart(view: View, regions: list[Region], takes_constants: bool) -> tuple[View, Hashable]:
+def _apart(view: View, regions: list[Neighbours], takes_constants: bool) -> tuple[View, Hashable]:
     node = view.node
     if isinstance(node, FileTensor) or (takes_constants and isinstance(node, HostTensor) and node.numel == 1):
         return _input(view, node, regions)
@@ -126,7 +126,7 @@ def _apart(view: View, regions: list[Region], takes_constants: bool) -> tuple[Vi
     return View(new, view.sizes, view.strides, offset), (kind, layout, rule)
 
 
-def _input(view: View, node: FileTensor | HostTensor, regions: list[Region]) -> tuple[View, Hashable]:
+def _input(view: View, node: FileTensor | HostTensor, regions: list[Neighbours]) -> tuple[View, Hashable]:
     if not view.numel:
         raise NotPackable("it has no elements")
     first, last = bounds(view)
@@ -134,7 +134,7 @@ def _input(view: View, node: FileTensor | HostTensor, regions: list[Region]) -> 
     if numel != prod(size for size, stride in zip(view.sizes, view.strides, strict=True) if stride):
         assert isinstance(node, FileTensor), "a constant has one element"
         raise NotPackable(f"it takes elements of {node.entry.name} that do not lie side by side")
-    region = Region(node, first, numel)
+    region = Neighbours(node, first, numel)
     if region not in regions:
         regions.append(region)
     number = regions.index(region)

@@ -24,7 +24,7 @@ from ...seams.session import Original, Session, in_session
 from . import COMPRESSED
 
 
-Part = dict[int, tuple[int, Fraction | int]]
+DequantisedPart = dict[int, tuple[int, Fraction | int]]
 """Where an input holds each dimension of the result; see :class:`...checkpoint.nodes.Blockwise`."""
 
 
@@ -40,7 +40,7 @@ def convert_moe_packed_tensors(original: Original, blocks: Any, scales: Any, **k
     experts, rows, groups, nbytes = blocks.shape
     if blocks.shape[:-1] != scales.shape:
         raise ValueError(f"expected scales of shape {tuple(blocks.shape[:-1])}; found {tuple(scales.shape)}")
-    part: Part = {0: (0, 1), 1: (2, Fraction(1, 2 * nbytes)), 2: (1, 1)}
+    part: DequantisedPart = {0: (0, 1), 1: (2, Fraction(1, 2 * nbytes)), 2: (1, 1)}
     return LazyTensor.of_blocks(
         lambda origin, *slices: original(*slices, **kwargs),
         (blocks, scales),
@@ -87,7 +87,7 @@ def dequantize_one(original: Original, self: Any, quantized: Any, scales: Any, o
 
 
 @functools.cache
-def _parts(rows: int, columns: int) -> Part:
+def _parts(rows: int, columns: int) -> DequantisedPart:
     """For an input with one element for so many rows and columns of the result; thousands of experts have the same."""
     return {0: (0, Fraction(1, rows)), 1: (1, Fraction(1, columns))}
 
@@ -183,7 +183,7 @@ def unpack_from_int32(original: Original, value: Any, num_bits: int, shape: Any,
             f"expected {words} words of 32 bits for {sizes[packed_dim]} values; found {tuple(value.shape)}"
         )
     blocks: list[int] = [1, 1]
-    part: Part = {0: (0, 1), 1: (1, 1)}
+    part: DequantisedPart = {0: (0, 1), 1: (1, 1)}
     blocks[packed_dim], part[packed_dim] = 32, (packed_dim, Fraction(num_bits, 32))
 
     def unpack(origin: tuple[int, ...], words: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from ...checkpoint.format import TensorEntry
 from ...checkpoint.lazy import LazyTensor
 from ...checkpoint.nodes import FileTensor, HostTensor, View
-from .programs import NotPackable, NotQuantised, Program, Region, taken_apart
+from .programs import Neighbours, NotPackable, NotQuantised, Program, taken_apart
 
 
 class Bytes(NamedTuple):
@@ -164,7 +164,7 @@ def pack(
     return packed, LazyTensor.of(View(view.node, (row_bytes * len(rows),), (1,), view.offset), weight.reader)
 
 
-def _alike(matrices: Sequence[View]) -> tuple[Program, list[list[Region]]]:
+def _alike(matrices: Sequence[View]) -> tuple[Program, list[list[Neighbours]]]:
     """The one program of all `matrices`, and the regions of each; constants are inputs only if they differ."""
     for takes_constants in (False, True):
         program, regions = taken_apart(matrices[0], takes_constants=takes_constants)
@@ -179,7 +179,7 @@ def _alike(matrices: Sequence[View]) -> tuple[Program, list[list[Region]]]:
     raise NotPackable("its matrices are not quantised alike")
 
 
-def _laid_out(regions: Sequence[Region]) -> tuple[list[tuple[int, torch.dtype, int]], int]:
+def _laid_out(regions: Sequence[Neighbours]) -> tuple[list[tuple[int, torch.dtype, int]], int]:
     """Where in a row the inputs are, each aligned to its dtype, and the length of a row."""
     inputs, stop = [], 0
     for region in regions:
@@ -191,7 +191,7 @@ def _laid_out(regions: Sequence[Region]) -> tuple[list[tuple[int, torch.dtype, i
     return inputs, -(-stop // largest) * largest  # after which the next row's inputs are aligned too
 
 
-def _bytes(region: Region, start: int) -> Bytes:
+def _bytes(region: Neighbours, start: int) -> Bytes:
     assert isinstance(region.source, FileTensor)
     itemsize = region.source.dtype.itemsize
     return Bytes(region.source.entry, region.first * itemsize, start, start + region.numel * itemsize)

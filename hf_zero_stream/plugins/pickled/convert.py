@@ -261,13 +261,13 @@ def _are_same_bytes(first: View, second: View) -> bool:
     return False
 
 
-Piece = tuple[int, int, Target, View]
+ConvertedValues = tuple[int, int, Target, View]
 """(shard, byte position in it, what goes there, and what gives the values)."""
 
 
-def _chunks(shards: Sequence[ShardToWrite]) -> Iterator[list[Piece]]:
+def _chunks(shards: Sequence[ShardToWrite]) -> Iterator[list[ConvertedValues]]:
     """All tensors in order of the new files, cut where one is larger than a chunk."""
-    chunk: list[Piece] = []
+    chunk: list[ConvertedValues] = []
     nbytes = 0
     for number, shard in enumerate(shards):
         for name, position in shard.starts.items():
@@ -285,7 +285,7 @@ def _chunks(shards: Sequence[ShardToWrite]) -> Iterator[list[Piece]]:
         yield chunk
 
 
-def _batch(pieces: Sequence[Piece], files: ShardWriter) -> Batch:
+def _batch(pieces: Sequence[ConvertedValues], files: ShardWriter) -> Batch:
     buffers: list[torch.Tensor] = []
 
     def begin() -> None:

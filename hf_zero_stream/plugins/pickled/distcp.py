@@ -27,7 +27,7 @@ from ...errors import CheckpointError, UnsupportedError
 from ...sources.base import ByteSource, ReadableFile, naming_file
 from .pickles import MOST_BYTES, read_pickle
 from .torch_files import read_single, view_of_field
-from .torch_metadata import OPCODES, Box, Item, Metadata, Stored, metadata_of
+from .torch_metadata import OPCODES, CheckpointBox, Metadata, MetadataItem, StoredBytes, metadata_of
 
 
 _WHAT = "the distributed checkpoint"
@@ -95,12 +95,12 @@ def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
     for name, (dtype, shape, pieces) in found["tensors"].items():
         boxes = []
         for position, offsets, field in pieces:
-            shard, box = shards[position], Box(tuple(offsets), tuple(field["shape"]))
+            shard, box = shards[position], CheckpointBox(tuple(offsets), tuple(field["shape"]))
             boxes.append((box, view_of_field(shard.path, number + position, name, field, shard.size_bytes)))
         if 0 in shape:
             views[name] = View.whole(HostTensor.of(torch.empty(shape, dtype=DTYPES[dtype])))
             continue
-        view = _assembled(Box((0,) * len(shape), tuple(shape)), boxes, 0)
+        view = _assembled(CheckpointBox((0,) * len(shape), tuple(shape)), boxes, 0)
         if view is None:
             raise CheckpointError(
                 f"{folder}: the chunks of tensor {excerpt(name)} overlap, or leave holes in its shape {shape}. Save "
@@ -134,10 +134,12 @@ def _names(path: str, metadata: Metadata) -> tuple[dict[str, str], list[str]]:
     return names, skipped
 
 
-def _items(path: str, metadata: Metadata, names: Mapping[str, str]) -> Iterator[tuple[str, Box, Item]]:
+def _items(
+    path: str, metadata: Metadata, names: Mapping[str, str]
+) -> Iterator[tuple[str, CheckpointBox, MetadataItem]]:
     """(tensor, chunk, where it lies) of all chunks with elements."""
     for key in names:
-        stored: Stored = metadata.tensors[key]
+        stored: StoredBytes = metadata.tensors[key]
         for box in dict.fromkeys(stored.chunks):
             if 0 in box.sizes:
                 continue  # of ranks that have nothing
@@ -157,8 +159,8 @@ def _items(path: str, metadata: Metadata, names: Mapping[str, str]) -> Iterator[
 
 
 def _fields(
-    source: ByteSource, folder: str, items: Iterable[Item]
-) -> tuple[dict[Item, dict[str, Any]], dict[str, tuple[int, str]]]:
+    source: ByteSource, folder: str, items: Iterable[MetadataItem]
+) -> tuple[dict[MetadataItem, dict[str, Any]], dict[str, tuple[int, str]]]:
     """(item -> dtype, shape and place of its elements, file -> its size and tag)."""
     names, groups = [], []
     for name, group in groupby(sorted(items), key=lambda item: item.file):
@@ -171,11 +173,11 @@ def _fields(
 
 
 def _fields_of_file(
-    source: ByteSource, folder: str, name: str, items: Iterable[Item]
-) -> tuple[dict[Item, dict[str, Any]], int, str]:
+    source: ByteSource, folder: str, name: str, items: Iterable[MetadataItem]
+) -> tuple[dict[MetadataItem, dict[str, Any]], int, str]:
     """(item -> dtype, shape and place of its elements, the file's size and tag), for items in order of offset."""
     path, end = os.path.join(folder, name), 0
-    fields: dict[Item, dict[str, Any]] = {}
+    fields: dict[MetadataItem, dict[str, Any]] = {}
     with naming_file(path, _WHAT), source.open_file(path) as file:
         for item in items:
             if item.offset < end or item.offset + item.length > file.size_bytes:
@@ -187,20 +189,20 @@ def _fields_of_file(
         return fields, file.size_bytes, file.tag
 
 
-def _field(file: ReadableFile, folder: str, item: Item) -> dict[str, Any]:
+def _field(file: ReadableFile, folder: str, item: MetadataItem) -> dict[str, Any]:
     where = _where(folder, item)
     try:
-        field = read_single(_Part(file, item.offset, item.length), where)
+        field = read_single(_FilePart(file, item.offset, item.length), where)
     except NotAMap as reason:
         raise UnsupportedError(f"{where}: {reason}, and not a plain tensor.") from reason
     return {**field, "data_offsets": [item.offset + offset for offset in field["data_offsets"]]}
 
 
-def _where(folder: str, item: Item) -> str:
+def _where(folder: str, item: MetadataItem) -> str:
     return f"{os.path.join(folder, item.file)}, bytes {item.offset} to {item.offset + item.length}"
 
 
-class _Part:
+class _FilePart:
     """Some bytes of a file, as a file of its own."""
 
     def __init__(self, file: ReadableFile, start: int, nbytes: int) -> None:
@@ -218,10 +220,10 @@ class _Part:
         return self._file.read(self._start + start, max(0, stop - start))
 
 
-Piece = tuple[Box, View]
+BoxPart = tuple[CheckpointBox, View]
 
 
-def _assembled(whole: Box, pieces: list[Piece], level: int) -> View | None:
+def _assembled(whole: CheckpointBox, pieces: list[BoxPart], level: int) -> View | None:
     """The elements of `whole`, which `pieces` fill; None if they do not, or do it twice."""
     if len(pieces) == 1:
         return pieces[0][1] if pieces[0][0] == whole else None
@@ -244,9 +246,9 @@ def _assembled(whole: Box, pieces: list[Piece], level: int) -> View | None:
     return None
 
 
-def _cut(pieces: list[Piece], dim: int) -> list[list[Piece]]:
+def _cut(pieces: list[BoxPart], dim: int) -> list[list[BoxPart]]:
     """Groups of pieces, each of which lies behind the one before along `dim`."""
-    groups: list[list[Piece]] = []
+    groups: list[list[BoxPart]] = []
     end = 0
     for piece in sorted(pieces, key=lambda piece: piece[0].offsets[dim]):
         box = piece[0]

@@ -45,28 +45,28 @@ OPCODES = {
 """Those with which Python writes such objects since version 3.8."""
 
 
-class Box(NamedTuple):
+class CheckpointBox(NamedTuple):
     """A box of a tensor: its first index in each dimension, and how many there are."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def with_range(self, dim: int, begin: int, end: int) -> Box:
+    def with_range(self, dim: int, begin: int, end: int) -> CheckpointBox:
         """This box with indices ``[begin, end)`` along `dim`."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim], sizes[dim] = begin, end - begin
-        return Box(tuple(offsets), tuple(sizes))
+        return CheckpointBox(tuple(offsets), tuple(sizes))
 
 
-class Stored(NamedTuple):
+class StoredBytes(NamedTuple):
     """A tensor, and the boxes of it that were written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Box, ...]
+    chunks: tuple[CheckpointBox, ...]
 
 
-class Item(NamedTuple):
+class MetadataItem(NamedTuple):
     """`length` bytes of a file from `offset` on; `transforms` names what was done to them, mostly nothing."""
 
     file: str
@@ -86,10 +86,10 @@ class Metadata:
         items: (key, offsets of a chunk) -> where it is.
     """
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredBytes]
     others: tuple[str, ...]
     ways: Mapping[str, tuple[str | int, ...]]
-    items: Mapping[tuple[str, tuple[int, ...]], Item]
+    items: Mapping[tuple[str, tuple[int, ...]], MetadataItem]
 
 
 def metadata_of(path: str, pickle: Pickle) -> Metadata:
@@ -104,7 +104,7 @@ def metadata_of(path: str, pickle: Pickle) -> Metadata:
     for call in pickle.calls:
         _check_call(path, call)
     fields = _fields(path, pickle.root, "Metadata")
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredBytes] = {}
     others: list[str] = []
     for key, value in _dict(path, fields, "state_dict_metadata").items():
         if not isinstance(key, str):
@@ -113,7 +113,7 @@ def metadata_of(path: str, pickle: Pickle) -> Metadata:
             others.append(key)
         else:
             tensors[key] = _stored(path, key, value)
-    items: dict[tuple[str, tuple[int, ...]], Item] = {}
+    items: dict[tuple[str, tuple[int, ...]], MetadataItem] = {}
     for index, value in _dict(path, fields, "storage_data").items():
         place = _fields(path, index, "MetadataIndex")
         key, offset = place.get("fqn"), place.get("offset")
@@ -156,7 +156,7 @@ def _check_call(path: str, call: Call) -> None:
         )
 
 
-def _stored(path: str, key: str, value: Any) -> Stored:
+def _stored(path: str, key: str, value: Any) -> StoredBytes:
     fields = _fields(path, value, "TensorStorageMetadata")
     shape = _sizes(path, key, fields.get("size"))
     properties = fields.get("properties")
@@ -175,7 +175,7 @@ def _stored(path: str, key: str, value: Any) -> Stored:
     boxes = []
     for chunk in chunks:
         of_chunk = _fields(path, chunk, "ChunkStorageMetadata")
-        box = Box(_sizes(path, key, of_chunk.get("offsets")), _sizes(path, key, of_chunk.get("sizes")))
+        box = CheckpointBox(_sizes(path, key, of_chunk.get("offsets")), _sizes(path, key, of_chunk.get("sizes")))
         if not len(box.offsets) == len(box.sizes) == len(shape) or any(
             offset + size > end for offset, size, end in zip(box.offsets, box.sizes, shape, strict=True)
         ):
@@ -184,10 +184,10 @@ def _stored(path: str, key: str, value: Any) -> Stored:
                 f"{list(box.offsets)} of {list(box.sizes)}."
             )
         boxes.append(box)
-    return Stored(_DTYPES[dtype], shape, tuple(boxes))
+    return StoredBytes(_DTYPES[dtype], shape, tuple(boxes))
 
 
-def _item(path: str, key: str, value: Any) -> Item:
+def _item(path: str, key: str, value: Any) -> MetadataItem:
     state = _fields(path, value, "_StorageInfo")
     file, offset, length = (state.get(name) for name in ("relative_path", "offset", "length"))
     if not (isinstance(file, str) and isinstance(offset, int) and isinstance(length, int)) or min(offset, length) < 0:
@@ -195,7 +195,7 @@ def _item(path: str, key: str, value: Any) -> Item:
     transforms = state.get("transform_descriptors") or []
     if not isinstance(transforms, list):
         raise _faulty(path, key, "a list of what was done to the bytes", transforms)
-    return Item(file, offset, length, ", ".join(map(kind_of, transforms)))
+    return MetadataItem(file, offset, length, ", ".join(map(kind_of, transforms)))
 
 
 def _ways(path: str, ways: Any) -> dict[str, tuple[str | int, ...]]:

@@ -25,7 +25,7 @@ from ...sources.base import ByteSource, naming_file
 from ...sources.local import LocalFiles
 from .zero_layout import FP32, Pieces, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
 from .zero_model_files import ModelFile, read_model_file
-from .zero_optimizer_files import Flat, Group, OptimizerFile, read_optimizer_file
+from .zero_optimizer_files import Flat, OptimizerFile, PartitionGroup, read_optimizer_file
 
 
 T = TypeVar("T")
@@ -234,7 +234,7 @@ def _stored(key: str, first: OptimizerFile, flat: Flat) -> TensorEntry:
     return flat.values if key == FP32 else flat.moments[key]
 
 
-_Place = tuple[str, int, int]
+_PartitionPlace = tuple[str, int, int]
 """A state, a sub-group and a rank."""
 
 
@@ -244,9 +244,9 @@ def _swapped(
     optimizers: Sequence[OptimizerFile],
     keys: Sequence[str],
     sub_groups: Sequence[Mapping[str, Trained]],
-) -> dict[_Place, Shard]:
+) -> dict[_PartitionPlace, Shard]:
     """The swap files of states that are not in the optimizers' own files; DeepSpeed copies them into the folder."""
-    paths: dict[_Place, str] = {}
+    paths: dict[_PartitionPlace, str] = {}
     for rank, it in enumerate(optimizers):
         for number, flat in enumerate(it.flats):
             for key in keys if flat.swap_name else ():
@@ -288,7 +288,7 @@ def _flats(
     optimizers: Sequence[OptimizerFile],
     key: str,
     sub_groups: Sequence[Mapping[str, Trained]],
-    swapped: Mapping[_Place, int],
+    swapped: Mapping[_PartitionPlace, int],
 ) -> list[list[TensorEntry]]:
     """A state of each sub-group's flat on each rank; `swapped` has the shards of those in swap files."""
 
@@ -301,7 +301,7 @@ def _flats(
     return [[place(number, rank) for rank in range(len(optimizers))] for number in range(len(sub_groups))]
 
 
-def _group(group: Group, flats: Sequence[Flat], sub_groups: Sequence[Mapping[str, Trained]]) -> ZeroGroup:
+def _group(group: PartitionGroup, flats: Sequence[Flat], sub_groups: Sequence[Mapping[str, Trained]]) -> ZeroGroup:
     parameters = [name for number in group.flats for name in sub_groups[number]]
     keys = {key: None for number in group.flats for key in flats[number].numbers}
     numbers = {

@@ -49,7 +49,7 @@ class Flat(NamedTuple):
         return f"{self.swap_name if key is None else f'{key}-{self.swap_name}'}.tensor.swp"
 
 
-class Group(NamedTuple):
+class PartitionGroup(NamedTuple):
     """A group of an optimizer: its options, and the numbers of its flats."""
 
     options: Mapping[str, Any]
@@ -75,7 +75,7 @@ class OptimizerFile:
     size_bytes: int
     stage: int
     world_size: int
-    groups: Sequence[Group]
+    groups: Sequence[PartitionGroup]
     flats: Sequence[Flat]
     paddings: Sequence[int]
     gaps: Sequence[Sequence[int]]
@@ -170,7 +170,7 @@ def _partition_count(objects: TorchObjects, wrapper: Mapping[Any, Any]) -> int:
     return counts.pop()
 
 
-def _groups(objects: TorchObjects, value: Any, flats: int) -> list[Group]:
+def _groups(objects: TorchObjects, value: Any, flats: int) -> list[PartitionGroup]:
     groups, seen = [], set()
     for number, each in enumerate(objects.sequence(value, "param_groups")):
         what = f"param_groups[{number}]"
@@ -186,7 +186,7 @@ def _groups(objects: TorchObjects, value: Any, flats: int) -> list[Group]:
         del options["params"]
         options.pop("param_names", None)
         try:
-            groups.append(Group(objects.plain(options, what), members))
+            groups.append(PartitionGroup(objects.plain(options, what), members))
         except NotPlain as reason:
             raise UnsupportedError(f"{objects.path}: {what}: {reason}, and not a number.") from reason
         if options.get("use_muon"):

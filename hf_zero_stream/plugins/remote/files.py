@@ -77,7 +77,7 @@ class Beginning(NamedTuple):
     block: bytes
 
 
-class _HeaderFile:
+class _ObjectHeader:
     """An object whose beginning was read; small reads are made large, because many of them are near each other."""
 
     def __init__(self, source: RemoteFiles, path: str) -> None:
@@ -113,8 +113,8 @@ class RemoteFiles:
         self.bytes_read = self.reads = 0
 
     @contextmanager
-    def open_file(self, path: str) -> Iterator[_HeaderFile]:
-        yield _HeaderFile(self, path)
+    def open_file(self, path: str) -> Iterator[_ObjectHeader]:
+        yield _ObjectHeader(self, path)
 
     def is_transient(self, error: BaseException | None) -> bool:
         return isinstance(error, RequestFailed) and error.is_transient

@@ -27,7 +27,7 @@ _NO_ORGANISATIONS = ("datasets", "spaces", "buckets", "models")
 _FILE = re.compile(r"\.(safetensors|json|bin|pth?|gguf)$")
 
 
-class Location(NamedTuple):
+class StoreKey(NamedTuple):
     """An object: the URL of its store (a bucket, a container, a host), and its key there, not percent-encoded."""
 
     store: str
@@ -75,7 +75,7 @@ def joined(url: str, *names: str) -> str:
     return "/".join([f"{scheme}{separator}{rest.rstrip('/')}", *(name.strip("/") for name in names if name)])
 
 
-def located(url: str) -> Location:
+def located(url: str) -> StoreKey:
     """The store and the key of `url`, which is none of the Hub; raises an UrlError if it has no such parts."""
     scheme, rest = scheme_of(url), url.partition("://")[2]
     depth = 2 if scheme == "az" else 1
@@ -100,7 +100,7 @@ def located(url: str) -> Location:
     if fault:
         form = PLUGIN.sources[scheme].form
         raise UrlError(f"{without_secrets(url)!r}: expected {scheme}://{form}; found {fault}.")
-    return Location(f"{scheme}://{'/'.join(root)}", unquote(key) if scheme in ("http", "https") else key)
+    return StoreKey(f"{scheme}://{'/'.join(root)}", unquote(key) if scheme in ("http", "https") else key)
 
 
 def repository_of(url: str) -> Repository:
