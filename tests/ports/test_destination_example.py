@@ -1,11 +1,10 @@
-"""A destination in full, as an example: each rank holds some columns of every tensor, in plain CPU tensors."""
+"""The destination of the third party's plug-in, without the plug-in: given to a load, and its holder to the list."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +15,15 @@ import transformers
 from torch import nn
 
 import hf_zero_stream
-from hf_zero_stream.destinations.base import Batch, Destination, Item, item_of, narrowed, replace_lazy
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.holdings import holder
-from hf_zero_stream.holdings.holding import Holding, open_flat
 from hf_zero_stream.loading.dry_load import lazily_loaded
-from hf_zero_stream.planning.boxes import ParameterBox
-from hf_zero_stream.planning.plan import Target
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.reports.load import LoadReport
 from hf_zero_stream.settings.config import StreamingConfig
+from tests.plugins.distribution.odd_things.columns import Columns, held
 from tests.support.cluster import run_ranks
 from tests.support.saving import SHARD_SIZE, different, saves_with
-
-
-class Columns(Destination):
-    """The columns ``[width * rank / world_size, width * (rank + 1) / world_size)`` of every parameter."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
-        def columns(name: str, param: torch.Tensor) -> nn.Parameter:
-            box = self.box(tuple(param.shape))
-            mine = nn.Parameter(torch.empty(box.sizes, dtype=param.dtype))
-            mine.box = box  # type: ignore[attr-defined]
-            return mine
-
-        items: list[Item] = []
-        parameters, _, _ = replace_lazy(model, missing, tied, parameter=columns, buffer=lambda buffer: None)
-        for name, (mine, view) in parameters.items():
-            target = Target.whole(name, mine.dtype, mine.numel(), mine.box)
-            items.append(item_of(target, narrowed(view, mine.box), mine.detach().view(-1)))
-        return [Batch(items)]
-
-    def box(self, shape: tuple[int, ...]) -> ParameterBox:
-        first, end = (shape[-1] * rank // self.world_size for rank in (self.rank, self.rank + 1))
-        return ParameterBox(shape, (*ParameterBox.whole(shape[:-1]).intervals, ((first, end),)))
-
-
-def held_columns(model: Any, params: Mapping[str, Any], **ranks: Any) -> dict[str, Holding]:
-    def holding(mine: Any) -> Holding:
-        return Holding(mine.box, mine.dtype, 0, mine.numel(), partial(open_flat, mine))
-
-    return {name: holding(param) for name, param in params.items() if hasattr(param, "box")}
 
 
 def loaded(folder: Path, rank: int, world_size: int) -> tuple[Any, LoadReport]:
@@ -89,7 +51,7 @@ def test_loading(zoo_checkpoint: Callable[..., Path], name: str) -> None:
 
 
 def save(folder: Path, target: Path, write_from: str) -> None:
-    holder.HOLDERS.insert(0, held_columns)
+    holder.HOLDERS.insert(0, held)
     model, _ = loaded(folder, dist.get_rank(), dist.get_world_size())
     with saves_with(write_from=write_from):
         hf_zero_stream.save_pretrained(model, target, max_shard_size=SHARD_SIZE)
