@@ -264,6 +264,28 @@ OURS: Mapping[Moment, Sequence[Row]] = {
             since="0.19.1",
         ),
     ],
+    Moment.CALLED: [
+        Row(f"deepspeed.{owner}.{name}", "", weight=_ESSENTIAL, feature=feature)
+        for feature, owner, names in (
+            (
+                "ZeRO-3",
+                "runtime.zero.partition_parameters:Init",
+                "_convert_to_deepspeed_param _convert_to_zero_parameters _aligned_size _partition_param",
+            ),
+            (
+                "load_into under ZeRO-3",
+                "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
+                "_get_fp32_opt_state_partition _swappable_optimizer_subgroup get_param_id",
+            ),
+            (
+                "offload_param to NVMe",
+                "runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper",
+                "get_buffer swappable_tensor swap_out_and_release synchronize_writes "
+                "remove_partition_and_release_buffers",
+            ),
+        )
+        for name in names.split()
+    ],
     Moment.RECORDERS: [
         Row(
             "deepspeed.module_inject.auto_ep_presets.base:_install_instance_transformers_output_recorders",
@@ -297,10 +319,9 @@ def keep_watching() -> None:
 
 def refuse_lacking(feature: str) -> None:
     """Raise a VersionError if an installed version lacks what a feature needs that stock would do wrongly."""
-    for rows in TABLE.values():
-        for row in rows:
-            if row.feature == feature and (what := row.lacking()):
-                refuse_unknown_version(row.package, [what], feature)
+    of_feature = [row for rows in TABLE.values() for row in rows if row.feature == feature]
+    if lacking := [what for row in of_feature if (what := row.lacking())]:
+        refuse_unknown_version(of_feature[0].package, lacking, feature)
 
 
 def refuse_unsafe_partitions() -> None:

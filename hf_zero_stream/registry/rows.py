@@ -36,6 +36,7 @@ class Moment:
     FLAT: ClassVar[Moment]
     EXPERTS: ClassVar[Moment]
     RECORDERS: ClassVar[Moment]
+    CALLED: ClassVar[Moment]
 
 
 Moment.MODELS = Moment("MODELS", "from the first packed or sharded model on, and while a thread is inside streaming()")
@@ -48,6 +49,7 @@ Moment.DEFERRED = Moment("DEFERRED", "while models live that accelerate will sha
 Moment.LAYOUT = Moment("LAYOUT", "while a save lays out its files")
 Moment.FLAT = Moment("FLAT", "while models live that stages 1 and 2 may flatten")
 Moment.EXPERTS = Moment("EXPERTS", "from the first load of converted experts on")
+Moment.CALLED = Moment("CALLED", "never: they are only called")
 Moment.RECORDERS = Moment("RECORDERS", "while DeepSpeed converts experts")
 
 

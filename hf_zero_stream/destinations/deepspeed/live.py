@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
+from ...bindings.table import refuse_lacking
 from ...checkpoint.nodes import Computed, View
-from ...errors import UnsupportedError, refuse_unknown_version
+from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
 from ...holdings.deepspeed.gathered import gather, gathered
 from ...holdings.deepspeed.held import is_trained_apart
@@ -27,9 +27,7 @@ from ..replicated import exchange_batches
 from ..skeleton import convert_lazy
 
 
-_RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
-_missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_Stage3, name)]
-refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for name in _missing])
+refuse_lacking("load_into under ZeRO-3")
 
 
 class LiveModel(LiveWhole):

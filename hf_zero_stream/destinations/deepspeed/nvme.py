@@ -18,14 +18,13 @@ from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
-from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
+from ...bindings.table import refuse_lacking
+from ...errors import ConfigError, UnsupportedError
 from ...planning.plan import Target
 from ..base import Batch, Item
 
 
-_RELIED_ON = "get_buffer swappable_tensor swap_out_and_release synchronize_writes remove_partition_and_release_buffers"
-_missing = [name for name in _RELIED_ON.split() if not hasattr(AsyncPartitionedParameterSwapper, name)]
-refuse_unknown_version("deepspeed", [f"AsyncPartitionedParameterSwapper.{name}" for name in _missing])
+refuse_lacking("offload_param to NVMe")
 
 Swap = tuple[Any, Item | torch.Tensor | None]
 """A parameter whose partition goes to a swap file, and what fills it: an item, or values; None: it becomes zero."""

@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.utils import groups
 from torch import nn
 
+from ...bindings.table import refuse_lacking
 from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ...holdings.deepspeed.partitions import own_range
 from ...ranks import accelerators
@@ -39,8 +40,7 @@ _TRUE = ("true", "1", "on", "t", "y", "yes")  # to pydantic, with which DeepSpee
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables without which DeepSpeed asks MPI."""
 
-_RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
-refuse_unknown_version("deepspeed", [f"zero.Init.{name}" for name in _RELIED_ON if not hasattr(Init, name)])
+refuse_lacking("ZeRO-3")
 
 
 def uses_nvme(ds_config: Mapping[str, Any]) -> bool:
