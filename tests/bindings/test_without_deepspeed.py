@@ -77,6 +77,7 @@ runpy.run_module("hf_zero_stream", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.plugin("pickled")
 def test_tools(elsewhere: Forks, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = str(zoo_checkpoint("llama"))
     assert "sound" in elsewhere.run(TOOL, "verify", folder)

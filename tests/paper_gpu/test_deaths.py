@@ -166,7 +166,7 @@ BROADCAST = [("torch.distributed", "broadcast")]
 SUM = [("torch.distributed", "all_reduce")]
 GATHER = [("torch.distributed", "gather")]
 REQUEST = [("hf_zero_stream.sources.relay:RelayedFiles", "_ask")]
-ANSWER = [("hf_zero_stream.sources.relay:Server", "_answer")]
+ANSWER = [("hf_zero_stream.sources.relay:RelayServer", "_answer")]
 OF_DEEPSPEED = [("deepspeed.comm", "all_gather_into_tensor")]
 
 
