@@ -32,7 +32,7 @@ from .lanes import Lane, SideLane
 
 if TYPE_CHECKING:
     from ..sources.relay import RelayServer
-    from .compute import Evaluator
+    from .compute import ShardEvaluator
 
 
 SAMPLES, SAMPLE_BYTES = 8, 4096
@@ -209,10 +209,10 @@ class OpenCheckpoint:
         """Longest hole that is read through."""
         vars(self).pop("_evaluator", None)
 
-    def evaluator(self, threads: int = 1, on_bytes: Callable[[int], None] | None = None) -> Evaluator:
-        from .compute import Evaluator  # most checkpoints have nothing to compute
+    def evaluator(self, threads: int = 1, on_bytes: Callable[[int], None] | None = None) -> ShardEvaluator:
+        from .compute import ShardEvaluator  # most checkpoints have nothing to compute
 
-        return Evaluator(
+        return ShardEvaluator(
             self.source,
             request_bytes=self.request_bytes,
             seek_bytes=self.seek_bytes,
@@ -222,7 +222,7 @@ class OpenCheckpoint:
         )
 
     @cached_property
-    def _evaluator(self) -> Evaluator:
+    def _evaluator(self) -> ShardEvaluator:
         return self.evaluator()
 
     def materialise(self, view: View) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,17 +12,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View, sources_of
 from ..destinations.base import narrowed
-from ..engine.compute import Evaluator
+from ..engine.compute import MemoryEvaluator
 from ..errors import SaveError
 from ..holdings.holding import Holding
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
-from ..sources.local import LocalFiles
 from .differences import refuse_or_say_differing, refuse_other_parameters, wrapper_of
 from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
 from .plan import Share, Sources
@@ -319,29 +316,13 @@ def evaluated(view: View, whole: Callable[[Stored], torch.Tensor], joined: Mappi
 
     What is `joined` is put together first.
     """
-    done: dict[int, Node] = {}
-
-    def with_values(value: Any) -> Any:
-        if not isinstance(value, View):
-            return value
-        if id(value.node) not in done:
-            done[id(value.node)] = node_with_values(value.node)
-        return dataclasses.replace(value, node=done[id(value.node)])
-
-    def node_with_values(node: Node) -> Node:
-        if isinstance(node, Stored) and node.name in joined:
-            node = joined[node.name]
-        if isinstance(node, Stored):
-            return HostTensor(node.sizes, node.dtype, whole(node))
-        changes = {
-            field.name: tree_map(with_values, getattr(node, field.name))
-            for field in dataclasses.fields(node)
-            if field.init
-        }
-        return dataclasses.replace(node, **changes)
-
-    evaluator = Evaluator(LocalFiles(), request_bytes=1, seek_bytes=0, staging_bytes=64 * 2**20)
-    return evaluator.materialise(with_values(view))
+    nodes = [node for node, _ in sources_of([view]) if isinstance(node, Stored)]
+    parts = [View.whole(joined[node.name]) for node in nodes if node.name in joined]
+    nodes += [node for node, _ in sources_of(parts) if isinstance(node, Stored)]
+    # Ranks may gather them, and none computes before all are there.
+    values = {node: whole(node) for node in dict.fromkeys(nodes) if node.name not in joined}
+    stored = {node: values[node] if node in values else joined[node.name] for node in nodes}
+    return MemoryEvaluator(stored.__getitem__).materialise(view).contiguous()
 
 
 Values = Callable[[str, int], torch.Tensor]

@@ -27,7 +27,7 @@ from tests.zero.test_expert_parallel import losses as losses_of_experts
 
 
 Checkpoint = Callable[..., Path]
-Mutation = tuple[Moment, int, Callable[[Row, pytest.MonkeyPatch], Row]]
+Mutation = tuple[str, int, Callable[[Row, pytest.MonkeyPatch], Row]]
 
 OF_TRAINER = ("transformers.trainer:", "transformers.modeling_utils:", "accelerate.")
 
@@ -35,7 +35,7 @@ OF_TRAINER = ("transformers.trainer:", "transformers.modeling_utils:", "accelera
 def mutations(begin: tuple[str, ...], *moments: Moment) -> list[Any]:
     """Of each row of these moments whose place begins so, both."""
     return [
-        pytest.param((moment, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
+        pytest.param((moment.name, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
         for moment in moments
         for number, row in enumerate(TABLE[moment])
         if row.of.startswith(begin)
@@ -47,7 +47,8 @@ def mutated(mutation: Mutation | None, work: Callable[..., Any], *args: Any) -> 
     """What `work` returns, or the error that it raises."""
     changed: AbstractContextManager[None] = nullcontext()
     if mutation is not None:
-        moment, number, mutate = mutation
+        name, number, mutate = mutation
+        moment = next(moment for moment in TABLE if moment.name == name)
         changed = mutation_of(TABLE[moment][number], moment, mutate)
     with changed:
         try:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import Computed, Node, Stored, View
-from hf_zero_stream.engine.compute import Evaluator
+from hf_zero_stream.engine.compute import ShardEvaluator
 from hf_zero_stream.engine.execute import execute_reads
 from hf_zero_stream.planning.plan import BatchPlan, Target, partition_range, plan_batch
 from hf_zero_stream.sources.local import LocalFiles
@@ -35,7 +35,7 @@ class Checkpoint:
         self.index = read_map(paths)
         self.request_bytes, self.seek_bytes = 64, seek_bytes
         self.files = LocalFiles(self.index.shards)
-        self.evaluator = Evaluator(
+        self.evaluator = ShardEvaluator(
             self.files,
             request_bytes=self.request_bytes,
             seek_bytes=seek_bytes,
@@ -241,6 +241,6 @@ class Unheard(Computed):
 
 @pytest.mark.parametrize("node", [Stored((3,), torch.float32, "weight"), Unheard((3,), torch.float32, print, (), {})])
 def test_a_node_that_the_engine_does_not_know_is_refused(node: Node) -> None:
-    evaluator = Evaluator(LocalFiles(), request_bytes=64, seek_bytes=0, staging_bytes=64)
+    evaluator = ShardEvaluator(LocalFiles(), request_bytes=64, seek_bytes=0, staging_bytes=64)
     with pytest.raises(TypeError, match=f"a {type(node).__name__} has no values to place"):
         evaluator.materialise(View.whole(node))

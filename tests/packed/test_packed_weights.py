@@ -21,7 +21,7 @@ from hf_zero_stream.engine.load import Load
 from hf_zero_stream.errors import CheckpointError, UnsupportedError
 from hf_zero_stream.holdings.marks import packed_weights
 from hf_zero_stream.loading.dry_load import lazily_loaded
-from hf_zero_stream.plugins.packed import pieces
+from hf_zero_stream.plugins.packed import programs
 from hf_zero_stream.plugins.packed.weights import PackedWeight, sources
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
@@ -175,8 +175,7 @@ def test_lying_checkpoints(tmp_path: Path, name: str) -> None:
 def in_small_pieces(weight: PackedWeight, parameter: torch.Tensor, number: int) -> torch.Tensor:
     """The matrix, computed in pieces that end within blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE_NUMEL", 1)
-        patch.setattr(pieces, "_ALIGNMENT", 7)
+        patch.setattr(programs, "PIECE_NUMEL", 700)
         return weight.matrix(parameter, number)
 
 

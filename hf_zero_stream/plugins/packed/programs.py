@@ -26,12 +26,19 @@ from ...checkpoint.nodes import (
     Node,
     Opaque,
     Pointwise,
+    Stored,
     View,
     is_computed,
     row_major_strides,
 )
-from .pieces import Input, bounds, computed, pieces_of
+from ...engine.compute import MemoryEvaluator
 
+
+PIECE_NUMEL = 2**18
+"""About how many elements of a matrix are computed at a time, so that what this takes beside the matrix is small.
+
+Plain torch functions make tables of indices, values in fp32 and the like, several times the size of what they give.
+"""
 
 _CONSTANT_NUMEL = 64
 """Values of this many elements at most may be part of a program."""
@@ -65,7 +72,12 @@ class Program:
 
         It is cast to each of `dtypes` in turn.
         """
-        return computed(self.result, inputs, *dtypes)
+        view, device = self.result, inputs[0].device
+        limit = view.numel if _needs_whole(view) else PIECE_NUMEL
+        matrix = torch.empty(view.sizes, dtype=dtypes[-1], device=device)
+        evaluator = MemoryEvaluator(lambda node: inputs[int(node.name)], device, limit)
+        evaluator.fill(matrix.view(-1), view, dtypes)
+        return matrix
 
     @property
     def does_nothing(self) -> bool:
@@ -138,7 +150,7 @@ def _input(view: View, node: FileTensor | HostTensor, regions: list[Neighbours])
     if region not in regions:
         regions.append(region)
     number = regions.index(region)
-    new = View(Input((numel,), node.dtype, number), view.sizes, view.strides, view.offset - first)
+    new = View(Stored((numel,), node.dtype, str(number)), view.sizes, view.strides, view.offset - first)
     return new, ("input", number, str(node.dtype), numel, new.sizes, new.strides, new.offset)
 
 
@@ -189,3 +201,25 @@ def _identity(value: Any) -> Hashable:
         return code, tuple(_identity(cell.cell_contents) for cell in value.__closure__ or ())
     same: Any = value if callable(value) else type(value)
     return same
+
+
+def _needs_whole(view: View) -> bool:
+    """Whether a function needs whole inputs: each piece would call it anew."""
+    return isinstance(view.node, Opaque) or any(map(_needs_whole, view.node.inputs()))
+
+
+def bounds(view: View) -> tuple[int, int]:
+    """The numbers of the first and of the last element of the node that `view` touches; strides are not negative."""
+    return view.offset, view.offset + sum(
+        (size - 1) * stride for size, stride in zip(view.sizes, view.strides, strict=True)
+    )
+
+
+def pieces_of(node: Cat, begin: int, end: int) -> list[View]:
+    """What is joined at the indices from `begin` to `end` along the dimension of `node`."""
+    pieces = []
+    for piece, start in zip(node.pieces, node.starts, strict=False):
+        first, stop = max(begin, start), min(end, start + piece.sizes[node.dim])
+        if first < stop:
+            pieces.append(piece.narrow(node.dim, first - start, stop - first))
+    return pieces
