@@ -1,3 +1,3 @@
-"""The source side: safetensors headers, byte sources and tensors that carry only their layout."""
+"""Formats of checkpoints, what is checked of their files, and lazy tensors, which carry only their layout."""
 
 from . import lazy_ops as lazy_ops  # without them a lazy tensor has no ops

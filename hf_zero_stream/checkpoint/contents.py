@@ -1,4 +1,4 @@
-"""What a folder holds: its tensors as views of byte ranges of its files, whatever the format.
+"""The contents of a folder in any format: its tensors as views of byte ranges of its files.
 
 Plug-ins bring formats of folders and of files; this package's own are safetensors, and a training state.
 """
@@ -25,7 +25,7 @@ _STATE = FolderFormat(
 
 
 def _folders() -> Iterator[FolderFormat]:
-    """What goes first; what is none of these has files that transformers loads."""
+    """Yield the formats of folders that go before formats of files, which are those that transformers loads."""
     yield from (row for plugin in plugins() for row in plugin.folders)
     yield _STATE
 
@@ -78,7 +78,7 @@ def format_of(path: str | os.PathLike[str]) -> FileFormat | FolderFormat:
 
 
 def soundness_of(path: str | os.PathLike[str]) -> Soundness:
-    """As :func:`.soundness.check_soundness`, whatever the format.
+    """Do as :func:`.soundness.check_soundness`, for a checkpoint of any format.
 
     In a ZeRO or distributed checkpoint, or a training state, it finds only the first fault, because no file says what
     is in another.

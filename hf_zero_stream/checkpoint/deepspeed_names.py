@@ -18,13 +18,13 @@ ZERO_2_MODEL = "mp_rank_00_model_states.pt"
 
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
 _OF_DEEPSPEED = re.compile(r".*_(model|optim)_states\.pt")
-"""What any checkpoint of DeepSpeed consists of, also one without ZeRO."""
+"""The files of any checkpoint of DeepSpeed, also of one without ZeRO."""
 
 SWAPPED = "offloaded_tensors"
 """The folder in which DeepSpeed puts copies of the optimizer's swap files (NVMe)."""
 
 SIGN = b"chf_zero_stream training state"
-"""How a sign begins; no file of DeepSpeed's does."""
+"""The beginning of a sign; no file of DeepSpeed's begins so."""
 
 
 def is_sign(path: str | os.PathLike[str]) -> bool:
@@ -50,12 +50,12 @@ def entries_of_deepspeed(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def world_size_of(folder: str | os.PathLike[str]) -> int:
-    """How many files of optimizers' states of ZeRO there are."""
+    """The number of files with ZeRO's optimizer states."""
     return sum(1 for name in names_in(folder) if OPTIMIZER.fullmatch(name))
 
 
 def model_parallel_size_of(folder: str | os.PathLike[str]) -> int:
-    """How many ranks of model parallelism have files there; 0 without ZeRO."""
+    """The number of ranks of model parallelism that have files there; 0 without ZeRO."""
     found = map(OPTIMIZER.fullmatch, names_in(folder))
     return len({match[2] for match in found if match})
 

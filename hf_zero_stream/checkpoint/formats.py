@@ -31,21 +31,21 @@ INDEX = "model.safetensors.index.json"
 TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 WEIGHTS = ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX))
-"""Where the weights are, or what names their files; transformers takes the first that is there."""
+"""The file of the weights, or the index that names their files; transformers takes the first that is there."""
 
 
 def distributed_file(folder: Path) -> Path | None:
-    """What describes the distributed checkpoint in a folder; None if there is none, or files that go first."""
+    """The metadata file of the distributed checkpoint in a folder; None if there is none, or files that go first."""
     return folder / METADATA if os.path.lexists(folder / METADATA) and not has_weights(folder) else None
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether it has files that transformers would load."""
+    """Whether `folder` has files that transformers would load."""
     return any(os.path.lexists(folder / name) for names in WEIGHTS for name in names)
 
 
 UNFINISHED = ".hf_zero_stream-saving-"
-"""How the names begin of folders in which a save writes files before they get their final names."""
+"""Prefix of the names of folders in which a save writes files before they get their final names."""
 
 
 def has_unfinished(folder: Path) -> bool:
@@ -110,7 +110,7 @@ def _module_of(row: FileFormat) -> Any:
 
 
 def why_not(source: ByteSource, paths: Sequence[str]) -> str:
-    """Why files that transformers would unpickle are no maps of bytes; ``""`` if they are."""
+    """The reason why files that transformers would unpickle are no maps of bytes; ``""`` if they are."""
     row = format_of_file(paths[0])  # whatever has another name is unpickled too
     reason: str = _module_of(format_of_file(TORCH_SINGLE) if row is SAFETENSORS else row).why_not(source, paths)
     return reason
@@ -162,7 +162,7 @@ def map_of(
 
 
 MAX_INDEX_BYTES = 100_000_000
-"""As for a header; the index of a checkpoint with 90,000 tensors has 8 MB."""
+"""The same limit as for a header; the index of a checkpoint with 90,000 tensors has 8 MB."""
 
 MAX_FILE_NAME_LENGTH = 1024
 """Characters of a shard's name, folders included."""
@@ -193,7 +193,7 @@ def parse_index(path: str, text: bytes) -> dict[str, Any]:
 
 
 def faults_of_index(path: str, fields: Mapping[str, Any]) -> Iterator[str]:
-    """All that is wrong with the fields of the index at `path`; each file's name counts once."""
+    """Yield all faults of the fields of the index at `path`; each file's name counts once."""
     weight_map, metadata = fields.get("weight_map"), fields.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         yield f"weight_map: expected a map of tensors' names to files' names, found {excerpt(weight_map)}."
@@ -214,7 +214,7 @@ def faults_of_index(path: str, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def fault_of_name(path: str, file: str) -> str:
-    """What is wrong with a shard's name in the index at `path`; "" if nothing is."""
+    """The fault of a shard's name in the index at `path`; "" if it has none."""
     suffix = ".safetensors" if path.endswith(".safetensors.index.json") else ""
     if len(file) > MAX_FILE_NAME_LENGTH:
         return f"has more than {MAX_FILE_NAME_LENGTH} characters"

@@ -102,11 +102,11 @@ class LazyTensor(torch.Tensor):
         return cls.whole(nodes.Blockwise(sizes, dtype, function, views, {}, blocks, parts), inputs[0]._materialise)
 
     def materialise(self) -> torch.Tensor:
-        """Its values, read now, in a new tensor on its device."""
+        """Read the values now, into a new tensor on this tensor's device."""
         return self._materialise(self.view_of_node).to(self.device)
 
     def in_memory(self) -> torch.Tensor:
-        """Its values: if it has memory of its own, or looks into that of another, in that memory."""
+        """The values: in their memory, if this is a writable parameter or a view of one; else in a new tensor."""
         node = self._node
         if not isinstance(node, Own):
             return self.materialise()
@@ -157,7 +157,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def reader(self) -> Materialise:
-        """What reads its values when an op needs them."""
+        """The function that reads the values when an op needs them."""
         return self._materialise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -191,12 +191,12 @@ class LazyTensor(torch.Tensor):
 
     @property
     def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Its sizes, strides and offset in the node."""
+        """The sizes, strides and offset of this tensor in its node."""
         return tuple(self._meta.size()), self._meta.stride(), int(self._meta.storage_offset())
 
     @property
     def view_of_node(self) -> View:
-        """The elements that it has now."""
+        """A view of the elements that this tensor has now."""
         node = self._node
         return node.view(*self.geometry) if isinstance(node, Own) else View(node, *self.geometry)
 

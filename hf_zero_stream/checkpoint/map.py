@@ -1,4 +1,4 @@
-"""What every reader of a format gives: all tensors of a checkpoint, and in which bytes of which files they lie."""
+"""The map that every reader of a format returns: all tensors of a checkpoint, and their bytes in its files."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class CheckpointMap:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """For the headers of safetensors files with these tensors."""
+        """The metadata for headers of safetensors files with these tensors."""
         return self.shards[0].metadata if self.format == "safetensors" and self.shards else {"format": "pt"}
 
     def slices(self, materialise: Materialise) -> dict[str, CheckpointSlice]:
@@ -116,7 +116,7 @@ class CheckpointMap:
 
     @property
     def note_of_absent(self) -> str:
-        """What to log about :attr:`absent` where the model uses none of them."""
+        """The line to log about :attr:`absent` if the model uses none of them."""
         return f"{_some(self.absent)} in no shard, although the index says so. The model has no use for that."
 
 

@@ -1,4 +1,4 @@
-"""What a lazy tensor is made of: row-major logical buffers (*nodes*) and strided views of them.
+"""Nodes and views, of which lazy tensors are made: row-major logical buffers, and strided views of them.
 
 A node never holds a checkpoint's data. It says where each of its elements comes from: a tensor in a shard, a copy of a
 view in another dtype, a concatenation of views, an exact elementwise function, or (the last resort) a function that
@@ -37,7 +37,7 @@ class Node:
     dtype: torch.dtype
 
     made_together: ClassVar[str] = ""
-    """What gives the batches in which all ranks of a load make its elements together, ``module:function``.
+    """``module:function`` that makes the batches in which all ranks of a load compute this node's elements together.
 
     It is called with a list of (name, node, function to be given all elements, flat) of such parameters, with the
     coordinator and the device. Empty: each rank makes its own.
@@ -196,7 +196,7 @@ class Computed(Node):
         return [item for item in chain.from_iterable(items) if isinstance(item, View)]
 
     def result(self, value_of: Callable[[View], torch.Tensor]) -> Any:
-        """What `function` returns with the values that `value_of` gives for the views among its arguments."""
+        """Call `function` with the values that `value_of` gives for the views among its arguments."""
 
         def value(argument: Any) -> Any:
             return value_of(argument) if isinstance(argument, View) else argument
@@ -331,7 +331,7 @@ def _number(value: Any) -> Any:
 
 
 class NodeStorage:
-    """In place of a node's ``UntypedStorage``: the methods that read no values."""
+    """A node's ``UntypedStorage``, with the methods that read no values alone."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

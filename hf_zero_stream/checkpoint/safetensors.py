@@ -136,7 +136,7 @@ def _check_coverage(path: str, data_start: int, size_bytes: int, entries: Iterab
 
 @dataclass(frozen=True)
 class NotedShard:
-    """What transformers would write into the file `name`: lazy `tensors`, and `metadata` for its header.
+    """The contents that transformers would write into the file `name`: lazy `tensors`, and `metadata` for its header.
 
     For those in `packed`, the lazy tensor is the flat bytes of a tensor with the dtype and shape of the entry.
     """

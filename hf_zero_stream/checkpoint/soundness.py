@@ -50,7 +50,7 @@ class Fault:
 
 @dataclass
 class Soundness:
-    """What was checked (`shards`, by name) and what was found.
+    """The result of a check of `shards`, which are names of files.
 
     `tensors` and `nbytes` count what is in shards with sound headers; `notes` are odd, and no faults.
     """
@@ -128,7 +128,7 @@ def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str
 
 
 def _advice_on(folder: Path) -> str:
-    """What to name instead of a folder without weights: a trainer's output has a folder for each checkpoint."""
+    """Advise what to name in place of a folder without weights: a trainer's output has one for each checkpoint."""
     below = (entry for entry in folder.glob("[!.]*") if has_weights(entry))
     if newest := max(below, key=os.path.getmtime, default=None):
         return f" A folder in it does: give {excerpt(newest.name)}, the newest."
@@ -208,7 +208,7 @@ def check_tensors(
 
 
 def _check_config(folder: Path, found: Soundness) -> None:
-    """Without a config that can be read there is no model, however sound the weights are."""
+    """Check that the config, if there is one, can be read: without it sound weights make no model."""
     path = folder / CONFIG
     if not path.is_file():
         return

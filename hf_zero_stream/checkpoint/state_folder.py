@@ -83,7 +83,7 @@ def _places(folder: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, str |
 
 
 def _trained(folder: Path) -> list[str]:
-    """What the optimizer trains."""
+    """The names of the parameters that the optimizer trains."""
     try:
         return [str(name) for group in _object(folder / RECORD)["groups"] for name in group["parameters"]]
     except (KeyError, TypeError) as error:
@@ -95,7 +95,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _map(folder: Path, stem: str, first_shard: int = 0) -> CheckpointMap:
-    """Of the file ``STEM.safetensors``, or of its shards; an empty one if there are neither."""
+    """The map of the file ``STEM.safetensors``, or of its shards; an empty one if there are neither."""
     base, _, variant = stem.partition(".")
     index = folder / f"{base}.safetensors.index.{variant}{'.' if variant else ''}json"
     if index.exists():

@@ -20,7 +20,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 
 
 class UrlCheckpoints(Protocol):
-    """What a plug-in knows of checkpoints behind URLs: a module with these functions.
+    """The functions of a plug-in's module for checkpoints behind URLs.
 
     A `url` is what :meth:`canonical` has returned. All but the first two are called inside a block
     (:func:`..settings.scope.inside`). What transformers looks for by name, a config or a tokenizer, comes by rows of
@@ -34,10 +34,10 @@ class UrlCheckpoints(Protocol):
         """
 
     def source(self, retries: Retries) -> ByteSource:
-        """What reads files at such URLs; made once for each load."""
+        """Make the source that reads files at such URLs, once for each load."""
 
     def asked_at_once(self, url: str, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Around a call that is going to need files with these `names`, of which most may not be there."""
+        """A context for a call that is going to need files with these `names`, of which most may not be there."""
 
     def has_file(self, url: str, name: str) -> bool:
         """Whether there is such a file in the checkpoint; raises a ReadError if that cannot be known."""
@@ -51,11 +51,11 @@ class UrlCheckpoints(Protocol):
         """
 
     def check_soundness(self, url: str) -> Soundness:
-        """As :func:`.soundness.check_soundness`."""
+        """Do as :func:`.soundness.check_soundness`."""
 
 
 def checkpoints_at(path: Any) -> UrlCheckpoints:
-    """What is known of checkpoints at URLs such as `path`, which need be none of a checkpoint yet.
+    """The functions for checkpoints at URLs such as `path`, which need be none of a checkpoint yet.
 
     Raises:
         MissingPluginError: the plug-in of this package is not there.
