@@ -1,6 +1,6 @@
-"""The source for files that this host mounts: positional reads through one reused handle per file.
+"""The source of files that this host mounts: positional reads through one reused handle per file.
 
-And what Linux is told of pages of memory, and a thread that brings a checkpoint into the page cache in time.
+Also advice to Linux on pages of memory, and a thread that brings a checkpoint into the page cache in time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ IOV_MAX = 1024
 """Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
 
 READS_PER_EXCHANGE = 4
-"""Ranks of a host share in the page cache what one of them has read. At two ranks, holes are read faster than gloo
-exchanges the bytes beside them (``benchmarks.sharded --ways tp2``)."""
+"""See :attr:`.base.Hints.reads_per_exchange`. Ranks of a host share in the page cache what one of them has read. At
+two ranks, holes are read faster than gloo exchanges the bytes beside them (``benchmarks.sharded --ways tp2``)."""
 
 TRANSIENT = frozenset(
     getattr(errno, name)
@@ -51,7 +51,7 @@ Those that begin with ``fuse.`` count too: s3fs, gcsfuse and juicefs do. overlay
 
 
 def open_nonblocking(path: str, flags: int) -> int:
-    """For ``open(opener=...)``: a plain open of a pipe without a writer waits for ever. Regular files are the same."""
+    """An opener for ``open``: a plain open of a pipe without a writer waits for ever. Regular files are the same."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -115,7 +115,7 @@ class LocalFiles:
         self._files: tuple[SourceFile, ...] = ()
         self._retries = retries or Retries()
         self.seen: dict[str, os.stat_result] = {}
-        """What each file was when this rank first saw it."""
+        """The status of each file when this rank first saw it, by path."""
         self._cache_bytes = cache_bytes
         self._handles: dict[int, int] = {}
         self._stale: list[int] = []
@@ -301,7 +301,7 @@ class ReadAhead:
         self._thread.start()
 
     def reached(self, part: float) -> None:
-        """Called after each read: the reads have come this far, in [0, 1]."""
+        """Note how far the reads have come, in [0, 1]; called after each read."""
         self._reached = int(part * self.total_bytes)
 
     def stop(self) -> None:
@@ -319,7 +319,7 @@ class ReadAhead:
                     return
 
     def _windows(self) -> Iterator[tuple[str, int, int, int]]:
-        """All windows: the file, where they begin in it, their size, and where they begin in all files."""
+        """Yield all windows: file, start in it, size, and start in all files laid end to end."""
         before = 0
         for path, size in self._files:
             for begin in range(0, size, WINDOW_BYTES):
@@ -366,7 +366,7 @@ def advise(address: int, nbytes: int, advice: int) -> bool:
 def is_resident(address: int, nbytes: int) -> bool:
     """Whether all pages of these bytes, from the beginning of a page on, are in memory: of a file, in the page cache.
 
-    Of a file that this process neither owns nor may write to, Linux says so whether or not it is true.
+    For files that this process neither owns nor may write to, Linux's answer is meaningless.
     """
     pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     if _c_library().mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages):

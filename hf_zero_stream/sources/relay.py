@@ -22,10 +22,10 @@ CHUNK_BYTES = 8 * 2**20
 """The largest piece that the reader sends at once."""
 
 CLOSING_S = 10.0
-"""How long the reader waits, after an error, for its clients to say that they are done."""
+"""Time that the reader waits, after an error, for its clients to say that they are done."""
 
 _DONE = -1
-"""In place of a file's number in a request: the client is done."""
+"""A file's number in a request that says that the client is done."""
 
 
 class RelayedFiles:
