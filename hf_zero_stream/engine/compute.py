@@ -143,7 +143,7 @@ class Evaluator:
         return values.as_strided(inside.sizes, inside.at_strides, inside.at)
 
     def _opaque(self, node: Opaque) -> torch.Tensor:
-        """All values of `node`, flat; kept until another one is computed, because placements come one by one."""
+        """Compute all values of `node`, flat; kept until another node is computed: placements come one by one."""
         if self._last_result is None or self._last_result[0] is not node:
             self._last_result = None  # free the memory of the last one before computing
             result = node.result(self.materialise)
@@ -181,7 +181,7 @@ def _bounded(placed: Placed, node: Pointwise | Blockwise, limit: int) -> Iterato
 
 
 def _source_strides(node: Pointwise | Blockwise) -> list[int]:
-    """For each dimension of `node`, how far apart its neighbours are in the inputs; a last entry stands for none."""
+    """The distance of neighbours in the inputs along each dimension of `node`; a last entry, 0, stands for none."""
     strides = [0] * (len(node.sizes) + 1)
     for number, view in enumerate(node.inputs()):
         part = node.parts[number] if isinstance(node, Blockwise) else {dim: (dim, 1) for dim in range(len(view.sizes))}

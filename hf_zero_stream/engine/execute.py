@@ -25,11 +25,11 @@ from .lanes import Lane, lane_for
 Item = TypeVar("Item")
 
 PHASES = ("read", "convert", "copy")
-"""What threads do: wait for the source, copy out of staging buffers with a cast, and without."""
+"""The phases of a thread: waiting for the source, copying out of staging buffers with a cast, and without."""
 
 
 TELL_S = 0.01
-"""How often a thread tells how far it is: not after each read, for all threads want Python's lock for it."""
+"""Interval at which a thread reports progress: not after each read, because all threads need the GIL for it."""
 
 
 def execute_reads(
@@ -102,7 +102,7 @@ def execute_reads(
 
 
 def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryview] | None:
-    """Where the bytes of `read` go without staging, or None if some piece needs a cast, a scatter or a device copy."""
+    """The buffers that take `read` without staging; None if a piece needs a cast, a scatter or a device copy."""
     buffers: list[memoryview] = []
     position = read.start
     for piece in read.pieces:
@@ -118,10 +118,10 @@ def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryv
 
 
 SMALL_PAGES_BYTES_PER_SECOND = 2e9
-"""What a thread gets when it touches fresh memory page by page (of 4 KiB); with huge pages at hand, over 1e10."""
+"""Rate at which a thread touches fresh memory in pages of 4 KiB; with huge pages at hand, over 1e10."""
 
 CREDIT_SECONDS = 0.03
-"""How much longer than small pages huge ones may take before they are given up."""
+"""Time that huge pages may take beyond that of small ones before they are given up."""
 
 
 class HugePages:

@@ -1,4 +1,4 @@
-"""How one reader thread moves values from its staging buffers into destinations, on a CPU or on GPUs."""
+"""Lanes: a reader thread's staging buffers, and the copies out of them into destinations, on a CPU or on GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Lane:
     def __init__(self, devices: Sequence[torch.device], nbytes: int) -> None:
         self._nbytes = nbytes
         self._filled: list[tuple[torch.Tensor, Any]] = []
-        """Buffers with copies under way, and the mark behind those; the oldest first."""
+        """Buffers with copies under way, the oldest first, each with the mark behind its copies."""
         self._current: torch.Tensor | None = None
 
     def __enter__(self) -> Lane:
@@ -80,7 +80,7 @@ class Lane:
 
 
 FEW_PIECES = 2
-"""So many pieces of one read, which need no cast, are copied straight to where they go."""
+"""At most this many pieces of one read, which need no cast, are copied straight into the destination."""
 
 
 class SideLane(Lane):
@@ -101,7 +101,7 @@ class SideLane(Lane):
         self._streams = {device: side_streams(device)[number % 2] for device in devices}
         self._begin = begin
         self._events: list[Sequence[torch.Event]] = []
-        """Those that marked buffers which are free again."""
+        """Events to reuse: the buffers that they marked are free again."""
         self._on_device = on_device(devices[0])
 
     def __enter__(self) -> Lane:
@@ -118,9 +118,9 @@ class SideLane(Lane):
             self._on_device.__exit__(*exception)
 
     def copy(self, read: Read, staging: torch.Tensor, destinations: Sequence[torch.Tensor]) -> None:
-        """As :meth:`Lane.copy`. Many pieces cross the bus in one run; the device casts and scatters, at no cost.
+        """Copy as :meth:`Lane.copy`. Many pieces cross the bus in one run; the device casts and scatters, at no cost.
 
-        An H100 gets 15 GB/s of pieces of 1.3 MB that cross it one by one, and 21 of such that cross it together.
+        An H100 gets 15 GB/s of pieces of 1.3 MB that cross it one by one, and 21 GB/s of such that cross it together.
         """
         by_device: dict[torch.device, list[Piece]] = {}
         for piece in read.pieces:
@@ -155,7 +155,7 @@ class SideLane(Lane):
 
 
 def lane_for(destinations: Iterable[torch.Tensor], nbytes: int) -> Callable[[], Lane]:
-    """What makes the lane of each thread that fills `destinations`, after what the caller's streams do now."""
+    """A function that makes the lane of a thread that fills `destinations`, after what the caller's streams do now."""
     devices = sorted({each.device for each in destinations if is_accelerator(each.device)}, key=str)
     if not devices:
         return partial(Lane, devices, nbytes)
@@ -181,7 +181,7 @@ def _copy_all(source: torch.Tensor, read: Read, pieces: Sequence[Piece], destina
 def _placed(
     source: torch.Tensor, at: int, piece: Piece, destination: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where `piece` goes, and its values, which begin at byte `at` of `source`, without any cast."""
+    """The destination of `piece`, and its values, which begin at byte `at` of `source`, without any cast."""
     box, itemsize = piece.box, piece.dtype.itemsize
     begin = source.storage_offset() + at
     if begin % itemsize:  # a view in another dtype must begin at a multiple of its size
@@ -198,14 +198,14 @@ SMALL_BYTES = 2**16
 """Below this size, calling torch for each tile takes longer than what tiles gain."""
 
 FEWEST = 64
-"""With fewer rows or columns, tiles gain nothing."""
+"""Least rows and columns for which tiles gain time."""
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
-"""By the size of an element: the dtype to transpose it as."""
+"""The dtype as which to transpose elements, by their size in bytes."""
 
 
 def copy_cast(destination: torch.Tensor, values: torch.Tensor, casts: Sequence[torch.dtype]) -> None:
-    """As :func:`copy_strided`, through the dtypes `casts`, of which the last is the destination's."""
+    """Copy as :func:`copy_strided`, through the dtypes `casts`, of which the last is the destination's."""
     copy_strided(destination, reduce(torch.Tensor.to, casts[:-1], values))
 
 

@@ -61,11 +61,11 @@ class Load:
         self.clock = PhaseClock(PHASES)
         self.memory = AnonymousMemory()
         self.plan: LoadPlan | None = None
-        """What this rank reads, once it is known."""
+        """The plan of this rank's reads, once it is known."""
         self.footprint: MemoryFootprint | None = None
         """The memory that this rank needs in the load and in training, if the destination knows it."""
         self.checkpoint = checkpoint or OpenCheckpoint(config, coordinator, device=destination.device)
-        """Where the bytes come from."""
+        """The files that the bytes come from."""
         self._reader = Reader(self.checkpoint, self.clock, self.memory)
         self._map: CheckpointMap | None = None
         self.absent: Mapping[str, AbsentSlice] = {}
@@ -77,7 +77,7 @@ class Load:
         self.checkpoint.close()
 
     def look_into(self, file: str) -> CheckpointMap:
-        """What one file holds or describes; where one rank reads for others, rank 0 reads the header (all ranks)."""
+        """Map one file, or what it describes; where one rank reads for others, rank 0 reads the header (all ranks)."""
         read = partial(self.checkpoint.read_headers, [file])
         headers = self.coordinator.broadcast(read) if self.checkpoint.relays else read()
         return self.checkpoint.map_of([file], headers)
@@ -140,7 +140,7 @@ class Load:
         return {**slices, **extra, **self.absent}
 
     def _map_of(self, files: Sequence[str], weight_map: Mapping[str, str] | None) -> CheckpointMap:
-        """What is in these files, by rank 0's headers (all ranks)."""
+        """Map these files by rank 0's headers (all ranks)."""
         folders = self.compare_files(files)
         compares = self._has_copies(files, folders)
 
@@ -297,7 +297,7 @@ class Load:
         return report
 
     def _device_peak(self) -> int:
-        """As :attr:`RankReport.device_peak`. The statistics are the user's, who may be in the middle of a training."""
+        """See :attr:`RankReport.device_peak`. The statistics are not reset: the user may be in a training."""
         peak = peak_bytes(self.destination.device)
         return peak if peak > self._peak_before else used_bytes(self.destination.device)
 

@@ -40,9 +40,9 @@ def cached_folder(path: str, revision: str | None) -> Path:
 
 @contextmanager
 def place_of(path: str, revision: str | None) -> Iterator[str]:
-    """Where a checkpoint is: `path` itself, the snapshot in the Hub's cache if that has all shards, or a URL.
+    """Find a checkpoint: `path` itself, the snapshot in the Hub's cache if that has all shards, or a URL.
 
-    Of what is behind a URL, small files may be fetched inside; they are gone afterwards. Nothing is fetched twice.
+    Small files behind a URL may be fetched inside, each once; they are gone afterwards.
     """
     with scope.inside():
         if not is_url(path):
@@ -64,7 +64,7 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
 
 
 def map_of(place: str) -> CheckpointMap:
-    """What the checkpoint at `place` holds, from what describes it; no weight is read."""
+    """Map the checkpoint at `place` by its headers; no weight is read."""
     from ..checkpoint.contents import contents_of
 
     if not is_url(place):

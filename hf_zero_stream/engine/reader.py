@@ -30,7 +30,7 @@ class Reader:
         """Most bytes of staging buffers that there were at one time."""
 
     def plan(self, batches: Sequence[Batch]) -> tuple[LoadPlan, Sequence[Sequence[Leaf]]]:
-        """How this rank is going to fill `batches`; for each, the sources that its placements refer to by number."""
+        """Plan how this rank fills `batches`; returns also the leaves of each, which placements refer to by number."""
         checkpoint, coordinator = self._checkpoint, self._checkpoint.coordinator
         how = {"request_bytes": checkpoint.request_bytes, "seek_bytes": checkpoint.seek_bytes}
         planned = [plan_batch(((item.target, item.view) for item in batch.items), **how) for batch in batches]
@@ -111,7 +111,7 @@ class Reader:
 
 
 def _verifier_of(checkpoint: OpenCheckpoint) -> Verifier | None:
-    """What compares values with the files again, if the settings ask for it."""
+    """The verifier that compares values with the files again, if the settings ask for it."""
     if checkpoint.config.verify not in ("sample", "full"):
         return None
     from .verification import Verifier

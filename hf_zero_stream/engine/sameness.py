@@ -38,9 +38,9 @@ def description(
     settings: StreamingConfig,
     exchange_settings: Iterable[str],
 ) -> dict[str, str]:
-    """What this rank is about to load into the lazy `model`, item by item: short texts, or digests of long ones.
+    """Describe, item by item, what this rank will load into the lazy `model`: short texts, or digests of long ones.
 
-    What ranks exchange of what they read depends on `exchange_settings`, names of settings.
+    `exchange_settings` are names of settings that decide what ranks exchange of what they read.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()]

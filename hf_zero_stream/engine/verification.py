@@ -43,7 +43,7 @@ CHUNK = 4 * BLOCK
 """Elements that are compared at once."""
 
 SAMPLES, SAMPLE = 4, 4096
-"""How many chunks of each parameter `"sample"` compares on each rank, and of how many elements."""
+"""Number of chunks of each parameter that `"sample"` compares on each rank, and elements of a chunk."""
 
 _ADVICE = "The values are wrong; load again, and if it happens again, report it with the model's config."
 _WORD = 2**64
@@ -282,7 +282,7 @@ class Lookup:
 
 
 def _positions(view: View, at: Positions) -> Positions:
-    """Where elements of `view`, counted in row-major order, lie in its node's buffer."""
+    """The positions in the node's buffer of the elements `at` of `view`, which count in row-major order."""
     held = [(size, stride) for size, stride in zip(view.sizes, view.strides, strict=True) if size != 1]
     sizes = tuple(size for size, _ in held)
     if tuple(stride for _, stride in held) == row_major_strides(sizes):
