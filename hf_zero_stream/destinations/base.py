@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 Sourced = tuple[Any, View]
-"""A parameter, or a flat buffer, and where its values come from."""
+"""A parameter, or a flat buffer, and the view that gives its values."""
 
 
 class Item(NamedTuple):
-    """What to fill, from what, and where it is.
+    """A target, the view that fills it, and its memory.
 
     Attributes:
         view: gives the values; narrowed to ``target.box`` if there is one (see :func:`narrowed`).
@@ -98,7 +98,7 @@ class Destination(Protocol):
     """The device that this rank trains on."""
 
     into: str = "memory"
-    """What it is, for the report: "ZeRO-3 partitions", for instance."""
+    """The kind of memory, for the report: "ZeRO-3 partitions", for instance."""
 
     hides_zero3: bool = False
     """Whether transformers must not act on an active ZeRO-3 config itself, because this destination partitions."""
@@ -110,7 +110,7 @@ class Destination(Protocol):
     """Whether parameters may be frozen bytes, which the model dequantises in its forward pass (see plugins/packed)."""
 
     unpacked_because: str = ""
-    """Why they may not, if the user asked for a model that is sharded in another way; else ""."""
+    """The reason why they may not, if the user asked for a model that is sharded in another way; else ""."""
 
     trains_on: str = ""
     """The type of the device that training will use, in a plan for another machine; "": that of :attr:`device`."""
@@ -125,7 +125,7 @@ class Destination(Protocol):
     """Settings that must be the same on all ranks, because they decide what ranks exchange of what they read."""
 
     hints: Hints = Hints(request_bytes=2**20)
-    """How the files that are loaded are best read; a load sets it before it calls :meth:`batches`."""
+    """The source's hints on the files that are loaded; a load sets them before it calls :meth:`batches`."""
 
     recast: Sequence[str] = ()
     """Parameters that got another dtype than transformers wanted for them; known after :meth:`batches`."""
@@ -171,7 +171,7 @@ class Destination(Protocol):
         return
 
     def finish(self) -> None:
-        """Called once all batches are finished on all ranks (all ranks)."""
+        """Do what is left when all batches are finished on all ranks (all ranks)."""
         return
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
@@ -182,7 +182,7 @@ class Destination(Protocol):
         initialise()
 
     def complete(self, model: nn.Module) -> None:
-        """Called with the model that the user gets."""
+        """Take note of the model that the user gets."""
         return
 
 
@@ -214,9 +214,9 @@ def replace_lazy(
     parameter: Callable[[str, torch.Tensor], nn.Parameter | None],
     buffer: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> tuple[dict[str, Sourced], dict[str, Sourced], list[str]]:
-    """Replace the parameters and buffers of `model`, but for `tied` names; what is `missing` has no source.
+    """Replace the parameters and buffers of `model`, except `tied` names; a `missing` one has no source.
 
-    `parameter` makes what takes the place of a parameter of this name, `buffer` of a buffer; None leaves the old one.
+    `parameter` makes the new parameter of this name, `buffer` the new buffer; None leaves the old one.
     Returns the new parameters and the new buffers, flat, that have a source, and the parameters with a new dtype.
     """
     parameters: dict[str, Sourced] = {}
@@ -257,19 +257,19 @@ def replace_lazy(
 
 
 def host_buffer(old: torch.Tensor) -> torch.Tensor | None:
-    """For :func:`replace_lazy`: host memory for a lazy buffer; what has none yet is transformers' matter."""
+    """Host memory for a lazy buffer, for :func:`replace_lazy`; transformers itself makes it for other buffers."""
     return torch.empty(old.shape, dtype=old.dtype) if isinstance(old, LazyTensor) else None
 
 
 def buffer_on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
-    """For :func:`replace_lazy`: any buffer on `device`."""
+    """A buffer like `old` on `device`, for :func:`replace_lazy`."""
     if isinstance(old, LazyTensor) or old.is_meta:
         return torch.empty(old.shape, dtype=old.dtype, device=device)
     return old.to(device)
 
 
 def source_of(tensor: torch.Tensor) -> View | None:
-    """Where a parameter's or buffer's values come from, or None if it was not loaded."""
+    """The view that gives a parameter's or buffer's values; None if it was not loaded."""
     if isinstance(tensor, LazyTensor):
         return tensor.view_of_node
     if tensor.is_meta:
@@ -285,7 +285,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def allocating(name: str, nbytes: int, device: torch.device | str, rank: int) -> Iterator[None]:
-    """Raise a LoadError that says that `nbytes` bytes were wanted for `name`, if there is not enough memory inside."""
+    """Raise a LoadError, which names the `nbytes` bytes wanted for `name`, if memory runs out inside."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

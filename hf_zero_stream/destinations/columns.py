@@ -27,7 +27,7 @@ CHUNK_BYTES = 4 * 2**20
 """Size of each of the two buffers through which a rank exchanges rows."""
 
 WORTH_BYTES = 2**20
-"""Holes of a parameter that one rank would read, below which an exchange takes longer whatever the source."""
+"""Bytes of holes that one rank would read, below which an exchange takes longer with any source."""
 
 _ALIGNMENT = 16  # bytes; where a part begins in a buffer, so that it can be viewed in any dtype
 
@@ -72,18 +72,18 @@ class Columns(NamedTuple):
 
     @property
     def bytes_per_row(self) -> int:
-        """What a row of each rank's share takes of a buffer: there, or as the columns that arrive for it."""
+        """Bytes that a row of each rank's share takes of a buffer: as read, or as the columns that arrive for it."""
         return max(self.row_bytes, len(self.pieces) * max(end - begin for begin, end in self.pieces))
 
 
 def columns_of(
     name: str, local: torch.Tensor, view: View, shard: LocalShard, cuts: Sequence[Cut], spec: Any, hints: Hints
 ) -> Columns | None:
-    """How the ranks along one dimension of a mesh read a parameter together; None if each should read its own part.
+    """Decide how ranks along one dimension of a mesh read a parameter together; None if each reads its own part.
 
     Args:
         view: gives the whole parameter.
-        cuts: what left ``shard.box`` of it.
+        cuts: the cuts that left ``shard.box`` of it.
         spec: the DTensor, or its spec, that says which ranks share the columns.
         hints: of the source. Of n ranks that read together, each saves n bytes of reading for each byte that it gets
             from others.
@@ -160,7 +160,7 @@ class _RowsInExchange(NamedTuple):
         return buffer[self.offset : self.offset + (stop - start) * row_bytes].view(stop - start, row_bytes)
 
     def local_rows(self, rank: int) -> torch.Tensor:
-        """Where this rank's columns of the rows that `rank` reads go, as bytes."""
+        """The memory of this rank's columns of the rows that `rank` reads, as bytes."""
         columns = self.columns
         begin, end = columns.pieces[columns.rank]
         start, stop = (row * (end - begin) for row in self.rows_of(rank))

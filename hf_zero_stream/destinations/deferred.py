@@ -74,7 +74,7 @@ class Deferred(Destination):
 
 @contextmanager
 def _present(params: Sequence[Any]) -> Iterator[None]:
-    """Inside, lazy `params` have values; afterwards those that were changed keep them."""
+    """Give lazy `params` values, inside; afterwards those that were changed keep them."""
     originals = [nn.Parameter(param.detach(), requires_grad=param.requires_grad) for param in params]
     values = [param.materialise() for param in params]
     for param, value, original in zip(params, values, originals, strict=True):

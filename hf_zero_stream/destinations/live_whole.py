@@ -33,7 +33,7 @@ class LiveWhole(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
+        """Batches that fill the live model with the values of the lazy `model`, which stays as it is."""
         parameters, buffers = self._sources(model, missing)
         exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
         return [Batch(flat_items(buffers)), *exchanged]
@@ -50,7 +50,7 @@ class LiveWhole(Destination):
 
 
 class LiveSources(NamedTuple):
-    """What to fill, by the checkpoint's names.
+    """The tensors to fill, by the checkpoint's names.
 
     Attributes:
         buffers: flat.
@@ -63,7 +63,7 @@ class LiveSources(NamedTuple):
 
 
 def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]) -> LiveSources:
-    """Where the tensors of `live_model` get their values from; `lazy_model` has those of the checkpoint.
+    """Pair the tensors of `live_model` with those of the checkpoint, which are in `lazy_model`.
 
     Raises:
         LoadError: a tensor of `live_model` is not there, has another shape or no memory.

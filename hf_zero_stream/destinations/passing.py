@@ -1,4 +1,4 @@
-"""Values that are looked at once and not kept: they pass through one bounded buffer."""
+"""A destination that keeps no values: they pass through one bounded buffer, and a function sees each."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .base import Batch, Destination, Item, source_of
 
 
 See = Callable[[str, int, torch.Tensor], None]
-"""Called with a name, the number of the first element, and flat values, which are gone afterwards."""
+"""A function of a name, the number of the first element, and flat values, which are gone afterwards."""
 
 
 class Passing(Destination):
-    """One of `parts` equal parts of all elements of a lazy model, in the order of its tensors; `see` gets each.
+    """Calls `see` with one of `parts` equal parts of all elements of a lazy model, in the order of its tensors.
 
     Args:
         part: the number of this part.
-        buffer_bytes: of the buffer.
+        buffer_bytes: size of the buffer.
     """
 
     into = "nothing: they are only looked at"
@@ -36,7 +36,7 @@ class Passing(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Those whose memory is the buffer, one after the other."""
+        """Batches that use the buffer one after the other."""
         batches: list[Batch] = []
         items: list[Item] = []
         nbytes = 0
@@ -49,7 +49,7 @@ class Passing(Destination):
         return [*batches, self._batch(items)] if items else batches
 
     def _items(self, model: nn.Module) -> Iterator[Item]:
-        """This part, in pieces that fit into the buffer; the memory of each comes with its batch."""
+        """Yield this part, in pieces that fit into the buffer; the memory of each comes with its batch."""
         named = [*model.named_parameters(), *model.named_buffers()]
         views = {name: view for name, tensor in named if (view := source_of(tensor)) is not None}
         total = sum(view.numel for view in views.values())

@@ -24,10 +24,10 @@ _ALIGNMENT = 16  # bytes; each part begins at a multiple of it, so that it can b
 
 
 class _ExchangedPart(NamedTuple):
-    """What this rank brings of one tensor to one exchange.
+    """The part of one tensor that this rank brings to one exchange.
 
     Attributes:
-        target: what it reads; begins with this rank's elements, and may end in padding.
+        target: the memory that it reads into; begins with this rank's elements, and may end in padding.
         share: elements of each rank's share of the tensor, the last one's padding included.
         first: first element of the part within the share.
         offset: where the part begins in a rank's buffer, in bytes.

@@ -20,7 +20,7 @@ from ..holdings.own_names import named_buffers, named_parameters, wrapped_child
 
 
 _OF_INSTANCE = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
-"""What a load has put on a model, and the next one makes anew."""
+"""Attributes that a load has put on a model, and the next one makes anew."""
 
 
 def skeleton_of(model: nn.Module) -> Any:
@@ -67,7 +67,7 @@ def _empty_like(old: nn.Module) -> nn.Module:
 
 
 def _ties_of(model: nn.Module) -> dict[str, str]:
-    """As transformers notes ties: each name of a parameter that has several, and the one that is saved."""
+    """Ties as transformers notes them: each name of a parameter that has several -> the one that is saved."""
     declared = model.all_tied_weights_keys
     sources = set(declared.values())
     names: dict[int, list[str]] = {}
@@ -100,13 +100,13 @@ def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def of_same_shape(model: nn.Module, lazy: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `lazy` tensors whose own names and shapes `model` has."""
+    """The `lazy` tensors whose own names and shapes `model` has."""
     shapes = {name: whole_shape(tensor) for name, tensor in own_tensors(model).items()}
     return {name: tensor for name, tensor in lazy.items() if shapes.get(name) == tensor.shape}
 
 
 def stand_in(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[StandIn, set[str], set[str]]:
-    """The `lazy` tensors in place of those of `model`, by own names; what is not there is no part of it."""
+    """A model of the `lazy` tensors alone, by own names of `model`; and no missing and no tied names."""
     buffers = dict(named_buffers(model, remove_duplicate=False))
     of_buffers = {name: tensor for name, tensor in lazy.items() if name in buffers}
     return StandIn({name: tensor for name, tensor in lazy.items() if name not in buffers}, of_buffers), set(), set()

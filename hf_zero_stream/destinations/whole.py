@@ -56,7 +56,7 @@ class WholeParameters:
 
     @contextmanager
     def _present(self, params: Sequence[Any]) -> Iterator[None]:
-        """Inside, whole parameters stand in the places of `params`; what is written to them is kept."""
+        """Replace `params` by whole parameters, inside; what is written to those is kept."""
         whole = {names[0]: self._made_whole(names[0], param) for param in params if (names := self._names[id(param)])}
         originals = {name: self._model.get_parameter(name) for name in whole}
         for name, values in whole.items():

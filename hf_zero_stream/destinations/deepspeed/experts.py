@@ -122,7 +122,7 @@ def _submodule(module: nn.Module, path: str) -> nn.Module:
 
 
 class _ExpertsShare(NamedTuple):
-    """Which of `parts` parts of a layer's experts this rank holds, as one of `ranks`; a plan has no `group`."""
+    """This rank's `part` of the `parts` of a layer's experts, as one of `ranks`; a plan has no `group`."""
 
     parts: int
     part: int
@@ -132,7 +132,7 @@ class _ExpertsShare(NamedTuple):
 
 
 def _place(parts: int, rank: int, world_size: int, parts_lie_together: bool, make_groups: bool) -> _ExpertsShare:
-    """This rank's place. `parts_lie_together`: ranks with the same part follow each other."""
+    """This rank's share of the experts. `parts_lie_together`: ranks with the same part follow each other."""
     if not make_groups:
         ranks = world_size // parts
         part, own = divmod(rank, ranks) if parts_lie_together else reversed(divmod(rank, parts))
@@ -146,7 +146,7 @@ def _place(parts: int, rank: int, world_size: int, parts_lie_together: bool, mak
 
 
 def _check(config: Any, ds_config: Mapping[str, Any], world_size: int) -> None:
-    """Refuse what is wrong by the config alone."""
+    """Refuse settings that are wrong by the config alone."""
     size = config.autoep_size
     if not isinstance(size, int) or size < 1 or world_size % size:
         divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]

@@ -39,7 +39,7 @@ from ..replicated import Replicated
 
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Those that stage 1 or 2 may come to train."""
+"""Models that stage 1 or 2 may come to train."""
 
 _flattens_together: ContextVar[bool] = ContextVar("hf_zero_stream_flattens_together", default=False)
 """Whether this thread is inside the constructor of an optimizer of such a model."""
@@ -75,7 +75,7 @@ def watch(model: nn.Module) -> None:
 
 
 def construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """In place of the constructor of DeepSpeed's optimizer."""
+    """Replace the constructor of DeepSpeed's optimizer."""
     arguments = _CONSTRUCTOR.bind(self, *args, **kwargs).arguments
     flattens = type(self) is DeepSpeedZeroOptimizer and _can_flatten_together(arguments)
     with having(_flattens_together, flattens):
@@ -83,7 +83,7 @@ def construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 
 
 def _can_flatten_together(arguments: Mapping[str, Any]) -> bool:
-    """The same on all ranks, which all call it if the model is of ours."""
+    """Whether all ranks can flatten their parameters together; all call it if the model is of ours (all ranks)."""
     groups = [
         [param for param in group["params"] if param.requires_grad]
         for group in arguments["init_optimizer"].param_groups
@@ -122,7 +122,7 @@ def available_memory(original: Callable[..., int], *args: Any, **kwargs: Any) ->
 def flatten(
     original: Any, self: Any, tensor_list: Sequence[Tensor], alignment: int, use_cpu_data: bool = False, **kwargs: Any
 ) -> Tensor:
-    """In place of ``flatten_dense_tensors_aligned``: the same buffer; `tensor_list` has no memory then."""
+    """Replace ``flatten_dense_tensors_aligned``: returns the same buffer, and frees the memory of `tensor_list`."""
     if not _flattens_together.get() or use_cpu_data:
         return original(self, tensor_list, alignment, use_cpu_data, **kwargs)
     paddings = kwargs.get("param_padding") or [0] * len(tensor_list)

@@ -1,4 +1,4 @@
-"""A model that is in use, partitioned or not, in training or not: where its values are, and what follows new ones."""
+"""A model in use under DeepSpeed, partitioned or not, in training or not, and the fp32 values that follow its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LiveModel(LiveWhole):
     def __init__(
         self, model: nn.Module, coordinator: Coordinator, config: StreamingConfig, *, with_masters: bool = True
     ) -> None:
-        """Without masters, what ZeRO-3 trains in place of parameters keeps its values: the caller fills it."""
+        """`with_masters` is false if the caller fills what ZeRO-3 trains in place of parameters."""
         super().__init__(model, coordinator, config)
         self.device = partitions.local_device()
         self._with_masters = with_masters
@@ -48,7 +48,7 @@ class LiveModel(LiveWhole):
         if self.hides_zero3:
             self.exchange_settings = ()
         self.masters = masters_of(param for param in model.parameters() if not is_zero_param(param))
-        """What optimizers of stages 0 to 2 train in place of parameters, by the parameter's ``id``."""
+        """The masters of optimizers of stages 0 to 2, by the parameter's ``id``."""
         # Without the rounding to the model's dtype, where fp32 partitions are trained.
         has_engine = any(getattr(param, "_z3_optimizer", None) is not None for param in model.parameters())
         self._dtype = torch.float32 if has_engine else None
@@ -62,7 +62,7 @@ class LiveModel(LiveWhole):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
+        """Batches that fill the live model with the values of the lazy `model`, which stays as it is."""
         convert_lazy(self._model, model, missing)
         parameters, buffers = self._sources(model, missing)
         self._loaded = [param for param, _ in parameters.values()]
@@ -116,7 +116,7 @@ class LiveModel(LiveWhole):
         return [*batches, Batch([], finish=copy_all)] if copies else batches
 
     def allocate(self) -> None:
-        """Free full values, which will be old (small parameters', hpZ's copies): DeepSpeed gathers them again."""
+        """Free full values that will be stale (small parameters', hpZ's copies): DeepSpeed gathers them again."""
         self._in_context = gathered(self._loaded)
         for param in filter(is_zero_param, self._loaded):
             if param.ds_status == ZeroParamStatus.AVAILABLE:

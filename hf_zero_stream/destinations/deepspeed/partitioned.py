@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Partitioned(Destination):
     """The partitions of a model that is built under ZeRO-3; a plan may be for another device, and without a config.
 
-    If the caller is in a ``zero.Init``, that is `around`, and `ds_config` says what it says.
+    If the caller is in a ``zero.Init``, that is `around`, and `ds_config` agrees with it.
     """
 
     into = "ZeRO-3 partitions"
@@ -63,14 +63,14 @@ class Partitioned(Destination):
         zero3.refuse_packed(self._ds_config)
 
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
-        """DeepSpeed's, as in stock."""
+        """The dtype of DeepSpeed's config, as in stock."""
         self._dtype = self._dtype or wanted
         return self._dtype
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Everything at once, but for what is quantised, or passes through buffers on its way to a disk."""
+        """One batch of all that is neither quantised nor swapped to a disk; and further ones for those."""
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         if (self._ds_config.get("expert_parallel") or {}).get("enabled"):
             from . import experts  # wants a DeepSpeed that has AutoEP
@@ -95,7 +95,7 @@ class Partitioned(Destination):
         return batches + swapped
 
     def _through_swap_files(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
-        """Takes out of `items` those whose parameters PartitionedInit will swap, before there is a swapper."""
+        """Move the parameters that PartitionedInit will swap from `items` into batches, before there is a swapper."""
         from . import nvme
 
         large = nvme.swap_from_bytes(self._ds_config)

@@ -1,4 +1,4 @@
-"""ZeRO-3 partitions that are born partitioned.
+"""ZeRO-3 parameters that begin as partitions.
 
 Stock ``zero.Init`` allocates each parameter in full, broadcasts it and cuts it up. Here a parameter begins as a
 placeholder that owns one element but reports its full shape; DeepSpeed attaches its methods to it, and only the
