@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
     @property
     def at_extent(self) -> int:
-        """Elements of the buffer from the first to the last that the box touches; strides must not be negative."""
+        """The number of buffer elements from the first to the last that the box touches; strides are not negative."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.at_strides, strict=True))
 
     @property
@@ -52,7 +52,7 @@ class Box(NamedTuple):
         return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.to_strides, strict=True))
 
     def outermost_first(self) -> Box:
-        """The same copies, in the order in which the dimensions lie in the buffer."""
+        """Return the same copies with the dimensions in the order in which they lie in the buffer."""
         if len(self.sizes) < 2:
             return self
         order = sorted(range(len(self.sizes)), key=lambda d: -self.at_strides[d])
@@ -93,7 +93,7 @@ class Placed(NamedTuple):
 
 
 def simplify(box: Box) -> Box:
-    """The same copies in the same order with no dimension of size 1 and adjacent dimensions merged."""
+    """Return the same copies in the same order, without dimensions of size 1 and with adjacent ones merged."""
     sizes: list[int] = []
     at_strides: list[int] = []
     to_strides: list[int] = []
@@ -137,7 +137,7 @@ def within(box: Box, start: int, stop: int) -> Iterator[Box]:
         inner = last - (size - 1) * stride
 
         def rows_before(position: int) -> int:
-            """How many rows begin before `position`."""
+            """The number of rows that begin before `position`."""
             return min(size, max(0, -(-(position - box.at) // stride)))
 
         first_touching, last_touching = rows_before(start - inner), rows_before(stop)
@@ -310,7 +310,7 @@ class ParameterBox(NamedTuple):
 
     @classmethod
     def of_cuts(cls, shape: Sequence[int], cuts: Iterable[Cut]) -> ParameterBox:
-        """What is left of a parameter of this shape after all `cuts`."""
+        """The box that all `cuts`, one after the other, leave of a parameter of this shape."""
         left = list(cls.whole(shape).intervals)
         for dim, parts, part, groups in cuts:
             chunks = (_chunk(_chunk(left[dim], groups, group), parts, part) for group in range(groups))
@@ -367,7 +367,7 @@ class ParameterBox(NamedTuple):
 
 
 def _located(intervals: Iterable[Interval], index: int) -> Interval:
-    """What remains, from entry number `index` of `intervals` on, of the interval that this entry is in."""
+    """The rest, from entry number `index` of `intervals` on, of the interval that this entry is in."""
     for start, stop in intervals:
         if index < stop - start:
             return start + index, stop
