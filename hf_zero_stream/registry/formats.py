@@ -1,4 +1,4 @@
-"""What a row of a list of formats is; plain data, for the core's own and those of plug-ins."""
+"""Rows of the lists of formats: plain data, for the core's own and those of plug-ins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 OF_TORCH, OF_DISTRIBUTED = (".bin", ".pt", ".pth"), ".distcp"
-"""What the names of files with tensors end in that ``torch.save`` and torch.distributed.checkpoint wrote."""
+"""Ends of the names of files with tensors that ``torch.save`` and torch.distributed.checkpoint wrote."""
 
 METADATA = ".metadata"
 """The file of torch.distributed.checkpoint that says what is in its others."""

@@ -32,12 +32,12 @@ OURS: Mapping[str, str] = {
 
 
 class Source(NamedTuple):
-    """Where checkpoints lie behind URLs of one scheme.
+    """A source of checkpoints behind URLs of one scheme.
 
     Attributes:
-        form: what stands behind ``scheme://`` in the URL of a checkpoint, for messages.
-        module: what is known of them: a module with the functions of :class:`..checkpoint.urls.UrlCheckpoints`.
-            Schemes with the same module are read by one source.
+        form: the part of a checkpoint's URL behind ``scheme://``, for messages.
+        module: a module with the functions of :class:`..checkpoint.urls.UrlCheckpoints`. Schemes with the same module
+            are read by one source.
     """
 
     form: str
@@ -46,22 +46,22 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Plugin:
-    """What one plug-in brings.
+    """The declaration of a plug-in: all that it brings.
 
     Attributes:
         name: for messages.
         rows: functions of other libraries that are replaced or relied on; see :class:`.rows.Row`.
         commands: commands of ``hf-zero-stream``: name -> module with a function ``run``, as typer takes it, and the
             text ``EXAMPLE``.
-        destinations: where weights may go: name, for :attr:`..settings.config.StreamingConfig.destination`, ->
+        destinations: name, for :attr:`..settings.config.StreamingConfig.destination`, ->
             ``module:function``, which takes a Coordinator, the StreamingConfig and the DeepSpeed config (empty if
             there is none), and returns a :class:`..destinations.base.Destination`.
         holders: each a ``module:function`` that is a :class:`..holdings.holder.Holder`; asked before the core's.
-        sources: what checkpoints are read from besides folders: scheme of URLs, in lower case -> :class:`Source`.
+        sources: scheme of URLs, in lower case -> :class:`Source`.
         tools: functions, or classes, that the core calls for an option of a command, or for what a load or a save
             meets: name -> ``module:function``. Without one the name is the subject of the error.
-        quantisers: by ``quant_method`` as transformers knows it, how weights are dequantised that can stay quantised:
-            ``module:function``, see :mod:`..plugins.packed.quantisers`.
+        quantisers: ``quant_method`` as transformers knows it, of weights that can stay quantised -> the
+            ``module:function`` that dequantises them, see :mod:`..plugins.packed.quantisers`.
         files: formats of files, told apart by the ends of their names.
         folders: formats of whole folders, told apart by the names of what is in them. They go before those of files.
         resumes: training states of other libraries: a pattern that the name of a file in their folders matches as a
@@ -86,7 +86,7 @@ class Plugin:
 
 @functools.cache
 def plugins() -> tuple[Plugin, ...]:
-    """All that are installed, by name; raises a ConfigError if an entry point leads to no :class:`Plugin`."""
+    """All installed plug-ins, by name; raises a ConfigError if an entry point leads to no :class:`Plugin`."""
     found: dict[str, Plugin] = {}
     for entry in sorted(_entries(), key=lambda entry: entry.name):
         try:
@@ -104,7 +104,7 @@ def plugins() -> tuple[Plugin, ...]:
 
 
 def _entries() -> Iterable[metadata.EntryPoint]:
-    """Those of all distributions; and those that folders of a checkout stand for that has not been installed so."""
+    """Entry points of all distributions, and of our folders for which a checkout has no installed entry point."""
     entries = list(metadata.entry_points(group=GROUP))
     installed = {entry.module for entry in entries}
     own = [file.parent.name for file in (Path(__file__).parent.parent / "plugins").glob("*/__init__.py")]
@@ -113,7 +113,7 @@ def _entries() -> Iterable[metadata.EntryPoint]:
 
 
 def resolved(place: str) -> Any:
-    """What ``module:name`` names; a module that begins with a dot is one of this package."""
+    """Import and return ``module:name``; a module that begins with a dot is one of this package."""
     module, _, name = place.partition(":")
     return getattr(import_module(module, PACKAGE), name)
 

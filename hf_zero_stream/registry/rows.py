@@ -1,4 +1,4 @@
-"""What a row of the table of replaced functions is; plain data, for the core's table and those of plug-ins."""
+"""Rows of the table of replaced functions: plain data, for the core's table and those of plug-ins."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..errors import installed_version
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """For how long rows are installed. A plug-in may make moments of its own.
+    """The time for which rows are installed. A plug-in may make patch scopes of its own.
 
     Attributes:
         name: one word.
         description: completes "rows are installed ...".
-        on_top_of: the moment whose rows are installed too, before those of this one.
+        on_top_of: the patch scope whose rows are installed too, before those of this one.
     """
 
     name: str
@@ -52,7 +52,7 @@ Moment.RECORDERS = Moment("RECORDERS", "while DeepSpeed converts experts")
 
 
 class Weight(enum.Enum):
-    """What it means that an installed version lacks a function."""
+    """The consequence if an installed version lacks a function."""
 
     ESSENTIAL = "values would be wrong: a VersionError"
     FEATURE = "the row's feature is left to stock, with a warning"
@@ -95,7 +95,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How messages name it: without the package."""
+        """The name for messages, without the package."""
         _, _, module = self.module.partition(".")
         return ".".join(filter(None, (module, self.of.partition(":")[2])))
 
@@ -139,7 +139,7 @@ class Row(NamedTuple):
         ]
 
     def lacking(self) -> str:
-        """What the imported module lacks of what the row relies on; empty if it has it all, or is not there yet."""
+        """The names that the row relies on and the imported module lacks; empty if none, or if it is not there yet."""
         if not self.is_imported():
             return ""
         found = self._found()
