@@ -1,4 +1,4 @@
-"""What is bent of other libraries: one table, and one mechanism that installs its rows.
+"""Patches of other libraries: one table, and one mechanism that installs its rows.
 
 Each row of :mod:`.table` names a function of another library and a function of ours that is called in its place. Rows
 are installed for a moment (:class:`.install.Moment`): while a thread is inside ``streaming()``, during a load, while a

@@ -1,4 +1,4 @@
-"""How rows of a moment are installed: in modules that are there, and that come later.
+"""Installs the rows of a patch scope, in modules that are imported already and in those that will be.
 
 Attributes of classes and modules are replaced for a while, and put back.
 """
@@ -26,7 +26,7 @@ logger = logging.getLogger(PACKAGE)
 
 
 class _Lead:
-    """Called in place of the function of a row: ours, which is imported at the first call inside ``streaming()``."""
+    """A call of the function of ours of a row, which is imported at the first call inside ``streaming()``."""
 
     def __init__(self, row: Row, moment: Moment) -> None:
         self._row = row
@@ -108,7 +108,7 @@ class Installation:
 
 
 def _grouped(lacking: Sequence[tuple[Row, str]]) -> dict[tuple[str, str, Weight], list[str]]:
-    """What is lacking, by package, feature and weight; the essential first."""
+    """Group what is lacking by package, feature and weight, the essential first."""
     found: dict[tuple[str, str, Weight], list[str]] = {}
     for row, what in sorted(lacking, key=lambda each: each[0].weight is not Weight.ESSENTIAL):
         found.setdefault((row.package, row.feature, row.weight), []).append(what)
@@ -124,7 +124,7 @@ def _say_off(package: str, feature: str, *lacking: str) -> None:
 
 
 Replacement = Callable[..., Any]
-"""Called in place of a function or method, with its `self` or `cls`: ``replacement(original, *args, **kwargs)``."""
+"""Replaces a function, or a method with its `self` or `cls`: ``replacement(original, *args, **kwargs)``."""
 
 
 class Patches:
@@ -181,13 +181,13 @@ def is_defined_by(owner: type, function: Any) -> bool:
 
 
 def replaced_methods(owner: type, instance: Any, *names: str) -> list[str]:
-    """Those of the methods of `owner` in whose place somebody has put another, for all objects or for `instance`."""
+    """The methods among `names` that somebody has replaced in `owner`, for all objects or for `instance` alone."""
     return [name for name in names if not is_defined_by(owner, getattr(instance, name, None))]
 
 
 @contextmanager
 def standing_in(instance: Any, **methods: Any) -> Iterator[None]:
-    """Inside, `methods` hide those of the class of `instance`; afterwards it has what it had of its own."""
+    """Override methods of `instance` alone, inside; afterwards it has what it had of its own."""
     own = {name: vars(instance)[name] for name in methods if name in vars(instance)}
     vars(instance).update(methods)
     try:
@@ -199,7 +199,7 @@ def standing_in(instance: Any, **methods: Any) -> Iterator[None]:
 
 
 class ImportWatch:
-    """Inside ``with watch:``, calls `imported` with each of these modules when its code has run; imports none."""
+    """A context in which `imported` is called with each of these modules when its code has run; imports none."""
 
     def __init__(self, names: Collection[str], imported: Callable[[ModuleType], None]) -> None:
         self.names = names
@@ -217,7 +217,7 @@ class ImportWatch:
 
 
 class _Finder:
-    """Finds no module itself; of those that are watched it changes how the others' loaders end."""
+    """A finder that finds no module itself, and wraps the others' loaders of watched modules."""
 
     def __init__(self) -> None:
         self.watches: list[ImportWatch] = []
@@ -246,4 +246,4 @@ class _Finder:
 
 
 _finder = _Finder()
-"""The one finder of all watches."""
+"""The finder that all watches share."""

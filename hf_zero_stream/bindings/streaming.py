@@ -17,7 +17,7 @@ Function = TypeVar("Function")
 
 
 class streaming:  # noqa: N801 - used like a function
-    """Inside, every ``from_pretrained`` under ZeRO-3 streams its checkpoint straight into partitions.
+    """Stream the checkpoint of every ``from_pretrained`` under ZeRO-3 straight into partitions, inside the block.
 
     Saves stream too: ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to save a ZeRO
     model. Each rank writes its own bytes, and nothing is gathered (see :func:`hf_zero_stream.save_pretrained`).
@@ -73,8 +73,8 @@ class streaming:  # noqa: N801 - used like a function
 def enter_for_process() -> None:
     """Begin a ``streaming()`` block for all threads, which nothing ends.
 
-    Its settings are those of the environment and of the DeepSpeed config. It imports nothing but this package's own:
-    what is replaced in other libraries waits for their imports.
+    Its settings are those of the environment and of the DeepSpeed config. It imports only modules of this package:
+    functions of other libraries are replaced when those are imported.
     """
     check_environment()
     _make_contact()
@@ -94,7 +94,7 @@ def enter_with_ranks() -> None:
 
 
 def enter_with_group(original: Callable[..., Any], group: Any) -> None:
-    """In place of the function by which torch notes its default process group, in a process that waits for one."""
+    """Replace the function by which torch notes its default process group, in a process that waits for one."""
     original(group)
     if group is not None:
         enter_for_process()

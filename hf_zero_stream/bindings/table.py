@@ -279,19 +279,19 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
     moment: [row for table in (OURS, *(plugin.rows for plugin in plugins())) for row in table.get(moment, ())]
     for moment in dict.fromkeys([*OURS, *(moment for plugin in plugins() for moment in plugin.rows)])
 }
-"""All rows: those of the core, and those of plug-ins behind them."""
+"""The rows of the core, and behind them those of plug-ins."""
 
 
 @functools.cache
 def installed(moment: Moment) -> Installation:
-    """The one installation of the rows of a moment."""
+    """The installation, shared by all, of the rows of a patch scope."""
     below = moment.on_top_of
     return Installation(moment, TABLE, on_top_of=None if below is None else installed(below))
 
 
 @functools.cache  # once
 def keep_watching() -> None:
-    """There are models now that transformers and PEFT alone would save, adapt or merge wrongly, everywhere."""
+    """Install the rows for models that transformers and PEFT alone would save, adapt or merge wrongly, for good."""
     installed(Moment.MODELS).__enter__()
 
 
