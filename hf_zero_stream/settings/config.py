@@ -28,7 +28,7 @@ _PREFIX = "HF_ZERO_STREAM_"  # of environment variables; the field's name in cap
 _AT_LEAST_ONE = ("peer_timeout_s",)
 
 READS_STAGED = 8
-"""For how many reads at once there is a buffer at least, so that several threads share what is to be read."""
+"""Least number of reads that have a buffer at the same time, so that several threads share the reading."""
 
 DEVICE_REQUEST_BYTES = 8 * 2**20
 """A read of a local file for an accelerator. An H100 gets 12 GB/s by 2 MiB, and 39 by 8: threads wait for Python's
@@ -47,7 +47,7 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingConfig:
-    """How a streaming load or save uses memory, disks, threads and the terminal.
+    """Settings of a streaming load or save: its use of memory, disks, threads and the terminal.
 
     None of the settings but `keep_quantized` and `random_numbers` changes what is loaded, only how, and what `strict`
     refuses. Each rank may have its own settings, except for `read_from`, `share_reads`, `strict`, `verify`,
@@ -112,7 +112,7 @@ class StreamingConfig:
     """
 
     verify: Literal["off", "sizes", "sample", "full"] = "sizes"
-    """What is checked beyond structure: `"sizes"`, that no shard changed while it was read, which is free.
+    """The checks beyond structure: `"sizes"`, that no shard changed while it was read, which is free.
 
     `"sample"`: besides, some chunks of every parameter are read again and compared with what was placed. `"full"`: all
     chunks, which costs one more pass over this rank's bytes; and of a save, the files are compared with what the ranks
@@ -126,7 +126,7 @@ class StreamingConfig:
     """
 
     training_state: bool = True
-    """Inside `streaming()`, have DeepSpeed's engines save states that any number of ranks can load (`save_state`).
+    """Have DeepSpeed's engines save, inside `streaming()`, states that any number of ranks can load (`save_state`).
 
     False leaves `engine.save_checkpoint`, and so the checkpoints of the Trainer and of accelerate, to DeepSpeed.
     """
@@ -271,7 +271,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _unmet(name: str, value: Any, default: Any) -> str:
-    """What the field `name` allows, if that is not `value`; else ""."""
+    """The values that the field `name` allows, if `value` is none of them; else ""."""
     if name in _OR_AUTO:
         return "" if isinstance(value, bool) or value == "auto" else "True, False or 'auto'"
     # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.

@@ -1,4 +1,4 @@
-"""Which ``streaming()`` blocks the running code is in, their settings, and the decorator that runs functions in one.
+"""The ``streaming()`` blocks around the running code, their settings, and the decorator that runs functions in one.
 
 A context variable holds the blocks, and each block knows whether it is open. The variable alone cannot tell. A block
 may be left in another context than it was entered in: the garbage collector closes an unfinished generator wherever
@@ -102,7 +102,7 @@ def inside() -> Iterator[None]:
 
 @contextmanager
 def having(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
-    """Inside, in the running code alone, a context variable has this value."""
+    """Set a context variable, inside and in the running code alone."""
     token = variable.set(value)
     try:
         yield value
@@ -201,4 +201,4 @@ _SUSPENDED: tuple[tuple[Callable[[Any], bool], Callable[[Any], bool], Callable[.
     (inspect.isgeneratorfunction, inspect.isgenerator, _generator_function),
     (inspect.isasyncgenfunction, inspect.isasyncgen, _async_generator_function),
 )
-"""For each kind of function that is suspended: what knows it, what knows the result of a call, and its decorator."""
+"""Tests and decorator of each kind of function that is suspended: is it one, is this the result of one, decorate."""
