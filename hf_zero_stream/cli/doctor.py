@@ -131,7 +131,7 @@ def _verdict(ops: Mapping[str, bool], problems: int) -> Iterator[str]:
 
 
 def _check_versions() -> Iterator[Check]:
-    """Whether the packages that we need have the versions that we need."""
+    """Check the versions of the packages that we need."""
     yield Check("python", "ok", platform.python_version())
     try:
         wanted = requirements()
@@ -158,7 +158,7 @@ def _check_versions() -> Iterator[Check]:
 
 
 def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
-    """What works with the installed packages; fills `ops` with DeepSpeed's."""
+    """Check what works with the installed packages; fills `ops` with DeepSpeed's."""
     import torch
 
     from ..extensions import advice_on, left_locks
@@ -194,7 +194,7 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
 
 
 def _check_table() -> Iterator[Check]:
-    """Whether the installed versions have every function that is replaced in them, and what is lost where not."""
+    """Check that the installed versions have every function that is replaced; say what is lost where one lacks."""
     from ..bindings.table import TABLE
     from ..registry.rows import Weight
     from ..reports.measures import collector_paused
@@ -225,7 +225,7 @@ def _check_table() -> Iterator[Check]:
 
 
 def _imports(what: str, otherwise: str, *modules: str) -> Check:
-    """Whether our modules can be imported: each then checks what it relies on."""
+    """Check that our modules can be imported: each then checks what it relies on."""
     try:
         for module in modules:
             import_module(f"{PACKAGE}.{module}")
@@ -235,7 +235,7 @@ def _imports(what: str, otherwise: str, *modules: str) -> Check:
 
 
 def _check_storage(path: str) -> Iterator[Check]:
-    """The kind of file system of `path`, and how fast one thread reads the largest file there."""
+    """Tell the kind of file system of `path`, and measure how fast one thread reads the largest file there."""
     if not os.path.exists(path):
         yield Check("path", "problem", f"there is no {path}")
         return
@@ -258,7 +258,7 @@ def _check_storage(path: str) -> Iterator[Check]:
 
 
 def _check_checkpoint(folder: Path) -> Iterator[Check]:
-    """Whether the checkpoint in `folder`, if there is one, is sound."""
+    """Check that the checkpoint in `folder`, if there is one, is sound."""
     from ..checkpoint.contents import soundness_of
 
     if not (folder / "config.json").is_file():
@@ -273,7 +273,7 @@ def _check_checkpoint(folder: Path) -> Iterator[Check]:
 
 
 def _check_settings(accelerate_config: str | None, ds_config: Mapping[str, Any] | None) -> Iterator[Check]:
-    """Variables, accelerate's config file, what its launcher announces, and a DeepSpeed config."""
+    """Check variables, accelerate's config file, what its launcher announces, and a DeepSpeed config."""
     yield from _check_environment()
     path = accelerate_config or _default_config()
     yield Check("accelerate's config", *_accelerate_config(path, "problem" if accelerate_config else "no"))
@@ -312,7 +312,7 @@ def _accelerate_config(path: str, if_missing: str) -> tuple[str, str]:
 
 
 def _check_environment() -> Iterator[Check]:
-    """Settings of ours in environment variables: values that are not allowed, and names that are none."""
+    """Check our settings in environment variables: values that are not allowed, names that are no setting."""
     try:
         found = values_in()
         yield Check("environment", "ok", f"{count_text(len(found), 'setting')} in HF_ZERO_STREAM_...")
@@ -323,7 +323,7 @@ def _check_environment() -> Iterator[Check]:
 
 
 def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
-    """Settings of a DeepSpeed config that are wrong, or that cost."""
+    """Find settings of a DeepSpeed config that are wrong, or that cost."""
     from ..destinations.deepspeed import zero3
 
     sections = {name: config.get(name, {}) for name in ("zero_optimization", "weight_quantization")}

@@ -17,7 +17,7 @@ from . import frame
 EXAMPLE = "hf-zero-stream inspect Qwen/Qwen3-30B-A3B"
 
 MOST_SHARDS = 8
-"""Of more shards, the table shows the first, the last, and one row for those in between."""
+"""Most shards that the table lists; of more, it shows the first, the last, and one row for those in between."""
 
 
 def run(

@@ -29,7 +29,7 @@ page is made from it; `hf-zero-stream doctor --replaced` shows it for what is in
 
 
 def sections() -> Iterator[tuple[Moment, list[tuple[str, Row]]]]:
-    """For each moment its rows, with the name of the plug-in that brings each; "" for the core's."""
+    """Yield each patch scope and its rows, with the name of the plug-in that brings each; "" for the core's."""
     brought = [("", OURS), *((plugin.name, plugin.rows) for plugin in plugins())]
     for moment in TABLE:
         yield moment, [(name, row) for name, table in brought for row in table.get(moment, ())]
