@@ -59,7 +59,7 @@ def _is_left(lock: str | os.PathLike[str]) -> bool:
 
 
 def advice_on(lock: str | os.PathLike[str]) -> str:
-    """What a lock that nobody holds means."""
+    """Say what a lock that nobody holds means, and what to do."""
     return (
         f"no process of this machine holds {lock}: most likely one that compiled {Path(lock).parent.name} was killed. "
         f"Whatever needs that extension waits for ever. If no other machine compiles there, remove it: rm {lock}"
@@ -67,7 +67,7 @@ def advice_on(lock: str | os.PathLike[str]) -> str:
 
 
 def wait(original: Callable[..., Any], baton: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of the wait for another process that compiles an extension."""
+    """Wait for another process that compiles an extension, and warn if there is none."""
     lock = baton.lock_file_path
     if announced_local_rank() == 0:
         process = holder_of(lock)

@@ -61,14 +61,14 @@ def load_tensors(
     Args:
         model: any module, with memory; or, with a `destination` of your own, what that makes memory for.
         path: a folder, a file, or the files; of a `source` of your own, the files.
-        names: what a name in the files is in `model`.
+        names: maps a name in the files to a name in `model`.
         strict: raise if a tensor is missing, unexpected or of another shape. If false, such tensors are left out.
         source: makes what reads the files on this rank; default: files of this host, and URLs.
         format: how headers are read; default: safetensors, ``torch.save`` and torch.distributed.checkpoint.
         destination: the memory to fill; default: that of `model`.
 
     Returns:
-        What every rank read.
+        The report of what every rank read.
 
     Raises:
         LoadError: on all ranks, before anything is read: the names or shapes do not fit, or there is no memory.
