@@ -23,8 +23,8 @@ from .nodes import (
     Address,
     Node,
     NodeStorage,
-    Own,
     View,
+    WritableParameter,
     no_memory,
 )
 
@@ -108,7 +108,7 @@ class LazyTensor(torch.Tensor):
     def in_memory(self) -> torch.Tensor:
         """The values: in their memory, if this is a writable parameter or a view of one; else in a new tensor."""
         node = self._node
-        if not isinstance(node, Own):
+        if not isinstance(node, WritableParameter):
             return self.materialise()
         if node.memory is None:
             node.memory = self._materialise(View.whole(node.unwritten)).to(self.device).view(-1)
@@ -139,8 +139,8 @@ class LazyTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         """Take the values of `value`, and its dtype and device; become a tensor with values if it is one."""
         if isinstance(value, LazyTensor):
-            if isinstance(self._node, Own) and not isinstance(value._node, Own):
-                value = LazyTensor.whole(Own.of(value.view_of_node), value._materialise, value.device)
+            if isinstance(self._node, WritableParameter) and not isinstance(value._node, WritableParameter):
+                value = LazyTensor.whole(WritableParameter.of(value.view_of_node), value._materialise, value.device)
             torch.Tensor.data.__set__(self, value)
             self.look_at(value)
         else:
@@ -165,7 +165,7 @@ class LazyTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if getattr(self, "_is_param", False):
-            lazy = LazyTensor.whole(Own.of(self.view_of_node), self._materialise, self.device)
+            lazy = LazyTensor.whole(WritableParameter.of(self.view_of_node), self._materialise, self.device)
             new: torch.Tensor = torch.nn.Parameter(lazy, requires_grad=self.requires_grad)
             copy_attributes(self, new)
         else:
@@ -198,7 +198,7 @@ class LazyTensor(torch.Tensor):
     def view_of_node(self) -> View:
         """A view of the elements that this tensor has now."""
         node = self._node
-        return node.view(*self.geometry) if isinstance(node, Own) else View(node, *self.geometry)
+        return node.view(*self.geometry) if isinstance(node, WritableParameter) else View(node, *self.geometry)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {type(self._node).__name__})"
@@ -257,5 +257,9 @@ def swap(lazy: torch.Tensor, real: torch.Tensor) -> None:
 def become_written(params: Iterable[torch.Tensor]) -> None:
     """Turn each of `params` that code has written into, or into whose memory, into a parameter with values."""
     for param in params:
-        if isinstance(param, LazyTensor) and isinstance(param.node, Own) and param.node.memory is not None:
+        if (
+            isinstance(param, LazyTensor)
+            and isinstance(param.node, WritableParameter)
+            and param.node.memory is not None
+        ):
             param.become(param.in_memory())

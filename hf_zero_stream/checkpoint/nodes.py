@@ -145,7 +145,7 @@ class Copy(Node):
 
 
 @dataclass(eq=False, slots=True)
-class Own(Node):
+class WritableParameter(Node):
     """A parameter's own memory, which code may write into (see :mod:`.lazy_ops`); no :class:`View` looks at it.
 
     Its values are those of `unwritten` until there is `memory`, which is flat.
@@ -155,7 +155,7 @@ class Own(Node):
     memory: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, source: View) -> Own:
+    def of(cls, source: View) -> WritableParameter:
         copy = Copy(source.sizes, source.node.dtype, source)
         return cls(copy.sizes, copy.dtype, copy)
 

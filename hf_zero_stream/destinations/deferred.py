@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
-from ..checkpoint.nodes import Own, View
+from ..checkpoint.nodes import View, WritableParameter
 from ..holdings.holding import LocalShard
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
@@ -59,7 +59,11 @@ class Deferred(Destination):
                 return None
             view = old.view_of_node
             is_made = bool(view.node.made_together)
-            lazy = LazyTensor.of(view, self._reader) if is_made else LazyTensor.whole(Own.of(view), self._reader)
+            lazy = (
+                LazyTensor.of(view, self._reader)
+                if is_made
+                else LazyTensor.whole(WritableParameter.of(view), self._reader)
+            )
             return nn.Parameter(lazy, requires_grad=old.requires_grad)
 
         _, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=host_buffer)
@@ -123,7 +127,7 @@ class InPlace(Destination):
         self._reader = reader
         self._coordinator = coordinator
         self._values: list[tuple[LazyTensor, torch.Tensor | None]] = []
-        self._memory: dict[Own, torch.Tensor] = {}
+        self._memory: dict[WritableParameter, torch.Tensor] = {}
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
@@ -132,16 +136,16 @@ class InPlace(Destination):
         for name, param in model.named_parameters():
             if not isinstance(param, LazyTensor) or param.reader is not self._reader:
                 continue
-            own, view = param.node, param.view_of_node
-            if isinstance(own, Own):
+            node, view = param.node, param.view_of_node
+            if isinstance(node, WritableParameter):
                 self._values.append((param, None))
-                if own.memory is not None or own in self._memory:
+                if node.memory is not None or node in self._memory:
                     continue
-                view = View.whole(own.unwritten)
+                view = View.whole(node.unwritten)
             with allocating(name, param.nbytes, param.device, self._coordinator.rank):
                 values = torch.empty(view.sizes, dtype=param.dtype, device=param.device)
-            if isinstance(own, Own):
-                self._memory[own] = values.view(-1)
+            if isinstance(node, WritableParameter):
+                self._memory[node] = values.view(-1)
             else:
                 self._values.append((param, values))
             filled[name] = (values.view(-1), view)
@@ -156,8 +160,8 @@ class InPlace(Destination):
         return item_of(shard.target(name, flat.dtype), view, flat)
 
     def complete(self, model: nn.Module) -> None:
-        for own, memory in self._memory.items():
-            own.memory = memory
+        for node, memory in self._memory.items():
+            node.memory = memory
         for param, values in self._values:
             param.become(param.in_memory() if values is None else values)
         self._values, self._memory = [], {}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor, become_written
-from hf_zero_stream.checkpoint.nodes import Own
+from hf_zero_stream.checkpoint.nodes import WritableParameter
 from tests.core.test_lazy import Checkpoint
 
 
@@ -30,7 +30,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 def lazy_parameters(checkpoint: Checkpoint) -> Parameters:
     return {
-        name: nn.Parameter(LazyTensor.whole(Own.of(lazy.view_of_node), lazy.reader))
+        name: nn.Parameter(LazyTensor.whole(WritableParameter.of(lazy.view_of_node), lazy.reader))
         for name, lazy in checkpoint.lazy().items()
         if isinstance(lazy, LazyTensor)
     }
