@@ -18,19 +18,19 @@ from typing import Any
 
 from ..errors import PACKAGE, installed_version, refuse_unknown_version
 from ..registry.plugins import resolved
-from ..registry.rows import Moment, Row, Weight
+from ..registry.rows import PatchScope, Row, Weight
 from ..settings.scope import active_configs
 
 
 logger = logging.getLogger(PACKAGE)
 
 
-class _Lead:
+class LazyReplacement:
     """A call of the function of ours of a row, which is imported at the first call inside ``streaming()``."""
 
-    def __init__(self, row: Row, moment: Moment) -> None:
+    def __init__(self, row: Row, scope: PatchScope) -> None:
         self._row = row
-        self._only_inside = moment is Moment.BLOCK
+        self._only_inside = scope is PatchScope.BLOCK
         self._function: Callable[..., Any] | None = None
 
     def __call__(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -44,19 +44,19 @@ class _Lead:
 
 
 class Installation:
-    """The rows of one moment, in place as long as any thread is in this context."""
+    """The rows of one patch scope, in place as long as any thread is in this context."""
 
     def __init__(
-        self, moment: Moment, table: Mapping[Moment, Sequence[Row]], *, on_top_of: Installation | None = None
+        self, scope: PatchScope, table: Mapping[PatchScope, Sequence[Row]], *, on_top_of: Installation | None = None
     ) -> None:
-        self._moment, self._table = moment, table
+        self._scope, self._table = scope, table
         self._below = on_top_of
         self._patches = Patches()
         self._waiting: list[Row] = []
         """Rows of modules that have not been imported yet."""
         self._off: set[tuple[str, str]] = set()
         """Packages and features that are left to stock."""
-        self._watch = ImportWatch({row.module for row in table[moment]}, lambda module: self._install())
+        self._watch = ImportWatch({row.module for row in table[scope]}, lambda module: self._install())
         self._lock = threading.RLock()  # a finaliser may leave from inside the garbage collector
         self._users = 0
 
@@ -71,7 +71,7 @@ class Installation:
                 self._below.__enter__()
             self._users += 1
             if self._users == 1:
-                self._waiting, self._off = list(self._table[self._moment]), set()
+                self._waiting, self._off = list(self._table[self._scope]), set()
                 self._watch.__enter__()
             try:
                 self._install()
@@ -103,7 +103,7 @@ class Installation:
                     _say_off(package, feature, *names)
             wanted = [row for row in new if row.leads_to and (row.package, row.feature) not in self._off]
             for row in wanted:
-                self._patches.put(dict.fromkeys(row.places(), _Lead(row, self._moment)))
+                self._patches.put(dict.fromkeys(row.places(), LazyReplacement(row, self._scope)))
             self._waiting = [row for row, is_whole in rows.items() if not is_whole]
 
 

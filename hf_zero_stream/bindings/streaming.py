@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ..errors import ConfigError
 from ..settings import scope
 from ..settings.config import StreamingConfig, announces_local_rank, check_environment
-from .install import Moment
+from .install import PatchScope
 from .table import installed
 
 
@@ -57,13 +57,13 @@ class streaming:  # noqa: N801 - used like a function
         if self.config is None and scope.current_config() is None:
             check_environment()
         _make_contact()
-        installed(Moment.BLOCK).__enter__()
+        installed(PatchScope.BLOCK).__enter__()
         self._open.append(scope.enter(self.config))
         return self
 
     def __exit__(self, *exception: object) -> None:
         scope.leave(self._open)
-        installed(Moment.BLOCK).__exit__()
+        installed(PatchScope.BLOCK).__exit__()
 
     def __call__(self, function: Function) -> Function:
         inside: Function = scope.decorated(function, lambda: streaming(self.config), "streaming()")
@@ -79,7 +79,7 @@ def enter_for_process() -> None:
     check_environment()
     _make_contact()
     if scope.enter_for_process():
-        installed(Moment.BLOCK).__enter__()
+        installed(PatchScope.BLOCK).__enter__()
 
 
 def enter_with_ranks() -> None:
@@ -90,7 +90,7 @@ def enter_with_ranks() -> None:
     if announces_local_rank() or _has_group():
         enter_for_process()
     else:
-        installed(Moment.REACHED).__enter__()
+        installed(PatchScope.REACHED).__enter__()
 
 
 def enter_with_group(original: Callable[..., Any], group: Any) -> None:

@@ -36,7 +36,7 @@ class Node:
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
-    made_together: ClassVar[str] = ""
+    joint_batches: ClassVar[str] = ""
     """``module:function`` that makes the batches in which all ranks of a load compute this node's elements together.
 
     It is called with a list of (name, node, function to be given all elements, flat) of such parameters, with the

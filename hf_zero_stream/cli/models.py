@@ -16,7 +16,7 @@ from ..bindings.table import installed
 from ..errors import CheckpointError, HfZeroStreamError
 from ..loading.dry_load import Forecast, lazily_loaded, load_of_layouts
 from ..planning.footprint import HOST
-from ..registry.rows import Moment
+from ..registry.rows import PatchScope
 from ..settings.config import StreamingConfig
 
 
@@ -33,7 +33,7 @@ def load_arguments(place: str, trust_remote_code: bool, dequantize: bool) -> dic
 
 def _quantisation(place: str) -> str | None:
     """The method by which a checkpoint is quantised, such as "fp8"; None if it is not."""
-    with installed(Moment.BLOCK):  # by which small files come from a URL
+    with installed(PatchScope.BLOCK):  # by which small files come from a URL
         config, _ = PreTrainedConfig.get_config_dict(place)
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     return found and str(found.get("quant_method"))

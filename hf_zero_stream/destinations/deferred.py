@@ -58,12 +58,10 @@ class Deferred(Destination):
             if not isinstance(old, LazyTensor):
                 return None
             view = old.view_of_node
-            is_made = bool(view.node.made_together)
-            lazy = (
-                LazyTensor.of(view, self._reader)
-                if is_made
-                else LazyTensor.whole(WritableParameter.of(view), self._reader)
-            )
+            if view.node.joint_batches:
+                lazy = LazyTensor.of(view, self._reader)
+            else:
+                lazy = LazyTensor.whole(WritableParameter.of(view), self._reader)
             return nn.Parameter(lazy, requires_grad=old.requires_grad)
 
         _, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=host_buffer)
@@ -100,9 +98,10 @@ class InPlace(Destination):
     They stay the same objects, to which optimizers may refer.
 
     Args:
-        together: names of parameters that are the same on all ranks, which read them for each other.
-        chunk_bytes: of one exchange of these.
-        held: gives what a parameter that is not `together` is a part of, for the digest; None: nobody knows, or all.
+        replicated: names of parameters that are the same on all ranks, which read them for each other.
+        chunk_bytes: size of one exchange of these.
+        shard_of: the local shard that a parameter which is not `replicated` is, for the digest; None: not known, or
+            whole.
     """
 
     into = "lazy tensors of before"
@@ -116,14 +115,14 @@ class InPlace(Destination):
         reader: WholeReader,
         coordinator: Coordinator,
         device: torch.device,
-        together: Collection[str] = (),
+        replicated: Collection[str] = (),
         chunk_bytes: int = 0,
-        held: Callable[[str, torch.Tensor], LocalShard | None] = lambda name, param: None,
+        shard_of: Callable[[str, torch.Tensor], LocalShard | None] = lambda name, param: None,
     ) -> None:
         self.device = device
-        self._together = together
+        self._replicated = replicated
         self._chunk_bytes = chunk_bytes
-        self._held = held
+        self._shard_of = shard_of
         self._reader = reader
         self._coordinator = coordinator
         self._values: list[tuple[LazyTensor, torch.Tensor | None]] = []
@@ -149,12 +148,12 @@ class InPlace(Destination):
             else:
                 self._values.append((param, values))
             filled[name] = (values.view(-1), view)
-        shared = {name: filled.pop(name) for name in list(filled) if name in self._together}
+        shared = {name: filled.pop(name) for name in list(filled) if name in self._replicated}
         exchanged = exchange_batches(shared, self._coordinator, self._chunk_bytes, self.device) if shared else []
         return [Batch([self._item(model, name, *sourced) for name, sourced in filled.items()]), *exchanged]
 
     def _item(self, model: nn.Module, name: str, flat: torch.Tensor, view: View) -> Item:
-        shard = self._held(name, model.get_parameter(name))
+        shard = self._shard_of(name, model.get_parameter(name))
         if shard is None or shard.box.numel != flat.numel():
             return item_of(Target.whole(name, flat.dtype, flat.numel()), view, flat)
         return item_of(shard.target(name, flat.dtype), view, flat)

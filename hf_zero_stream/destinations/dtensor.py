@@ -98,22 +98,22 @@ class DTensors(Destination):
             model, missing, tied, parameter=parameter, buffer=partial(buffer_on, device)
         )
         items: list[Item] = []
-        made_together: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
-        together: list[Columns] = []
+        joint: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
+        shared_columns: list[Columns] = []
         for name, (param, view) in parameters.items():
             local, shard = local_of(param), shards[name]
-            if view.node.made_together:
-                made_together.append((name, view.node, partial(_take_own, local, shard.box)))
+            if view.node.joint_batches:
+                joint.append((name, view.node, partial(_copy_own_part, local, shard.box)))
                 continue
             columns = self._columns(name, local, view, shard) if self._shares_columns else None
             if columns is not None:
-                together.append(columns)
+                shared_columns.append(columns)
             else:
                 items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), local.view(-1)))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
-        batches = [Batch([*items, *flat_items(buffers)]), *exchange_batches(together, self._coordinator)]
-        if made_together:
-            batches += resolved(made_together[0][1].made_together)(made_together, self._coordinator, self.device)
+        batches = [Batch([*items, *flat_items(buffers)]), *exchange_batches(shared_columns, self._coordinator)]
+        if joint:
+            batches += resolved(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
         return batches
 
     def _columns(self, name: str, local: torch.Tensor, view: View, shard: LocalShard) -> Columns | None:
@@ -169,7 +169,7 @@ class DTensors(Destination):
                 packed.computes_in = fsdp.computes_in(managed)
 
 
-def _take_own(local: torch.Tensor, box: ParameterBox, row: torch.Tensor) -> None:
+def _copy_own_part(local: torch.Tensor, box: ParameterBox, row: torch.Tensor) -> None:
     """Copy this rank's elements of `row`, all of a flat parameter's, into its shard."""
     (((start, stop),),) = box.intervals
     local.copy_(row[start:stop])

@@ -31,7 +31,7 @@ from ..errors import UnsupportedError
 from ..holdings import fsdp
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
-from ..registry.rows import Moment
+from ..registry.rows import PatchScope
 from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig
@@ -96,8 +96,8 @@ class Deferral:
                 module.register_forward_pre_hook(self.fill_whole)
                 module.register_state_dict_pre_hook(self.fill_whole)
                 module.register_load_state_dict_pre_hook(self.fill_whole)
-        installed(Moment.DEFERRED).__enter__()
-        weakref.finalize(self, installed(Moment.DEFERRED).__exit__)
+        installed(PatchScope.DEFERRED).__enter__()
+        weakref.finalize(self, installed(PatchScope.DEFERRED).__exit__)
 
     def detach(self, model: nn.Module) -> list[nn.Module]:
         """Undo what was done to `model` for the time until it is prepared; returns what has been loaded in it."""

@@ -239,7 +239,7 @@ def lazily_loaded(
         optional=optional,
         rename=rename,
     )
-    with installed(session.moment), scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
+    with installed(session.patch_scope), scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
         cls = model_class or model_class_of(path, kwargs)
         try:
             with zero3_hidden(), collector_paused(), session:

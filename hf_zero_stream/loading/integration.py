@@ -144,7 +144,7 @@ def _streamed(
     # inference_mode is off: other threads and training write to the partitions later.
     with (
         closing(load),
-        installed(session.moment),  # another thread may leave streaming() while this one loads
+        installed(session.patch_scope),  # another thread may leave streaming() while this one loads
         outside_zero_init(),
         session,
         load.memory,

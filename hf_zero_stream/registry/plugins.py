@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..errors import PACKAGE, ConfigError, MissingPluginError
 from .formats import FileFormat, FolderFormat
-from .rows import Moment, Row
+from .rows import PatchScope, Row
 
 
 GROUP = "hf_zero_stream.plugins"
@@ -71,7 +71,7 @@ class Plugin:
     """
 
     name: str
-    rows: Mapping[Moment, Sequence[Row]] = field(default_factory=dict)
+    rows: Mapping[PatchScope, Sequence[Row]] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     destinations: Mapping[str, str] = field(default_factory=dict)
     holders: Sequence[str] = ()

@@ -12,7 +12,7 @@ from ..errors import installed_version
 
 
 @dataclass(frozen=True, eq=False)
-class Moment:
+class PatchScope:
     """The time for which rows are installed. A plug-in may make patch scopes of its own.
 
     Attributes:
@@ -23,32 +23,36 @@ class Moment:
 
     name: str
     description: str
-    on_top_of: Moment | None = None
+    on_top_of: PatchScope | None = None
 
-    MODELS: ClassVar[Moment]
-    REACHED: ClassVar[Moment]
-    BLOCK: ClassVar[Moment]
-    LOAD: ClassVar[Moment]
-    SHARDED: ClassVar[Moment]
-    HIDING: ClassVar[Moment]
-    DEFERRED: ClassVar[Moment]
-    LAYOUT: ClassVar[Moment]
-    FLAT: ClassVar[Moment]
-    EXPERTS: ClassVar[Moment]
-    RECORDERS: ClassVar[Moment]
+    MODELS: ClassVar[PatchScope]
+    REACHED: ClassVar[PatchScope]
+    BLOCK: ClassVar[PatchScope]
+    LOAD: ClassVar[PatchScope]
+    SHARDED: ClassVar[PatchScope]
+    HIDING: ClassVar[PatchScope]
+    DEFERRED: ClassVar[PatchScope]
+    LAYOUT: ClassVar[PatchScope]
+    FLAT: ClassVar[PatchScope]
+    EXPERTS: ClassVar[PatchScope]
+    RECORDERS: ClassVar[PatchScope]
 
 
-Moment.MODELS = Moment("MODELS", "from the first packed or sharded model on, and while a thread is inside streaming()")
-Moment.REACHED = Moment("REACHED", "in a process that `hf-zero-stream run` has reached, and that has no ranks yet")
-Moment.BLOCK = Moment("BLOCK", "while a thread is inside streaming()", Moment.MODELS)
-Moment.LOAD = Moment("LOAD", "during a load", Moment.BLOCK)
-Moment.SHARDED = Moment("SHARDED", "during a load by distributed_config", Moment.LOAD)
-Moment.HIDING = Moment("HIDING", "while ZeRO-3 is hidden from transformers")
-Moment.DEFERRED = Moment("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
-Moment.LAYOUT = Moment("LAYOUT", "while a save lays out its files")
-Moment.FLAT = Moment("FLAT", "while models live that stages 1 and 2 may flatten")
-Moment.EXPERTS = Moment("EXPERTS", "from the first load of converted experts on")
-Moment.RECORDERS = Moment("RECORDERS", "while DeepSpeed converts experts")
+PatchScope.MODELS = PatchScope(
+    "MODELS", "from the first packed or sharded model on, and while a thread is inside streaming()"
+)
+PatchScope.REACHED = PatchScope(
+    "REACHED", "in a process that `hf-zero-stream run` has reached, and that has no ranks yet"
+)
+PatchScope.BLOCK = PatchScope("BLOCK", "while a thread is inside streaming()", PatchScope.MODELS)
+PatchScope.LOAD = PatchScope("LOAD", "during a load", PatchScope.BLOCK)
+PatchScope.SHARDED = PatchScope("SHARDED", "during a load by distributed_config", PatchScope.LOAD)
+PatchScope.HIDING = PatchScope("HIDING", "while ZeRO-3 is hidden from transformers")
+PatchScope.DEFERRED = PatchScope("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
+PatchScope.LAYOUT = PatchScope("LAYOUT", "while a save lays out its files")
+PatchScope.FLAT = PatchScope("FLAT", "while models live that stages 1 and 2 may flatten")
+PatchScope.EXPERTS = PatchScope("EXPERTS", "from the first load of converted experts on")
+PatchScope.RECORDERS = PatchScope("RECORDERS", "while DeepSpeed converts experts")
 
 
 class Weight(enum.Enum):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from examples.vllm_on_cpu import stand_in
 from hf_zero_stream.bindings import install
 from hf_zero_stream.bindings.table import TABLE
-from hf_zero_stream.registry.rows import Moment, Row
+from hf_zero_stream.registry.rows import PatchScope, Row
 from tests.bindings.test_mutated_bindings import MUTATIONS
 from tests.bindings.test_mutated_trainings import Mutation, mutated
 from tests.bindings.test_trl import make_tokenizer
@@ -51,8 +51,8 @@ def unasked(row: Row, patch: pytest.MonkeyPatch) -> Row:
 
 def mutations(begin: str) -> list[Any]:
     return [
-        pytest.param((Moment.BLOCK, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
-        for number, row in enumerate(TABLE[Moment.BLOCK])
+        pytest.param((PatchScope.BLOCK, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
+        for number, row in enumerate(TABLE[PatchScope.BLOCK])
         if row.of.startswith(begin)
         for mutate in (
             MUTATIONS if row.leads_to else (MUTATIONS[0], unasked) if row.package == "trl" else MUTATIONS[:1]

@@ -16,13 +16,13 @@ from tests.support.zoo import make_checkpoint
 
 DECLARATION = """\
 from hf_zero_stream.registry.plugins import Plugin, Source
-from hf_zero_stream.registry.rows import Moment, Row
+from hf_zero_stream.registry.rows import PatchScope, Row
 
 PLUGIN = Plugin(
     "vault",
     sources={"vault": Source("shelf/name", "vault.shelves")},
     rows={
-        Moment.BLOCK: [
+        PatchScope.BLOCK: [
             Row(
                 "transformers.utils.hub:cached_files",
                 "vault.shelves:cached_files",

@@ -25,7 +25,7 @@ from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_v
 from ...holdings.deepspeed.original_experts import Origin, converted_layers
 from ...holdings.marks import CONVERTED
 from ...planning.boxes import Cut, ParameterBox
-from ...registry.rows import Moment
+from ...registry.rows import PatchScope
 
 
 try:
@@ -78,14 +78,14 @@ def convert(
         blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
         shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
         values = [_take_values(block, spec, place) for block, spec in zip(blocks, specs, strict=True)]
-        with torch.device("meta"), installed(Moment.RECORDERS):
+        with torch.device("meta"), installed(PatchScope.RECORDERS):
             auto_ep.replace_moe_layers(specs, ep_size=place.parts, ep_rank=place.part)
         for spec, taken, of_block, block in zip(specs, values, shapes, blocks, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
             _give_values(layer, taken, place)
             vars(layer)[CONVERTED] = Origin(spec, of_block, block)
     if make_groups:
-        installed(Moment.EXPERTS).__enter__()  # for good: nobody says when the model is initialised, or how often
+        installed(PatchScope.EXPERTS).__enter__()  # for good: nobody says when the model is initialised, or how often
 
 
 def convert_like(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:

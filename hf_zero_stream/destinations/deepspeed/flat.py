@@ -31,7 +31,7 @@ from ...checkpoint.lazy import LazyTensor
 from ...holdings.deepspeed import partitions
 from ...ranks.accelerators import free_bytes, is_accelerator, kind
 from ...ranks.coordinator import Coordinator, all_gather
-from ...registry.rows import Moment
+from ...registry.rows import PatchScope
 from ...settings.config import StreamingConfig
 from ...settings.scope import having
 from ..base import Batch
@@ -69,7 +69,7 @@ class EngineReplicas(Replicated):
 def watch(model: nn.Module) -> None:
     """Have the optimizers of stages 1 and 2 that train `model` flatten its parameters without a second copy."""
     _models.add(model)
-    replaced = installed(Moment.FLAT)
+    replaced = installed(PatchScope.FLAT)
     replaced.__enter__()
     weakref.finalize(model, replaced.__exit__)
 

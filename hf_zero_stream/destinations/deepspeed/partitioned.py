@@ -80,21 +80,21 @@ class Partitioned(Destination):
             model, missing, tied, parameter=self._parameter, buffer=partial(buffer_on, self.device)
         )
         items: dict[int, Item] = {}
-        made_together: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
+        joint: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
         for name, (param, view) in parameters.items():
-            if view.node.made_together:
-                made_together.append((name, view.node, partial(_take_own, param)))
+            if view.node.joint_batches:
+                joint.append((name, view.node, partial(_copy_own_part, param)))
                 continue
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
-        swapped = self._through_swap_files(model, items) if zero3.uses_nvme(self._ds_config) else []
+        swapped = self._swap_batches(model, items) if zero3.uses_nvme(self._ds_config) else []
         batches = [Batch([*items.values(), *flat_items(buffers)])]
-        if made_together:
-            batches += resolved(made_together[0][1].made_together)(made_together, self._coordinator, self.device)
+        if joint:
+            batches += resolved(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
         return batches + swapped
 
-    def _through_swap_files(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
+    def _swap_batches(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
         """Move the parameters that PartitionedInit will swap from `items` into batches, before there is a swapper."""
         from . import nvme
 
@@ -146,7 +146,7 @@ class Partitioned(Destination):
         return gathering(self._coordinator, touched)
 
 
-def _take_own(param: Any, row: torch.Tensor) -> None:
+def _copy_own_part(param: Any, row: torch.Tensor) -> None:
     """Copy this rank's elements of `row`, all of a parameter's, into its partition."""
     _, start, stop = partitions.own_range(param)
     param.ds_tensor[: stop - start].copy_(row[start:stop])
