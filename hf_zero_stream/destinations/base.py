@@ -109,7 +109,7 @@ class Destination(Protocol):
     takes_packed: bool = False
     """Whether parameters may be frozen bytes, which the model dequantises in its forward pass (see plugins/packed)."""
 
-    unpacked_because: str = ""
+    packing_unsupported_reason: str = ""
     """The reason why they may not, if the user asked for a model that is sharded in another way; else ""."""
 
     trains_on: str = ""

@@ -37,17 +37,17 @@ class Deferred(Destination):
         reader: reads the values of a lazy parameter that is used before it is filled.
         complete: called with the model that the user gets.
         until: when they will be filled, for the report.
-        unpacked_because: why weights may not be packed; "" if they may.
+        packing_unsupported_reason: why weights may not be packed; "" if they may.
     """
 
     leaves_lazy = True
 
     def __init__(
-        self, reader: WholeReader, complete: Callable[[nn.Module], None], until: str, unpacked_because: str
+        self, reader: WholeReader, complete: Callable[[nn.Module], None], until: str, packing_unsupported_reason: str
     ) -> None:
         self.into = f"lazy tensors, which are read when {until}"
-        self.unpacked_because = unpacked_because
-        self.takes_packed = not unpacked_because
+        self.packing_unsupported_reason = packing_unsupported_reason
+        self.takes_packed = not packing_unsupported_reason
         self._reader = reader
         self._complete = complete
 

@@ -41,7 +41,7 @@ class DTensors(Destination):
     Args:
         trains_on: the type of the device that training will use, for :meth:`footprint`; default: that of `device`.
         adamw: how AdamW will step, likewise; default: as torch chooses.
-        unpacked_because: why weights may not be packed; default: they may, where only FSDP2 shards them.
+        packing_unsupported_reason: why weights may not be packed; default: they may, where only FSDP2 shards them.
         shares_columns: ranks may read together what they hold columns of.
     """
 
@@ -56,12 +56,12 @@ class DTensors(Destination):
         *,
         trains_on: str | None = None,
         adamw: AdamW | None = None,
-        unpacked_because: str = "",
+        packing_unsupported_reason: str = "",
         shares_columns: bool = False,
     ) -> None:
         self.device = device
-        self.unpacked_because = unpacked_because or fsdp.why_no_bytes()
-        self.takes_packed = not self.unpacked_because
+        self.packing_unsupported_reason = packing_unsupported_reason or fsdp.why_no_bytes()
+        self.takes_packed = not self.packing_unsupported_reason
         self._shares_columns = shares_columns
         self._adamw = adamw
         self.trains_on = trains_on or device.type

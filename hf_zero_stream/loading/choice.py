@@ -159,12 +159,21 @@ def _say_pipeline(distributed_config: Any) -> None:
 
 
 def _into_shards(
-    found: dict[str, Any], strict: bool | None, device: torch.device, unpacked_because: str, coordinator: Coordinator
+    found: dict[str, Any],
+    strict: bool | None,
+    device: torch.device,
+    packing_unsupported_reason: str,
+    coordinator: Coordinator,
 ) -> Load:
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
 
     settings = settings_for(found, strict)
-    shards = DTensors(coordinator, device, unpacked_because=unpacked_because, shares_columns=shares_columns(settings))
+    shards = DTensors(
+        coordinator,
+        device,
+        packing_unsupported_reason=packing_unsupported_reason,
+        shares_columns=shares_columns(settings),
+    )
     return Load(settings, completed(found), coordinator, shards)
 
 

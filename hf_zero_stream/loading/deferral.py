@@ -69,8 +69,10 @@ class Deferral:
         why = "DeepSpeed's AutoTP cuts matrices, and knows nothing of packed ones"
         return cls(config, "deepspeed.initialize() cuts it by AutoTP")._load(coordinator, why)
 
-    def _load(self, coordinator: Coordinator, unpacked_because: str) -> Load:
-        load = Load(self.config, {}, coordinator, Deferred(self, self._attach, self._until, unpacked_because))
+    def _load(self, coordinator: Coordinator, packing_unsupported_reason: str) -> Load:
+        load = Load(
+            self.config, {}, coordinator, Deferred(self, self._attach, self._until, packing_unsupported_reason)
+        )
         self._checkpoint = load.checkpoint
         return load
 

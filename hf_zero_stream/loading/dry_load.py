@@ -124,7 +124,7 @@ def plan(
                 "which PEFT would make adapters of the sizes of shards"
             )
         training = {"trains_on": device or device_type(), "adamw": adamw}
-        training["unpacked_because"] = cuts_matrices(sharding)
+        training["packing_unsupported_reason"] = cuts_matrices(sharding)
         arguments = {"dtype": "auto" if dtype is None else dtype, **kwargs}
         return _plan_of_shards(path, coordinator, training, arguments, lora)
     refuse_sharding(path, kwargs)
