@@ -23,7 +23,7 @@ from .checkpoint.map import AbsentSlice
 from .checkpoint.soundness import shards_of
 from .destinations.base import Destination, fill_whole
 from .destinations.live import memory_of
-from .destinations.skeleton import filled, of_same_shape, own_tensors, stand_in
+from .destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, own_tensors
 from .engine.load import Load
 from .engine.opened import OpenCheckpoint
 from .errors import LoadError
@@ -94,8 +94,10 @@ def load_tensors(
             load.refuse_absent()
             if strict:
                 _refuse_misfits(model, lazy)
-            lazy = of_same_shape(model, lazy)
-            lazy_model, missing, tied = stand_in(model, lazy) if destination is None else filled(model, lazy)
+            lazy = matching_tensors(model, lazy)
+            lazy_model, missing, tied = (
+                lazy_module(model, lazy) if destination is None else filled_skeleton(model, lazy)
+            )
             load.place(lazy_model, missing, tied)  # plan, read, exchange
         return load.finish(model, logger)
 
@@ -147,7 +149,7 @@ def _by_own_name(model: nn.Module, pieces: Mapping[str, Any], names: Callable[[s
 
 def _refuse_misfits(model: nn.Module, lazy: Mapping[str, Any]) -> None:
     """Raise a LoadError if a tensor of `lazy` is not for `model`, or if it has none for one of the model's own."""
-    own, tensors, fitting = own_names(model), own_tensors(model), of_same_shape(model, lazy)
+    own, tensors, fitting = own_names(model), own_tensors(model), matching_tensors(model, lazy)
     held = {id(tensors[name]) for name in fitting}
     wanted = [own_or_clean(own, name) for name in model.state_dict(keep_vars=True)]
     faults = {

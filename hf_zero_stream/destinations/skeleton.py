@@ -80,7 +80,7 @@ def _ties_of(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def filled(skeleton: nn.Module, lazy: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
+def filled_skeleton(skeleton: nn.Module, lazy: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
     """`skeleton` with `lazy` tensors in place of its own, the names of those that lack one, and no tied ones."""
     missing: set[str] = set()
     for name, _ in [*skeleton.named_parameters(), *skeleton.named_buffers()]:
@@ -99,20 +99,24 @@ def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(named_parameters(model, remove_duplicate=False)), **dict(buffers)}
 
 
-def of_same_shape(model: nn.Module, lazy: Mapping[str, Any]) -> dict[str, Any]:
+def matching_tensors(model: nn.Module, lazy: Mapping[str, Any]) -> dict[str, Any]:
     """The `lazy` tensors whose own names and shapes `model` has."""
     shapes = {name: whole_shape(tensor) for name, tensor in own_tensors(model).items()}
     return {name: tensor for name, tensor in lazy.items() if shapes.get(name) == tensor.shape}
 
 
-def stand_in(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[StandIn, set[str], set[str]]:
+def lazy_module(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[LazyTensorModule, set[str], set[str]]:
     """A model of the `lazy` tensors alone, by own names of `model`; and no missing and no tied names."""
     buffers = dict(named_buffers(model, remove_duplicate=False))
     of_buffers = {name: tensor for name, tensor in lazy.items() if name in buffers}
-    return StandIn({name: tensor for name, tensor in lazy.items() if name not in buffers}, of_buffers), set(), set()
+    return (
+        LazyTensorModule({name: tensor for name, tensor in lazy.items() if name not in buffers}, of_buffers),
+        set(),
+        set(),
+    )
 
 
-class StandIn(nn.Module):
+class LazyTensorModule(nn.Module):
     """Lazy tensors by the own names of a model's parameters and buffers."""
 
     def __init__(self, parameters: Mapping[str, LazyTensor], buffers: Mapping[str, LazyTensor]) -> None:

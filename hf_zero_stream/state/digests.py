@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.lazy import LazyTensor
 from ..destinations.passing import Passing
-from ..destinations.skeleton import StandIn, convert_lazy
+from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..engine.execute import run_in_threads
 from ..engine.load import Load
 from ..engine.verification import digest_of
@@ -292,7 +292,7 @@ def _own_part(
                 if alias in views and tuple(views[alias].shape) in shapes:
                     chosen[name] = views[alias]
                     break
-        load.place(StandIn(chosen, {}), set(), set())
+        load.place(LazyTensorModule(chosen, {}), set(), set())
     return found
 
 

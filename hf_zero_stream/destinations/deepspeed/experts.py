@@ -200,9 +200,9 @@ def _take_values(block: nn.Module, spec: MoELayerSpec, place: _ExpertsShare) -> 
             continue  # moves into the replacement as it is
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 is_param = key in module._parameters
-                setattr(module, key, nn.Parameter(stand_in, tensor.requires_grad) if is_param else stand_in)
+                setattr(module, key, nn.Parameter(empty, tensor.requires_grad) if is_param else empty)
     return values
 
 
