@@ -186,7 +186,7 @@ def replaced_methods(owner: type, instance: Any, *names: str) -> list[str]:
 
 
 @contextmanager
-def standing_in(instance: Any, **methods: Any) -> Iterator[None]:
+def override_methods(instance: Any, **methods: Any) -> Iterator[None]:
     """Override methods of `instance` alone, inside; afterwards it has what it had of its own."""
     own = {name: vars(instance)[name] for name in methods if name in vars(instance)}
     vars(instance).update(methods)

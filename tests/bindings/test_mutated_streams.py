@@ -38,14 +38,14 @@ Tensors = dict[str, torch.Tensor]
 def unasked(row: Row, patch: pytest.MonkeyPatch) -> Row:
     """It is there, and a trainer asks another function for what we would have it ask this one."""
     name = row.of.rpartition(".")[2]
-    put = install.standing_in
+    put = install.override_methods
 
     @contextmanager
-    def standing_in(instance: Any, **methods: Any) -> Iterator[None]:
+    def override_methods(instance: Any, **methods: Any) -> Iterator[None]:
         with put(instance, **{each: method for each, method in methods.items() if each != name}):
             yield
 
-    patch.setattr(importlib.import_module("hf_zero_stream.plugins.stream.trl"), "standing_in", standing_in)
+    patch.setattr(importlib.import_module("hf_zero_stream.plugins.stream.trl"), "override_methods", override_methods)
     return row
 
 
