@@ -338,31 +338,31 @@ def fill_whole(model: nn.Module) -> None:
 _HARMLESS_NAMES = ("dtype", "device", "requires_grad", "is_meta", "is_leaf", "grad_fn")
 _HARMLESS = {getattr(torch.Tensor, name).__get__ for name in _HARMLESS_NAMES}
 
-IsAway = Callable[[Any], bool]
+NeedsFetch = Callable[[Any], bool]
 """Whether a value is a parameter whose full values are not in memory now."""
 
 
-def run_with_what_is_touched(
+def run_with_touched_parameters(
     initialise: Callable[[], None],
     module: nn.Module,
-    is_away: IsAway,
-    present: Callable[[Sequence[Any]], AbstractContextManager[None]],
+    needs_fetch: NeedsFetch,
+    fetched: Callable[[Sequence[Any]], AbstractContextManager[None]],
 ) -> None:
-    """Call `initialise` for `module` inside ``present(touched)``, of the parameters that it touches (all ranks).
+    """Call `initialise` for `module` inside ``fetched(touched)``, of the parameters that it touches (all ranks).
 
-    All ranks must get what is written inside; if `present` is left by an exception, nothing may have changed.
+    All ranks must get what is written inside; if `fetched` is left by an exception, nothing may have changed.
     """
     state = random_state()
     needed: list[Any] = []
     while True:
         try:
-            with present(needed), _TouchGuard(is_away):
+            with fetched(needed), _TouchGuard(needs_fetch):
                 initialise()
             return
         except _Touched as touched:
             # Its other uninitialised parameters will be touched next; fetching them now saves an attempt.
             own = [p for p in module.parameters(recurse=False) if not getattr(p, "_is_hf_initialized", False)]
-            needed = [*needed, *filter(is_away, own), *touched.args]
+            needed = [*needed, *filter(needs_fetch, own), *touched.args]
             set_random_state(state)
 
 
@@ -384,17 +384,17 @@ def set_random_state(state: RandomState) -> None:
 
 
 class _Touched(BaseException):
-    """Initialisation code used parameters that are away; a BaseException, so that no model's `except` hides it."""
+    """Initialisation code used parameters that must be fetched; no model's `except` hides a BaseException."""
 
 
 class _TouchGuard(TorchFunctionMode):
-    def __init__(self, is_away: IsAway) -> None:
+    def __init__(self, needs_fetch: NeedsFetch) -> None:
         super().__init__()
-        self._is_away = is_away
+        self._needs_fetch = needs_fetch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _HARMLESS:
-            touched = [value for value in tree_leaves((args, kwargs)) if self._is_away(value)]
+            touched = [value for value in tree_leaves((args, kwargs)) if self._needs_fetch(value)]
             if touched:
                 raise _Touched(*touched)
         return func(*args, **(kwargs or {}))

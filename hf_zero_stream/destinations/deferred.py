@@ -25,7 +25,7 @@ from .base import (
     host_buffer,
     item_of,
     replace_lazy,
-    run_with_what_is_touched,
+    run_with_touched_parameters,
 )
 from .replicated import exchange_batches
 
@@ -68,14 +68,14 @@ class Deferred(Destination):
         return [Batch(flat_items(buffers))]
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        run_with_what_is_touched(initialise, module, lambda value: isinstance(value, LazyTensor), _present)
+        run_with_touched_parameters(initialise, module, lambda value: isinstance(value, LazyTensor), _fetched)
 
     def complete(self, model: nn.Module) -> None:
         self._complete(model)
 
 
 @contextmanager
-def _present(params: Sequence[Any]) -> Iterator[None]:
+def _fetched(params: Sequence[Any]) -> Iterator[None]:
     """Give lazy `params` values, inside; afterwards those that were changed keep them."""
     originals = [nn.Parameter(param.detach(), requires_grad=param.requires_grad) for param in params]
     values = [param.materialise() for param in params]

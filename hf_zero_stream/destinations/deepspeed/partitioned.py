@@ -21,7 +21,7 @@ from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ...registry.plugins import resolved
 from ...settings.config import StreamingConfig
-from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_what_is_touched
+from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_touched_parameters
 from . import zero3
 
 
@@ -136,9 +136,9 @@ class Partitioned(Destination):
         zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        run_with_what_is_touched(initialise, module, partitions.is_partitioned, self._present)
+        run_with_touched_parameters(initialise, module, partitions.is_partitioned, self._fetched)
 
-    def _present(self, touched: Sequence[Any]) -> AbstractContextManager[None]:
+    def _fetched(self, touched: Sequence[Any]) -> AbstractContextManager[None]:
         if not touched:  # the checkpoint has nearly all parameters of nearly all models
             return nullcontext()
         from ...holdings.deepspeed.gathered import gathering

@@ -12,12 +12,12 @@ from ..planning.plan import Target
 from .base import Batch, Destination, Item, source_of
 
 
-See = Callable[[str, int, torch.Tensor], None]
+Visit = Callable[[str, int, torch.Tensor], None]
 """A function of a name, the number of the first element, and flat values, which are gone afterwards."""
 
 
-class Passing(Destination):
-    """Calls `see` with one of `parts` equal parts of all elements of a lazy model, in the order of its tensors.
+class Visitor(Destination):
+    """Calls `visit` with one of `parts` equal parts of all elements of a lazy model, in the order of its tensors.
 
     Args:
         part: the number of this part.
@@ -27,8 +27,8 @@ class Passing(Destination):
     into = "nothing: they are only looked at"
     hides_zero3 = True
 
-    def __init__(self, see: See, part: int, parts: int, buffer_bytes: int) -> None:
-        self._see, self._part, self._parts, self._buffer_bytes = see, part, parts, buffer_bytes
+    def __init__(self, visit: Visit, part: int, parts: int, buffer_bytes: int) -> None:
+        self._visit, self._part, self._parts, self._buffer_bytes = visit, part, parts, buffer_bytes
 
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         return wanted
@@ -74,7 +74,7 @@ class Passing(Destination):
 
         def finish() -> None:
             for number, it in enumerate(items):
-                self._see(it.target.name, it.target.start, memory.pop(number))
+                self._visit(it.target.name, it.target.start, memory.pop(number))
 
         placed = [Item(it.target, it.view, partial(memory.__getitem__, number)) for number, it in enumerate(items)]
         return Batch(placed, begin, finish, is_temporary=True)
