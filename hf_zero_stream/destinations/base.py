@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..planning.footprint import MemoryFootprint
 
 
-Sourced = tuple[Any, View]
+SourcedTensor = tuple[Any, View]
 """A parameter, or a flat buffer, and the view that gives its values."""
 
 
@@ -199,7 +199,7 @@ def item_of(target: Target, view: View, memory: torch.Tensor) -> Item:
     return Item(target, view, lambda: memory)
 
 
-def flat_items(tensors: Mapping[str, Sourced]) -> list[Item]:
+def flat_items(tensors: Mapping[str, SourcedTensor]) -> list[Item]:
     """Items that fill flat tensors, which are there already, from beginning to end."""
     return [
         item_of(Target.whole(name, flat.dtype, flat.numel()), view, flat) for name, (flat, view) in tensors.items()
@@ -213,14 +213,14 @@ def replace_lazy(
     *,
     parameter: Callable[[str, torch.Tensor], nn.Parameter | None],
     buffer: Callable[[torch.Tensor], torch.Tensor | None],
-) -> tuple[dict[str, Sourced], dict[str, Sourced], list[str]]:
+) -> tuple[dict[str, SourcedTensor], dict[str, SourcedTensor], list[str]]:
     """Replace the parameters and buffers of `model`, except `tied` names; a `missing` one has no source.
 
     `parameter` makes the new parameter of this name, `buffer` the new buffer; None leaves the old one.
     Returns the new parameters and the new buffers, flat, that have a source, and the parameters with a new dtype.
     """
-    parameters: dict[str, Sourced] = {}
-    buffers: dict[str, Sourced] = {}
+    parameters: dict[str, SourcedTensor] = {}
+    buffers: dict[str, SourcedTensor] = {}
     recast: list[str] = []
     replaced: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():

@@ -18,7 +18,7 @@ from .base import (
     Batch,
     Destination,
     Item,
-    Sourced,
+    SourcedTensor,
     WholeReader,
     allocating,
     flat_items,
@@ -131,7 +131,7 @@ class InPlace(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        filled: dict[str, Sourced] = {}
+        filled: dict[str, SourcedTensor] = {}
         for name, param in model.named_parameters():
             if not isinstance(param, LazyTensor) or param.reader is not self._reader:
                 continue

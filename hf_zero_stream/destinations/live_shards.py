@@ -17,7 +17,7 @@ from ..holdings import fsdp
 from ..holdings.marks import local_of
 from ..holdings.shards import held_of
 from ..ranks.coordinator import Coordinator
-from .base import Batch, Destination, Item, Sourced, flat_items, item_of, narrowed
+from .base import Batch, Destination, Item, SourcedTensor, flat_items, item_of, narrowed
 from .live_whole import live_sources
 
 
@@ -58,7 +58,7 @@ class LiveShards(Destination):
         again = [self._comparison(name, sourced, managed) for name, sourced in sources.repeated.items()]
         return [Batch([*items, *flat_items(sources.buffers)], finish=copy_all), *again]
 
-    def _comparison(self, name: str, sourced: Sourced, managed: Mapping[int, fsdp.Managed]) -> Batch:
+    def _comparison(self, name: str, sourced: SourcedTensor, managed: Mapping[int, fsdp.Managed]) -> Batch:
         """Read the other end of a tie into memory of its own, and compare it with what the parameter has by then."""
         param, view = sourced
         shard, local = held_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)

@@ -13,7 +13,7 @@ from ..holdings.marks import whole_shape
 from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator, collective_device
 from ..settings.config import StreamingConfig
-from .base import Batch, Destination, Sourced, flat_items, source_of
+from .base import Batch, Destination, SourcedTensor, flat_items, source_of
 from .replicated import chunk_bytes, exchange_batches
 
 
@@ -38,7 +38,9 @@ class LiveWhole(Destination):
         exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
         return [Batch(flat_items(buffers)), *exchanged]
 
-    def _sources(self, model: nn.Module, missing: set[str]) -> tuple[Mapping[str, Sourced], Mapping[str, Sourced]]:
+    def _sources(
+        self, model: nn.Module, missing: set[str]
+    ) -> tuple[Mapping[str, SourcedTensor], Mapping[str, SourcedTensor]]:
         """Parameters and buffers, as :func:`live_sources`; a LoadError for values of both ends of a tie, too."""
         parameters, buffers, repeated = live_sources(self._model, model, missing)
         if repeated:
@@ -57,9 +59,9 @@ class LiveSources(NamedTuple):
         repeated: other names of `parameters` that the model has tied, and for which the checkpoint has values too.
     """
 
-    parameters: Mapping[str, Sourced]
-    buffers: Mapping[str, Sourced]
-    repeated: Mapping[str, Sourced]
+    parameters: Mapping[str, SourcedTensor]
+    buffers: Mapping[str, SourcedTensor]
+    repeated: Mapping[str, SourcedTensor]
 
 
 def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]) -> LiveSources:
@@ -70,9 +72,9 @@ def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]
     """
     live: dict[str, Any] = dict(named_buffers(live_model, remove_duplicate=False))
     live.update(named_parameters(live_model, remove_duplicate=False))
-    parameters: dict[str, Sourced] = {}
-    buffers: dict[str, Sourced] = {}
-    repeated: dict[str, Sourced] = {}
+    parameters: dict[str, SourcedTensor] = {}
+    buffers: dict[str, SourcedTensor] = {}
+    repeated: dict[str, SourcedTensor] = {}
     seen: set[int] = set()
     for name, lazy in [*lazy_model.named_parameters(), *lazy_model.named_buffers()]:
         view = None if name in missing else source_of(lazy)

@@ -16,7 +16,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator, all_gather, serves
 from ..settings.config import StreamingConfig
-from .base import Batch, Destination, Item, Sourced, allocating, flat_items, host_buffer, replace_lazy
+from .base import Batch, Destination, Item, SourcedTensor, allocating, flat_items, host_buffer, replace_lazy
 
 
 _HOST = torch.device("cpu")
@@ -76,7 +76,7 @@ def chunk_bytes(config: StreamingConfig, device: torch.device) -> int:
 
 
 def exchange_batches(
-    parameters: Mapping[str, Sourced], coordinator: Coordinator, chunk_bytes: int, device: torch.device
+    parameters: Mapping[str, SourcedTensor], coordinator: Coordinator, chunk_bytes: int, device: torch.device
 ) -> list[Batch]:
     """Batches that fill whole parameters on every rank, of which each rank reads 1/N.
 

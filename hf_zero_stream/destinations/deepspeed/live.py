@@ -21,7 +21,7 @@ from ...holdings.marks import is_cut
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ...settings.config import StreamingConfig
-from ..base import Batch, Item, Sourced, flat_items, item_of, narrowed
+from ..base import Batch, Item, SourcedTensor, flat_items, item_of, narrowed
 from ..live_whole import LiveWhole
 from ..replicated import exchange_batches
 from ..skeleton import convert_lazy
@@ -68,7 +68,9 @@ class LiveModel(LiveWhole):
         self._loaded = [param for param, _ in parameters.values()]
         direct = flat_items(buffers)
         swapped: list[tuple[Any, Item | torch.Tensor | None]] = []
-        replicated: dict[str, Sourced] = {}  # filled by all ranks together; what AutoTP has cut is each rank's own
+        replicated: dict[
+            str, SourcedTensor
+        ] = {}  # filled by all ranks together; what AutoTP has cut is each rank's own
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), when everything is read
         for name, (param, view) in parameters.items():
             if is_zero_param(param):
