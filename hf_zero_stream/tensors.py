@@ -22,7 +22,7 @@ from .checkpoint.formats import Format
 from .checkpoint.map import AbsentSlice
 from .checkpoint.soundness import shards_of
 from .destinations.base import Destination, fill_whole
-from .destinations.live import memory_of
+from .destinations.live import live_destination
 from .destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, own_tensors
 from .engine.load import Load
 from .engine.opened import OpenCheckpoint
@@ -82,7 +82,7 @@ def load_tensors(
     config = StreamingConfig.resolve(current_config(), {})
     with meeting(LOAD) as coordinator:
         fill_whole(model)
-        memory = destination or memory_of(model, coordinator, config)
+        memory = destination or live_destination(model, coordinator, config)
         checkpoint = OpenCheckpoint(config, coordinator, source, format, memory.device)
         load = Load(config, {}, coordinator, memory, checkpoint)
         with closing(load), load.memory, load.clock("total"), torch.no_grad():

@@ -14,7 +14,7 @@ from .base import Destination
 from .live_whole import LiveWhole
 
 
-def memory_of(
+def live_destination(
     model: nn.Module, coordinator: Coordinator, config: StreamingConfig, *, with_masters: bool = True
 ) -> Destination:
     """The destination for the values of `model`: in shards, in ZeRO's partitions, or whole on every rank.
