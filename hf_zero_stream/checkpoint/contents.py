@@ -30,7 +30,7 @@ def _folders() -> Iterator[FolderFormat]:
     yield _STATE
 
 
-def _found(path: str | os.PathLike[str]) -> tuple[FolderFormat, Path] | None:
+def _folder_format(path: str | os.PathLike[str]) -> tuple[FolderFormat, Path] | None:
     path = Path(path)
     for row in _folders():
         if (place := resolved(row.find)(path)) is not None:
@@ -53,10 +53,10 @@ def contents_of(path: str | os.PathLike[str]) -> CheckpointMap:
         UnsupportedError: its tensors are no ranges of bytes.
         MissingPluginError: the plug-in of ours that reads it is not there.
     """
-    if (found := _found(path)) is not None:
+    if (found := _folder_format(path)) is not None:
         row, place = found
-        found_map: CheckpointMap = resolved(row.read)(place)
-        return found_map
+        contents: CheckpointMap = resolved(row.read)(place)
+        return contents
     try:
         return read_map(*shards_of(path))
     except NotAMap as reason:
@@ -73,7 +73,7 @@ def format_of(path: str | os.PathLike[str]) -> FileFormat | FolderFormat:
         CheckpointError: a folder holds none, or its index is not sound.
         MissingPluginError: the plug-in of ours that reads it is not there.
     """
-    found = _found(path)
+    found = _folder_format(path)
     return format_of_file(shards_of(path)[0][0]) if found is None else found[0]
 
 
@@ -84,15 +84,15 @@ def soundness_of(path: str | os.PathLike[str]) -> Soundness:
     is in another.
     """
     folder = Path(path)
-    if _found(folder) is None:
+    if _folder_format(folder) is None:
         return check_soundness(folder)
-    found = Soundness()
+    soundness = Soundness()
     try:
         contents = contents_of(folder)
     except (ReadError, CheckpointError) as error:
-        found.fault(folder.name, "unreadable" if isinstance(error, ReadError) else "map", str(error))
-        return found
-    found.shards = [os.path.relpath(shard.path, folder) for shard in contents.shards]
-    found.tensors, found.notes = len(contents.views), list(contents.notes)
-    found.nbytes = sum(shard.size_bytes for shard in contents.shards)
-    return found
+        soundness.fault(folder.name, "unreadable" if isinstance(error, ReadError) else "map", str(error))
+        return soundness
+    soundness.shards = [os.path.relpath(shard.path, folder) for shard in contents.shards]
+    soundness.tensors, soundness.notes = len(contents.views), list(contents.notes)
+    soundness.nbytes = sum(shard.size_bytes for shard in contents.shards)
+    return soundness
