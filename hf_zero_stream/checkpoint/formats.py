@@ -109,10 +109,12 @@ def _module_of(row: FileFormat) -> Any:
     return import_module(row.module, PACKAGE)
 
 
-def why_not(source: ByteSource, paths: Sequence[str]) -> str:
+def not_a_map_reason(source: ByteSource, paths: Sequence[str]) -> str:
     """The reason why files that transformers would unpickle are no maps of bytes; ``""`` if they are."""
-    row = format_of_file(paths[0])  # whatever has another name is unpickled too
-    reason: str = _module_of(format_of_file(TORCH_SINGLE) if row is SAFETENSORS else row).why_not(source, paths)
+    row = format_of_file(paths[0])
+    if row is SAFETENSORS:  # whatever has another name is unpickled too
+        row = format_of_file(TORCH_SINGLE)
+    reason: str = _module_of(row).not_a_map_reason(source, paths)
     return reason
 
 
@@ -138,10 +140,10 @@ def read_map(
     """
     source = LocalFiles()
     headers = [read_header(source, os.fspath(path)) for path in paths]
-    return map_of(paths, headers, weight_map, first_shard)
+    return map_from_headers(paths, headers, weight_map, first_shard)
 
 
-def map_of(
+def map_from_headers(
     paths: Sequence[str | os.PathLike[str]],
     headers: Sequence[ShardHeader],
     weight_map: Mapping[str, str] | None = None,

@@ -48,9 +48,9 @@ def run(
 def _checkpoint(place: str) -> dict[str, Any]:
     from ..checkpoint.format import dtype_name
     from ..checkpoint.nodes import entries_of
-    from ..engine.places import map_of
+    from ..engine.places import read_checkpoint_map
 
-    found = map_of(place)
+    found = read_checkpoint_map(place)
     tensors = [
         (name, dtype_name(view.node.dtype), view.sizes, view.numel * view.node.dtype.itemsize)
         for name, view in found.views.items()

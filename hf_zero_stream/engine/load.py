@@ -76,11 +76,11 @@ class Load:
         """Release file handles."""
         self.checkpoint.close()
 
-    def look_into(self, file: str) -> CheckpointMap:
+    def map_file(self, file: str) -> CheckpointMap:
         """Map one file, or what it describes; where one rank reads for others, rank 0 reads the header (all ranks)."""
         read = partial(self.checkpoint.read_headers, [file])
         headers = self.coordinator.broadcast(read) if self.checkpoint.relays else read()
-        return self.checkpoint.map_of([file], headers)
+        return self.checkpoint.map_from_headers([file], headers)
 
     def compare_files(self, files: Sequence[str]) -> list[str]:
         """Check that all ranks load files of the same names, and return every rank's folder (all ranks).
@@ -121,7 +121,7 @@ class Load:
             UnsupportedError: a tensor of a folder of torch.distributed.checkpoint is not stored plainly.
         """
         with self.clock("index"):
-            found = self._map_of(files, weight_map)
+            found = self._map_files(files, weight_map)
         folder, is_main = os.path.dirname(files[0]), self.coordinator.is_main
         for note in found.notes if is_main else ():
             logger.warning("%s: %s", folder, note)
@@ -139,7 +139,7 @@ class Load:
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
 
-    def _map_of(self, files: Sequence[str], weight_map: Mapping[str, str] | None) -> CheckpointMap:
+    def _map_files(self, files: Sequence[str], weight_map: Mapping[str, str] | None) -> CheckpointMap:
         """Map these files by rank 0's headers (all ranks)."""
         folders = self.compare_files(files)
         compares = self._has_copies(files, folders)
@@ -152,7 +152,7 @@ class Load:
         def checked_map() -> CheckpointMap:
             if compares and self._reads_copy(folders):
                 refuse_other_shards(files, zip(*read()), zip(headers, samples))
-            return self.checkpoint.map_of(files, headers, weight_map)
+            return self.checkpoint.map_from_headers(files, headers, weight_map)
 
         # Where one rank reads for others, an error of one must be an error of all.
         return self.coordinator.run_on_all(checked_map) if self.checkpoint.relays else checked_map()

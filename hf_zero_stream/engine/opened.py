@@ -136,11 +136,11 @@ class OpenCheckpoint:
         run_in_threads(paths, work, min(len(paths), HEADER_THREADS) if many else 1)
         return [found[path] for path in paths]
 
-    def map_of(
+    def map_from_headers(
         self, paths: Sequence[str], headers: Sequence[ShardHeader], weight_map: Mapping[str, str] | None = None
     ) -> CheckpointMap:
         """Map the files at `paths` by `headers`, which another rank may have read; :meth:`add` takes the shards."""
-        return formats.map_of(paths, headers, weight_map, len(self.shards), parse=self._format.parse_header)
+        return formats.map_from_headers(paths, headers, weight_map, len(self.shards), parse=self._format.parse_header)
 
     def samples(self, paths: Sequence[str]) -> list[bytes]:
         """A digest of each file's values at some places, 8 bytes long; a ReadError if a file cannot be read."""

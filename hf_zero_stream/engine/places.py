@@ -63,7 +63,7 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
             yield url
 
 
-def map_of(place: str) -> CheckpointMap:
+def read_checkpoint_map(place: str) -> CheckpointMap:
     """Map the checkpoint at `place` by its headers; no weight is read."""
     from ..checkpoint.contents import contents_of
 
@@ -75,7 +75,7 @@ def map_of(place: str) -> CheckpointMap:
 
     paths, weight_map = checkpoints_at(place).shards(place)
     with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
-        return checkpoint.map_of(paths, checkpoint.read_headers(paths), weight_map)
+        return checkpoint.map_from_headers(paths, checkpoint.read_headers(paths), weight_map)
 
 
 def _is_id(path: str) -> bool:

@@ -21,7 +21,7 @@ class FileFormat(NamedTuple):
         module: a :class:`...checkpoint.format.Format`.
         holds_values: these files hold the tensors themselves; otherwise they say which other files do.
         is_always_map: its reader raises no :class:`...checkpoint.format.NotAMap`. Otherwise the module has a function
-            ``why_not(source, paths)`` too, which says why the files are no maps of bytes, and ``""`` if they are.
+            ``not_a_map_reason(source, paths)`` too: why the files are no maps of bytes; ``""`` if they are.
     """
 
     name: str

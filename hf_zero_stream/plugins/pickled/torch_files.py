@@ -72,7 +72,7 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
         raise NotAMap(f"{path}: {reason}") from reason
 
 
-def why_not(source: ByteSource, paths: Sequence[str]) -> str:
+def not_a_map_reason(source: ByteSource, paths: Sequence[str]) -> str:
     """Why these files cannot be read as maps of bytes; "" if they can be."""
     for path in paths:
         try:
