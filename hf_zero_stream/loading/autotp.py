@@ -43,9 +43,9 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
         whole.intersection_update(*coordinator.all_gather(whole))
         owners = {deferral: deferral.detach(model) for deferral in deferrals}
         if self.zero_optimization_stage() in (1, 2):
-            from ..destinations.deepspeed.flat import watch
+            from ..destinations.deepspeed.flat import flatten_sharded
 
-            watch(model)
+            flatten_sharded(model)
         device, held = collective_device(), partial(_held, coordinator)
         for deferral in deferrals:
             chunk = chunk_bytes(deferral.config, device)

@@ -35,7 +35,7 @@ from ..registry.rows import PatchScope
 from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig
-from ..settings.scope import having
+from ..settings.scope import set_in_context
 from .set_aside import SetAside
 
 
@@ -181,7 +181,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
             if not lazy:
                 return original(accelerator, model)
             aside = SetAside(model, lazy, accelerator, coordinator)
-            with having(_is_sharding, True):
+            with set_in_context(_is_sharding, True):
                 model = original(accelerator, model)
             destination = aside.put_back(model)
             report: Any = first.fill(model, coordinator, destination)

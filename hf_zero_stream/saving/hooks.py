@@ -37,7 +37,7 @@ from ..seams.wrappers import (
     shares_its_model,
     unwrapped,
 )
-from ..settings.scope import active_configs, having
+from ..settings.scope import active_configs, set_in_context
 from . import calls
 from .arguments import refuse_url
 from .outside_models import values_outside_models
@@ -95,7 +95,7 @@ def save_model(
     if not call.arguments["safe_serialization"]:
         why = "save_model(safe_serialization=False) asks for files of torch.save"
     if why:
-        with having(_asked_by, why):
+        with set_in_context(_asked_by, why):
             return original(self, model, save_directory, *args, **kwargs)
     from .preparation import Content  # with the next line it imports deepspeed, which takes seconds
     from .save import Save

@@ -28,7 +28,7 @@ from ..checkpoint.safetensors import NotedShard
 from ..holdings.marks import FORGETS, is_dequantised, is_packed
 from ..registry.plugins import tool
 from ..registry.rows import PatchScope
-from ..settings.scope import having
+from ..settings.scope import set_in_context
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def lay_out_pretrained(
             parameters[name] if name in parameters else type(model).get_parameter(model, name)
         ),
     }
-    with having(_noted, noted), override_methods(model, **methods), installed(PatchScope.LAYOUT):
+    with set_in_context(_noted, noted), override_methods(model, **methods), installed(PatchScope.LAYOUT):
         save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
         save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     if dtype is not None:

@@ -160,7 +160,7 @@ class StreamingConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if allowed := _unmet(field.name, value, field.default):
+            if allowed := _expected_instead(field.name, value, field.default):
                 raise ConfigError(f"{field.name}: expected {allowed}; got {value!r}")
 
     @classmethod
@@ -270,7 +270,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), "")
 
 
-def _unmet(name: str, value: Any, default: Any) -> str:
+def _expected_instead(name: str, value: Any, default: Any) -> str:
     """The values that the field `name` allows, if `value` is none of them; else ""."""
     if name in _OR_AUTO:
         return "" if isinstance(value, bool) or value == "auto" else "True, False or 'auto'"
@@ -304,7 +304,7 @@ def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
         parsed, expected = parse_size(value, units=False), "a whole number"
     if parsed is None:
         raise ConfigError(f"{origin}: expected {expected}; got {value!r}")
-    if allowed := _unmet(name, parsed, default):
+    if allowed := _expected_instead(name, parsed, default):
         raise ConfigError(f"{origin}: expected {allowed}; got {value!r}")
     return parsed
 

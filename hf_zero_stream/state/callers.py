@@ -26,7 +26,7 @@ from ..reports.save import SaveReport
 from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
 from ..seams.ds_config import settings_in_force
-from ..settings.scope import active_configs, having
+from ..settings.scope import active_configs, set_in_context
 from .foreign import write_signs
 from .load import load_state
 from .record import FILE, LATEST, StateRecord, write_latest
@@ -71,7 +71,7 @@ def current() -> Caller | None:
 @contextmanager
 def entered(caller: Caller) -> Iterator[Caller]:
     """Inside, `caller` calls. Models whose optimizer never came are saved at the end, in the stock way."""
-    with having(_caller, caller):
+    with set_in_context(_caller, caller):
         yield caller
         while caller.waiting:
             caller.waiting.popitem()[1]()
