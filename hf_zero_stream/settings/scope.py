@@ -71,7 +71,7 @@ def enter_for_process(config: StreamingConfig | None = None) -> bool:
 
 
 def leave(entered: list[Block]) -> None:
-    """End the innermost of the blocks `entered`, else the last of them, and remove it from the list."""
+    """End the innermost block of `entered` in this context, else the last in any; remove it from `entered`."""
     if not entered:
         raise RuntimeError("streaming() is left more often than it was entered.")
     block = next((block for block in reversed(_blocks.get()) if block in entered), entered[-1])
