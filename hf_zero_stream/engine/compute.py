@@ -10,7 +10,7 @@ from math import ceil, floor, prod
 import torch
 
 from ..checkpoint.nodes import Blockwise, HostTensor, Leaf, Opaque, Pointwise, View
-from ..planning.boxes import Axis, Placed, box_of_view, place
+from ..planning.boxes import Axis, CoordinateBox, box_of_view, to_coordinates
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
 from ..ranks.accelerators import is_accelerator, settle
 from ..sources.base import ByteSource
@@ -69,7 +69,7 @@ class Evaluator:
                 self._place(leaf, placement, destinations[placement.target])
         self._last_result = None
 
-        def work(parts: Iterator[tuple[Pointwise | Blockwise, Placement, Placed]]) -> None:
+        def work(parts: Iterator[tuple[Pointwise | Blockwise, Placement, CoordinateBox]]) -> None:
             for leaf, placement, part in parts:
                 self._place_part(leaf, placement, part, destinations[placement.target])
             settle(destinations)
@@ -96,7 +96,7 @@ class Evaluator:
         copy_cast(destination[box.to :].as_strided(box.sizes, box.to_strides), values, placement.casts)
 
     def _place_part(
-        self, leaf: Pointwise | Blockwise, placement: Placement, part: Placed, destination: torch.Tensor
+        self, leaf: Pointwise | Blockwise, placement: Placement, part: CoordinateBox, destination: torch.Tensor
     ) -> None:
         values = self._elementwise(leaf, part) if isinstance(leaf, Pointwise) else self._blockwise(leaf, part)
         if is_accelerator(destination.device) and not is_accelerator(values.device):
@@ -104,28 +104,28 @@ class Evaluator:
         sizes, strides = [axis.size for axis in part.axes], [axis.to_stride for axis in part.axes]
         copy_cast(destination[part.to :].as_strided(sizes, strides), values, placement.casts)
 
-    def _parts(self, leaf: Pointwise | Blockwise, placement: Placement) -> Iterator[Placed]:
+    def _parts(self, leaf: Pointwise | Blockwise, placement: Placement) -> Iterator[CoordinateBox]:
         """Cut what is to be placed into pieces that the thread has memory to compute, as far as blocks allow."""
         limit = max(1, self._piece_bytes // leaf.dtype.itemsize)
-        for placed in place(placement.box, leaf.sizes):
-            yield from _bounded(placed, leaf, limit)
+        for coordinates in to_coordinates(placement.box, leaf.sizes):
+            yield from _bounded(coordinates, leaf, limit)
 
-    def _elementwise(self, node: Pointwise, placed: Placed) -> torch.Tensor:
+    def _elementwise(self, node: Pointwise, coordinates: CoordinateBox) -> torch.Tensor:
         def value_of(view: View) -> torch.Tensor:
             if view.sizes:
-                box = box_of_view(view, placed)
+                box = box_of_view(view, coordinates)
                 view = View(view.node, box.sizes, box.at_strides, box.at)
             return self.materialise(view)
 
         return node.result(value_of)
 
-    def _blockwise(self, node: Blockwise, placed: Placed) -> torch.Tensor:
-        """The values of `placed`, computed from the blocks that it touches."""
-        last = list(placed.at)
-        for axis in placed.axes:
+    def _blockwise(self, node: Blockwise, coordinates: CoordinateBox) -> torch.Tensor:
+        """The values of the box `coordinates`, computed from the blocks that it touches."""
+        last = list(coordinates.at)
+        for axis in coordinates.axes:
             if axis.dim >= 0:
                 last[axis.dim] += axis.step * (axis.size - 1)
-        begin = tuple(at // block * block for at, block in zip(placed.at, node.blocks, strict=True))
+        begin = tuple(at // block * block for at, block in zip(coordinates.at, node.blocks, strict=True))
         end = [(at // block + 1) * block for at, block in zip(last, node.blocks, strict=True)]
 
         def slice_of(view: View, part: Mapping[int, tuple[int, Fraction | int]]) -> torch.Tensor:
@@ -137,9 +137,9 @@ class Evaluator:
             return self.materialise(View(view.node, tuple(sizes), view.strides, offset))
 
         values = node.function(begin, *map(slice_of, node.args, node.parts))
-        origin = tuple(at - first for at, first in zip(placed.at, begin, strict=True))
+        origin = tuple(at - first for at, first in zip(coordinates.at, begin, strict=True))
         computed = View(node, tuple(values.shape), values.stride(), values.storage_offset())
-        inside = box_of_view(computed, placed._replace(at=origin))
+        inside = box_of_view(computed, coordinates._replace(at=origin))
         return values.as_strided(inside.sizes, inside.at_strides, inside.at)
 
     def _opaque(self, node: Opaque) -> torch.Tensor:
@@ -153,31 +153,31 @@ class Evaluator:
         return self._last_result[1]
 
 
-def _bounded(placed: Placed, node: Pointwise | Blockwise, limit: int) -> Iterator[Placed]:
-    """Cut `placed` where blocks end into parts of at most `limit` elements, or of one block."""
+def _bounded(coordinates: CoordinateBox, node: Pointwise | Blockwise, limit: int) -> Iterator[CoordinateBox]:
+    """Cut the box `coordinates` where blocks end into parts of at most `limit` elements, or of one block."""
     blocks = node.blocks if isinstance(node, Blockwise) else (1,) * len(node.sizes)
     strides = _source_strides(node)
 
     def in_blocks(axis: Axis) -> int:
         return axis.size if axis.dim < 0 else -(-axis.size * axis.step // blocks[axis.dim])
 
-    cuttable = [position for position, axis in enumerate(placed.axes) if in_blocks(axis) > 1]
-    if prod(axis.size for axis in placed.axes) <= limit or not cuttable:
-        yield placed
+    cuttable = [position for position, axis in enumerate(coordinates.axes) if in_blocks(axis) > 1]
+    if prod(axis.size for axis in coordinates.axes) <= limit or not cuttable:
+        yield coordinates
         return
     # Along the dimension that is outermost in the shard, so that each part's bytes lie close together there.
-    position = max(cuttable, key=lambda position: strides[placed.axes[position].dim])
-    axis = placed.axes[position]
+    position = max(cuttable, key=lambda position: strides[coordinates.axes[position].dim])
+    axis = coordinates.axes[position]
     half = axis.size // 2
     if axis.dim >= 0 and axis.step == 1:
-        block, at = blocks[axis.dim], placed.at[axis.dim]
+        block, at = blocks[axis.dim], coordinates.at[axis.dim]
         half = max(block - at % block, (at + half) // block * block - at)
     for begin, size in ((0, half), (half, axis.size - half)):
-        index = list(placed.at)
+        index = list(coordinates.at)
         if axis.dim >= 0:
             index[axis.dim] += begin * axis.step
-        axes = (*placed.axes[:position], axis._replace(size=size), *placed.axes[position + 1 :])
-        yield from _bounded(Placed(tuple(index), axes, placed.to + begin * axis.to_stride), node, limit)
+        axes = (*coordinates.axes[:position], axis._replace(size=size), *coordinates.axes[position + 1 :])
+        yield from _bounded(CoordinateBox(tuple(index), axes, coordinates.to + begin * axis.to_stride), node, limit)
 
 
 def _source_strides(node: Pointwise | Blockwise) -> list[int]:
