@@ -28,7 +28,7 @@ PHASES = ("read", "convert", "copy")
 """The phases of a thread: waiting for the source, copying out of staging buffers with a cast, and without."""
 
 
-TELL_S = 0.01
+PROGRESS_INTERVAL_S = 0.01
 """Interval at which a thread reports progress: not after each read, because all threads need the GIL for it."""
 
 
@@ -61,14 +61,14 @@ def execute_reads(
 
     def work(reads: Iterator[Read]) -> None:
         seconds = dict.fromkeys(PHASES, 0.0)
-        nbytes, told = 0, time.perf_counter()
+        nbytes, reported_at = 0, time.perf_counter()
         with new_lane() as lane:
             for read in reads:
                 carry_out(read, lane, seconds)
                 nbytes += read.length
-                if on_bytes is not None and time.perf_counter() > told + TELL_S:
+                if on_bytes is not None and time.perf_counter() > reported_at + PROGRESS_INTERVAL_S:
                     on_bytes(nbytes)
-                    nbytes, told = 0, time.perf_counter()
+                    nbytes, reported_at = 0, time.perf_counter()
         if on_bytes is not None:
             on_bytes(nbytes)
         by_thread.append((seconds, lane.allocated_bytes))
@@ -80,7 +80,7 @@ def execute_reads(
                 destination = destinations[piece.target]
                 itemsize = destination.element_size()
                 pages.populate(destination, piece.box.to * itemsize, piece.box.numel * itemsize)
-        buffers = _in_place(read, writable)
+        buffers = _buffers_in_place(read, writable)
         if buffers is not None:
             source.read_into(read.shard, read.start, buffers)
             seconds["read"] += time.perf_counter() - began
@@ -101,7 +101,7 @@ def execute_reads(
     return {phase: factor * value for phase, value in total.items()}, sum(size for _, size in by_thread)
 
 
-def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryview] | None:
+def _buffers_in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryview] | None:
     """The buffers that take `read` without staging; None if a piece needs a cast, a scatter or a device copy."""
     buffers: list[memoryview] = []
     position = read.start

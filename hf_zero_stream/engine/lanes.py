@@ -79,7 +79,7 @@ class Lane:
         """Block until everything before `mark` is done."""
 
 
-FEW_PIECES = 2
+MOST_DIRECT_PIECES = 2
 """At most this many pieces of one read, which need no cast, are copied straight into the destination."""
 
 
@@ -132,7 +132,7 @@ class SideLane(Lane):
                     _copy(source, piece, destinations[piece.target])
                 continue
             side = self._streams[device]
-            if len(pieces) <= FEW_PIECES and all(piece.is_run for piece in pieces):
+            if len(pieces) <= MOST_DIRECT_PIECES and all(piece.is_run for piece in pieces):
                 with side.stream:
                     _copy_all(staging, read, pieces, destinations)
             else:
@@ -165,20 +165,20 @@ def lane_for(destinations: Iterable[torch.Tensor], nbytes: int) -> Callable[[], 
 
 def _copy(source: torch.Tensor, piece: Piece, destination: torch.Tensor) -> None:
     """Copy `piece` out of `source`, the uint8 values from its beginning on, with its casts."""
-    copy_cast(*_placed(source, 0, piece, destination), piece.casts)
+    copy_cast(*_destination_and_values(source, 0, piece, destination), piece.casts)
 
 
 def _copy_all(source: torch.Tensor, read: Read, pieces: Sequence[Piece], destinations: Sequence[torch.Tensor]) -> None:
     """Copy `pieces` out of `source`, all bytes of `read`, with their casts; queued on the current stream."""
     places, values = [], []
     for piece in pieces:
-        to, found = _placed(source, piece.start - read.start, piece, destinations[piece.target])
+        to, found = _destination_and_values(source, piece.start - read.start, piece, destinations[piece.target])
         places.append(to)
         values.append(reduce(torch.Tensor.to, piece.casts[:-1], found))
     torch._foreach_copy_(places, values, non_blocking=True)
 
 
-def _placed(
+def _destination_and_values(
     source: torch.Tensor, at: int, piece: Piece, destination: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The destination of `piece`, and its values, which begin at byte `at` of `source`, without any cast."""
@@ -197,10 +197,10 @@ TILE_BYTES = 2**20
 SMALL_BYTES = 2**16
 """Below this size, calling torch for each tile takes longer than what tiles gain."""
 
-FEWEST = 64
+FEWEST_TILED = 64
 """Least rows and columns for which tiles gain time."""
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
+TRANSPOSE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
 """The dtype as which to transpose elements, by their size in bytes."""
 
 
@@ -220,8 +220,8 @@ def copy_strided(destination: torch.Tensor, values: torch.Tensor) -> None:
         return
     column, row = _innermost(values), _innermost(destination)
     rows, columns = values.shape[row], values.shape[column]
-    is_small = min(rows, columns) < FEWEST or values.numel() * values.element_size() < SMALL_BYTES
-    if column == row or is_small or values.element_size() not in WORDS:
+    is_small = min(rows, columns) < FEWEST_TILED or values.numel() * values.element_size() < SMALL_BYTES
+    if column == row or is_small or values.element_size() not in TRANSPOSE_DTYPES:
         destination.copy_(values)
         return
     order = [dim for dim in range(values.dim()) if dim not in (row, column)] + [row, column]
@@ -244,14 +244,14 @@ def _copy_matrices(destination: torch.Tensor, values: torch.Tensor) -> None:
         for to, tile in zip(destination.split(matrices), values.split(matrices), strict=True):
             _transpose(to.transpose(1, 2), tile.contiguous())
     else:
-        rows = max(FEWEST, TILE_BYTES // values[0].nbytes // FEWEST * FEWEST)
+        rows = max(FEWEST_TILED, TILE_BYTES // values[0].nbytes // FEWEST_TILED * FEWEST_TILED)
         for to, tile in zip(destination.split(rows), values.split(rows), strict=True):
             _transpose(to.t()[None], tile.contiguous()[None])
 
 
 def _transpose(destination: torch.Tensor, values: torch.Tensor) -> None:
     """``destination.copy_(values.transpose(1, 2))``, for contiguous `values`."""
-    columns, dtype, word = values.shape[2], values.dtype, WORDS[values.element_size()]
+    columns, dtype, word = values.shape[2], values.dtype, TRANSPOSE_DTYPES[values.element_size()]
     in_pairs = word == torch.int16 and columns % 2 == 0 and values.data_ptr() % 4 == 0
     if in_pairs and destination.dtype == dtype:
         # Two neighbours in a row move as one word of four bytes. Then the lower halves are one column, the upper ones

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Load:
     """The state of one ``from_pretrained`` that streams; `ds_config` is empty if there is none.
 
-    A load that goes on where another one ended has that one's `checkpoint` (:meth:`.OpenCheckpoint.again`).
+    A load that goes on where another one ended has that one's `checkpoint` (:meth:`.OpenCheckpoint.reopened`).
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Load:
         headers, samples = self.coordinator.broadcast(read)
 
         def checked_map() -> CheckpointMap:
-            if compares and self._reads_copy(folders):
+            if compares and self._compares_copy(folders):
                 refuse_other_shards(files, zip(*read()), zip(headers, samples))
             return self.checkpoint.map_from_headers(files, headers, weight_map)
 
@@ -177,10 +177,10 @@ class Load:
             return [*zip(self.checkpoint.read_headers(described), self.checkpoint.samples(described))]
 
         of_rank_0 = self.coordinator.broadcast(look)
-        if self._reads_copy(folders):
+        if self._compares_copy(folders):
             refuse_other_shards(described, look(), of_rank_0)
 
-    def _reads_copy(self, folders: Sequence[str]) -> bool:
+    def _compares_copy(self, folders: Sequence[str]) -> bool:
         """Whether this rank compares its files with rank 0's: the first of another host, and one of another folder."""
         coordinator = self.coordinator
         is_first = coordinator.topology.position == 0 and not coordinator.is_main

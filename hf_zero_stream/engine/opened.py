@@ -77,13 +77,13 @@ class OpenCheckpoint:
         """The source of this rank; once there are files, another rank if that one reads for this one."""
         self._use_hints()
 
-    def again(self, coordinator: Coordinator, device: torch.device) -> OpenCheckpoint:
+    def reopened(self, coordinator: Coordinator, device: torch.device) -> OpenCheckpoint:
         """Open the same files for another load; one that has changed since is an error (all ranks)."""
-        again = OpenCheckpoint(self.config, coordinator, self._make_source, self._format, device)
-        if isinstance(self.source, FilesByPath) and isinstance(again.source, FilesByPath):
-            again.source.local.seen.update(self.source.local.seen)
-        again.add(self.shards)
-        return again
+        reopened = OpenCheckpoint(self.config, coordinator, self._make_source, self._format, device)
+        if isinstance(self.source, FilesByPath) and isinstance(reopened.source, FilesByPath):
+            reopened.source.local.first_status.update(self.source.local.first_status)
+        reopened.add(self.shards)
+        return reopened
 
     def close(self) -> None:
         """Release file handles."""
@@ -108,7 +108,7 @@ class OpenCheckpoint:
             if fits and self.source.hints(paths).reads_ahead:
                 self._ahead = ReadAhead(paths, topology.position, shares)
 
-    def expect(self, nbytes: int) -> tuple[float, Callable[[], None]]:
+    def begin_pass(self, nbytes: int) -> tuple[float, Callable[[], None]]:
         """Prepare for one pass through the files that reads `nbytes`.
 
         Reading ahead stops unless all ranks, whose partitions are of equal size, will read nearly all of the files.
@@ -117,7 +117,7 @@ class OpenCheckpoint:
         """
         ahead, before, topology = self._ahead, self.source.bytes_read, self.coordinator.topology
         if ahead is not None and nbytes * self.coordinator.world_size >= 0.9 * ahead.total_bytes:
-            return 0.0, lambda: ahead.reached((self.source.bytes_read - before) / max(1, nbytes))
+            return 0.0, lambda: ahead.set_progress((self.source.bytes_read - before) / max(1, nbytes))
         if ahead is not None:
             ahead.stop()
         return topology.position / len(topology.ranks_of_host), lambda: None

@@ -65,7 +65,7 @@ class Reader:
         bytes_read = plan.cost.bytes_read
         # Only a pass through the files in their order can be read ahead: one batch, or one before smaller ones.
         is_one_pass = bool(plan.batches) and 2 * plan.batches[0].cost.bytes_read >= bytes_read
-        begin, note_progress = checkpoint.expect(bytes_read if is_one_pass else 0)
+        begin, note_progress = checkpoint.begin_pass(bytes_read if is_one_pass else 0)
         kept: list[tuple[Sequence[Item], Sequence[torch.Tensor]]] = []
         with progress_bar(bytes_read, "Streaming weights", checkpoint.config.progress) as advance:
 

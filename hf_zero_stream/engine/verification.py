@@ -122,7 +122,7 @@ class Verifier:
                 begin = end
             return
         room = target.stop - target.start - SAMPLE
-        seed = _number(target.name)
+        seed = _hash_of_name(target.name)
         for offset in sorted({0, room, seed % room, seed // room % room}):
             yield target.start + offset, target.start + offset + SAMPLE
 
@@ -145,7 +145,7 @@ class Verifier:
             # A buffer, which every rank has whole, counts once.
             counts = self._rank == 0 or target.box or target.stop - target.start < view.numel
             if counts and not target.is_copy:
-                self._digest = (self._digest + (_number(target.name) | 1) * digest) % _WORD
+                self._digest = (self._digest + (_hash_of_name(target.name) | 1) * digest) % _WORD
 
 
 def digest_of(values: torch.Tensor, first: int) -> int:
@@ -191,7 +191,7 @@ def _odd_factors(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return (state ^ (state >> np.uint64(31))) | np.uint64(1)
 
 
-def _number(name: str) -> int:
+def _hash_of_name(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 

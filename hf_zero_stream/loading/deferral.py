@@ -77,7 +77,7 @@ class Deferral:
         return load
 
     def __call__(self, view: View) -> torch.Tensor:
-        with closing(self._checkpoint.again(Coordinator.of_this_rank(), torch.device("cpu"))) as checkpoint:
+        with closing(self._checkpoint.reopened(Coordinator.of_this_rank(), torch.device("cpu"))) as checkpoint:
             return checkpoint.materialise(view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
@@ -143,7 +143,7 @@ class Deferral:
     def fill(self, model: nn.Module, coordinator: Coordinator, destination: Destination) -> LoadReport:
         """Read into `destination` what is lazy in `model` (all ranks of `coordinator`)."""
         coordinator.require_same(f"read_from={self.config.read_from!r}")  # decides how ranks go on
-        checkpoint = self._checkpoint.again(coordinator, destination.device)
+        checkpoint = self._checkpoint.reopened(coordinator, destination.device)
         load = Load(self.config, {}, coordinator, destination, checkpoint)
         with torch.inference_mode(False), torch.no_grad():
             with closing(load), load.memory, load.clock("total"):

@@ -114,7 +114,7 @@ class LocalFiles:
     ) -> None:
         self._files: tuple[SourceFile, ...] = ()
         self._retries = retries or Retries()
-        self.seen: dict[str, os.stat_result] = {}
+        self.first_status: dict[str, os.stat_result] = {}
         """The status of each file when this rank first saw it, by path."""
         self._cache_bytes = cache_bytes
         self._handles: dict[int, int] = {}
@@ -127,7 +127,7 @@ class LocalFiles:
     def open_file(self, path: str) -> Iterator[_HeaderFile]:
         with open(path, "rb", opener=open_nonblocking) as file:
             status = status_of_regular(path, file.fileno())
-            self.seen.setdefault(path, status)
+            self.first_status.setdefault(path, status)
             yield _HeaderFile(status.st_size, file)
 
     def is_transient(self, error: BaseException | None) -> bool:
@@ -256,7 +256,7 @@ class LocalFiles:
 
     def _check_identity(self, path: str, now: os.stat_result) -> None:
         """Compare a file with what it was when this rank first saw it: other hosts may see times less precisely."""
-        before = self.seen.setdefault(path, now)
+        before = self.first_status.setdefault(path, now)
         if not os.path.samestat(before, now):
             raise _changed(path, "replaced")
         if now.st_size < before.st_size:
@@ -300,7 +300,7 @@ class ReadAhead:
         self._thread = threading.Thread(target=self._run, name="hf_zero_stream-ahead", daemon=True)
         self._thread.start()
 
-    def reached(self, part: float) -> None:
+    def set_progress(self, part: float) -> None:
         """Note how far the reads have come, in [0, 1]; called after each read."""
         self._reached = int(part * self.total_bytes)
 
@@ -336,13 +336,13 @@ def _populate(path: str, begin: int, nbytes: int) -> bool:
         mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE, access, offset=begin) as window,
     ):
         address = ctypes.addressof(ctypes.c_char.from_buffer(window))
-        if _may_ask(file.fileno()) and is_resident(address, nbytes):
+        if _can_query_page_cache(file.fileno()) and is_resident(address, nbytes):
             return True  # mapping what is cached takes the time of a processor, and another thread wants it
         advise(address, nbytes, MADV_HUGEPAGE)
         return advise(address, nbytes, MADV_POPULATE_READ)
 
 
-def _may_ask(handle: int) -> bool:
+def _can_query_page_cache(handle: int) -> bool:
     """Whether Linux tells this process which pages of the file are cached (``can_do_mincore`` in mm/mincore.c)."""
     return os.geteuid() in (0, os.fstat(handle).st_uid)
 

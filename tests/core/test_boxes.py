@@ -57,11 +57,9 @@ def test_flat_range_and_place(seed: int) -> None:
     assert len(boxes) <= max(1, 2 * view.ndim - 1)
     assert {to: at for box in boxes for at, to in copies(box)} == expected
     assert {to: at for box in boxes for at, to in copies(simplify(box))} == expected
-    coordinates = [part for box in boxes for part in to_coordinates(simplify(box), buffer.shape)]
-    assert {to: int(buffer[at]) for part in coordinates for at, to in placed_copies(part)} == expected
-    assert sum(prod(axis.size for axis in part.axes) for part in coordinates) == stop - start, (
-        "nothing is copied twice"
-    )
+    parts = [part for box in boxes for part in to_coordinates(simplify(box), buffer.shape)]
+    assert {to: int(buffer[at]) for part in parts for at, to in placed_copies(part)} == expected
+    assert sum(prod(axis.size for axis in part.axes) for part in parts) == stop - start, "nothing is copied twice"
 
 
 def test_contiguous_range_is_one_box() -> None:

@@ -129,7 +129,7 @@ def test_another_format() -> None:
     raw: Format = Raw()
     config, alone = StreamingConfig(progress=False), Coordinator(0, 1, alone=True)
     checkpoint = OpenCheckpoint(config, alone, lambda: source, raw)
-    for opened in (checkpoint, checkpoint.again(alone, torch.device("cpu"))):
+    for opened in (checkpoint, checkpoint.reopened(alone, torch.device("cpu"))):
         with closing(Load(config, {}, alone, _Nowhere(), opened)) as load:
             slices = load.open(["x", "y"], None)
             joined = torch.cat([slices["y"][...], slices["x"][1:]]).materialise()  # type: ignore[union-attr]
