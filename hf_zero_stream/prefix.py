@@ -33,8 +33,8 @@ def await_transformers() -> None:
 
     def enter(module: ModuleType) -> None:
         watch.__exit__()
-        lacking = _unfit()
-        if not lacking:
+        unsupported = _unsupported_version()
+        if not unsupported:
             from .bindings.streaming import enter_with_ranks
 
             enter_with_ranks()
@@ -42,13 +42,13 @@ def await_transformers() -> None:
             import logging
 
             logging.getLogger(PACKAGE).warning(
-                "hf-zero-stream run: %s: what this process loads and saves is left to transformers.", lacking
+                "hf-zero-stream run: %s: what this process loads and saves is left to transformers.", unsupported
             )
 
     watch.__enter__()
 
 
-def _unfit() -> str:
+def _unsupported_version() -> str:
     """Name an installed package of a version that we do not know, and the version needed; empty if there is none."""
     from importlib import metadata
 

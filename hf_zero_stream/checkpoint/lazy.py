@@ -142,11 +142,11 @@ class LazyTensor(torch.Tensor):
             if isinstance(self._node, WritableParameter) and not isinstance(value._node, WritableParameter):
                 value = LazyTensor.whole(WritableParameter.of(value.view_of_node), value._materialise, value.device)
             torch.Tensor.data.__set__(self, value)
-            self.look_at(value)
+            self.adopt_view(value)
         else:
             self.become(value)
 
-    def look_at(self, other: LazyTensor) -> None:
+    def adopt_view(self, other: LazyTensor) -> None:
         self._meta, self._node, self._materialise = other._meta, other._node, other._materialise
 
     def become(self, value: torch.Tensor) -> None:
@@ -254,7 +254,7 @@ def swap(lazy: torch.Tensor, real: torch.Tensor) -> None:
         weakref.finalize(lazy, function, *args, **kwargs).atexit = atexit
 
 
-def become_written(params: Iterable[torch.Tensor]) -> None:
+def materialise_written(params: Iterable[torch.Tensor]) -> None:
     """Turn each of `params` that code has written into, or into whose memory, into a parameter with values."""
     for param in params:
         if (

@@ -75,7 +75,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.ops.aten.set_.source_Tensor and all(isinstance(value, LazyTensor) for value in args):
         target, source = args  # of one shape, as where torch parametrises a module
         if (target.shape, target.dtype) == (source.shape, source.dtype):
-            target.look_at(source)
+            target.adopt_view(source)
             return target
     if (
         not written

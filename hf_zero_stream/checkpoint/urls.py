@@ -36,7 +36,7 @@ class UrlCheckpoints(Protocol):
     def source(self, retries: Retries) -> ByteSource:
         """Make the source that reads files at such URLs, once for each load."""
 
-    def asked_at_once(self, url: str, names: Sequence[str]) -> AbstractContextManager[None]:
+    def prefetching(self, url: str, names: Sequence[str]) -> AbstractContextManager[None]:
         """A context for a call that is going to need files with these `names`, of which most may not be there."""
 
     def has_file(self, url: str, name: str) -> bool:

@@ -161,7 +161,7 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     """Check what works with the installed packages; fills `ops` with DeepSpeed's."""
     import torch
 
-    from ..extensions import advice_on, left_locks
+    from ..extensions import stale_lock_advice, stale_locks
     from ..ranks.accelerators import kind
 
     found = kind()
@@ -170,7 +170,7 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     nccl = "this torch is built without it" if not built else "in this torch" + ("" if found else "; there is no GPU")
     yield Check("NCCL", "ok" if built and found == "cuda" else "no", f"communication between GPUs: {nccl}")
     yield from _check_table()
-    yield from (Check("lock", "problem", advice_on(lock)) for lock in left_locks())
+    yield from (Check("lock", "problem", stale_lock_advice(lock)) for lock in stale_locks())
     if find_spec("deepspeed"):
         from ..destinations.deepspeed.zero3 import compatible_ops
 

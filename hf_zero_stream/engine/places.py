@@ -59,7 +59,7 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
             path = f"hf://{path}"
         known = checkpoints_at(path)
         url = known.canonical(path, revision)
-        with known.asked_at_once(url, ()):
+        with known.prefetching(url, ()):
             yield url
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.lazy import LazyTensor, become_written
+from ..checkpoint.lazy import LazyTensor, materialise_written
 from ..destinations.base import fill_whole
 from ..destinations.deferred import InPlace
 from ..destinations.replicated import chunk_bytes
@@ -32,7 +32,7 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
     if not deferrals:
         return original(self, model, *args, **kwargs)
     with expected_at(LOAD), meeting(LOAD) as coordinator:
-        become_written(model.parameters())
+        materialise_written(model.parameters())
         lazy = _lazy(model)
         if any(others != lazy.keys() for others in coordinator.all_gather(set(lazy))):  # some ranks have used it
             fill_whole(model)

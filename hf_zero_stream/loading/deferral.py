@@ -21,7 +21,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..bindings.table import installed
-from ..checkpoint.lazy import LazyTensor, become_written
+from ..checkpoint.lazy import LazyTensor, materialise_written
 from ..checkpoint.nodes import View
 from ..destinations.base import Destination, fill_whole
 from ..destinations.deferred import Deferred, InPlace
@@ -169,7 +169,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
             first, *others = deferrals
             for other in others:  # their files have numbers of their own
                 other.fill_whole(model)
-            become_written(model.parameters())
+            materialise_written(model.parameters())
             lazy = {name for name, param in model.named_parameters() if isinstance(param, LazyTensor)}
             # A rank may have used the model before.
             lazy.intersection_update(*coordinator.all_gather(lazy))

@@ -32,7 +32,7 @@ from ..seams.sharding import cuts_matrices, device_type, distributed_config_of
 from ..settings import scope
 from ..settings.config import StreamingConfig, buildable, completed, refuse_settings
 from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
-from .entrance import MODEL_FILES, asked_at_once
+from .entrance import MODEL_FILES, prefetching
 from .integration import outside_zero_init
 
 
@@ -239,7 +239,7 @@ def lazily_loaded(
         optional=optional,
         rename=rename,
     )
-    with installed(session.patch_scope), scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
+    with installed(session.patch_scope), scope.inside(), prefetching(path, kwargs, MODEL_FILES), outside_zero_init():
         cls = model_class or model_class_of(path, kwargs)
         try:
             with zero3_hidden(), collector_paused(), session:

@@ -192,7 +192,7 @@ def is_url(path: Any) -> bool:
     return isinstance(path, (str, os.PathLike)) and _ADDRESS.match(str(path)) is not None
 
 
-def names_url(*args: Any, **kwargs: Any) -> bool:
+def has_url_argument(*args: Any, **kwargs: Any) -> bool:
     """Whether an argument of a call is a URL."""
     return any(map(is_url, (*args, *kwargs.values())))
 

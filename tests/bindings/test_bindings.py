@@ -137,7 +137,7 @@ def test_two_rows_of_one_function(library: Any) -> None:
 
 def test_a_row_waits_until_it_is_needed() -> None:
     """Its module is not imported before."""
-    row = Row("os:fspath", "absent.room:function", when=".sources.base:names_url")
+    row = Row("os:fspath", "absent.room:function", when=".sources.base:has_url_argument")
     lead = install.LazyReplacement(row, PatchScope.BLOCK)
     with streaming():
         assert lead(lambda *args, **kwargs: "stock", "folder", name="x") == "stock"

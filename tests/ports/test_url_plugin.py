@@ -27,7 +27,7 @@ PLUGIN = Plugin(
                 "transformers.utils.hub:cached_files",
                 "vault.shelves:cached_files",
                 feature="loads from the vault",
-                when=".sources.base:names_url",
+                when=".sources.base:has_url_argument",
             )
         ]
     },
@@ -56,7 +56,7 @@ def source(retries):
     contents = {f"vault://{path.relative_to(folder(''))}": path.read_bytes() for path in files}
     return MemoryFiles(contents, retries, Hints(2**20, is_remote=True, is_everywhere=True, streams_per_rank=2))
 
-def asked_at_once(url, names):
+def prefetching(url, names):
     return nullcontext()
 
 def has_file(url, name):

@@ -15,7 +15,7 @@ _FORMS = {
     "http": "host/path",
 }
 
-_FEATURE, _WHEN = "loads from URLs", ".sources.base:names_url"
+_FEATURE, _WHEN = "loads from URLs", ".sources.base:has_url_argument"
 
 PLUGIN = Plugin(
     "remote",

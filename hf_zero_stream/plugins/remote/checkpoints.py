@@ -48,7 +48,7 @@ def source(retries: Retries) -> RemoteFiles:
 
 
 @contextmanager
-def asked_at_once(url: str, names: Sequence[str]) -> Iterator[None]:
+def prefetching(url: str, names: Sequence[str]) -> Iterator[None]:
     """Inside, files with these `names` are asked for at once, and each file once."""
     with answers_once() as answers:
         places = [joined(url, name) for name in names]
