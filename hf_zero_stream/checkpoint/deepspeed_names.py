@@ -1,6 +1,6 @@
-"""The files of DeepSpeed in a folder, by their names; and signs, which are files of ours with such names.
+"""The files of DeepSpeed in a folder, by their names; and guard files, which are ours and have such names.
 
-A plug-in writes signs beside training states, for those who meet these with DeepSpeed's own tools.
+A plug-in writes guard files beside training states, for those who meet these with DeepSpeed's own tools.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _OF_DEEPSPEED = re.compile(r".*_(model|optim)_states\.pt")
 SWAPPED = "offloaded_tensors"
 """The folder in which DeepSpeed puts copies of the optimizer's swap files (NVMe)."""
 
-SIGN = b"chf_zero_stream training state"
-"""The beginning of a sign; no file of DeepSpeed's begins so."""
+GUARD = b"chf_zero_stream training state"
+"""The beginning of a guard file; no file of DeepSpeed's begins so."""
 
 
-def is_sign(path: str | os.PathLike[str]) -> bool:
-    """Whether the file at `path` is a sign, and DeepSpeed has not written over it."""
+def is_guard_file(path: str | os.PathLike[str]) -> bool:
+    """Whether the file at `path` is a guard file, and DeepSpeed has not written over it."""
     if not os.fspath(path).endswith("_states.pt") or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        return file.read(len(SIGN)) == SIGN
+        return file.read(len(GUARD)) == GUARD
 
 
-def remove_signs(folder: Path) -> None:
-    """Leave in `folder`, into which DeepSpeed is going to save, nothing that its tools would take for its files."""
+def remove_guard_files(folder: Path) -> None:
+    """Remove guard files from `folder`, into which DeepSpeed is going to save: its tools take them for its own."""
     for path in folder.glob("*_states.pt"):
-        if is_sign(path):
+        if is_guard_file(path):
             path.unlink(missing_ok=True)
 
 
@@ -62,7 +62,7 @@ def model_parallel_size_of(folder: str | os.PathLike[str]) -> int:
 
 def names_in(folder: str | os.PathLike[str]) -> list[str]:
     try:
-        return sorted(name for name in os.listdir(folder) if not is_sign(os.path.join(folder, name)))
+        return sorted(name for name in os.listdir(folder) if not is_guard_file(os.path.join(folder, name)))
     except (NotADirectoryError, FileNotFoundError):
         return []
     except OSError as error:

@@ -66,8 +66,8 @@ class Plugin:
         folders: formats of whole folders, told apart by the names of what is in them. They go before those of files.
         resumes: training states of other libraries: a pattern that the name of a file in their folders matches as a
             whole -> ``module:name`` of a function of the folder that gives a :class:`..state.foreign.ForeignState`.
-        signs: ``module:name`` of functions of a folder and a tag, which tell others' tools what the training state is
-            that DeepSpeed's engine has saved there.
+        guard_files: ``module:name`` of functions of a folder and a tag, which write files that tell others' tools what
+            the training state is that DeepSpeed's engine has saved there.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Plugin:
     files: Sequence[FileFormat] = ()
     folders: Sequence[FolderFormat] = ()
     resumes: Mapping[str, str] = field(default_factory=dict)
-    signs: Sequence[str] = ()
+    guard_files: Sequence[str] = ()
 
 
 @functools.cache

@@ -47,8 +47,8 @@ def foreign_state_in(folder: Path) -> ForeignState | None:
     return None
 
 
-def write_signs(folder: Path, tag: str) -> None:
+def write_guard_files(folder: Path, tag: str) -> None:
     """Have plug-ins say to others' tools what the state `tag` in `folder` is, which DeepSpeed's engine has saved."""
     for plugin in plugins():
-        for write in plugin.signs:
+        for write in plugin.guard_files:
             resolved(write)(folder, tag)

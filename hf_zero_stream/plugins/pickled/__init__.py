@@ -31,5 +31,5 @@ PLUGIN = Plugin(
         ),
     ],
     resumes={r".*_(model|optim)_states\.pt": f"{__name__}.zero_state:read_state"},
-    signs=[f"{__name__}.signs:write"],
+    guard_files=[f"{__name__}.guard_files:write"],
 )
