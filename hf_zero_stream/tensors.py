@@ -138,13 +138,13 @@ def _files_of(path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], 
 
 def _by_own_name(model: nn.Module, pieces: Mapping[str, Any], names: Callable[[str], str]) -> dict[str, Any]:
     own = own_names(model)
-    found: dict[str, Any] = {}
+    pieces_by_name: dict[str, Any] = {}
     for name, piece in pieces.items():
-        mine = own_or_clean(own, names(name))
-        if mine in found:
-            raise LoadError(f"load_tensors: names= makes {mine} of {name} and of another name. Give each its own.")
-        found[mine] = piece
-    return found
+        own_name = own_or_clean(own, names(name))
+        if own_name in pieces_by_name:
+            raise LoadError(f"load_tensors: names= makes {own_name} of {name} and of another name. Give each its own.")
+        pieces_by_name[own_name] = piece
+    return pieces_by_name
 
 
 def _refuse_misfits(model: nn.Module, lazy: Mapping[str, Any]) -> None:

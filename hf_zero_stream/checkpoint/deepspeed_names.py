@@ -17,7 +17,7 @@ ZERO_2_MODEL = "mp_rank_00_model_states.pt"
 """The file of the model's states at stages 1 and 2; at stage 3 each rank has its own."""
 
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
-_OF_DEEPSPEED = re.compile(r".*_(model|optim)_states\.pt")
+_STATES_FILE = re.compile(r".*_(model|optim)_states\.pt")
 """The files of any checkpoint of DeepSpeed, also of one without ZeRO."""
 
 SWAPPED = "offloaded_tensors"
@@ -45,8 +45,8 @@ def remove_guard_files(folder: Path) -> None:
 def entries_of_deepspeed(folder: str | os.PathLike[str]) -> list[str]:
     """The names of what ``save_checkpoint`` of DeepSpeed has put into the folder of a tag; none if it has not."""
     names = names_in(folder)
-    has_any = any(map(_OF_DEEPSPEED.fullmatch, names))
-    return [name for name in names if _OF_DEEPSPEED.fullmatch(name) or name == SWAPPED] if has_any else []
+    has_any = any(map(_STATES_FILE.fullmatch, names))
+    return [name for name in names if _STATES_FILE.fullmatch(name) or name == SWAPPED] if has_any else []
 
 
 def world_size_of(folder: str | os.PathLike[str]) -> int:

@@ -164,11 +164,19 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     from ..extensions import stale_lock_advice, stale_locks
     from ..ranks.accelerators import kind
 
-    found = kind()
-    yield Check("accelerator", "ok" if found else "no", found or "none that this process can use: ranks run on CPUs")
+    accelerator = kind()
+    yield Check(
+        "accelerator",
+        "ok" if accelerator else "no",
+        accelerator or "none that this process can use: ranks run on CPUs",
+    )
     built = torch.distributed.is_nccl_available()
-    nccl = "this torch is built without it" if not built else "in this torch" + ("" if found else "; there is no GPU")
-    yield Check("NCCL", "ok" if built and found == "cuda" else "no", f"communication between GPUs: {nccl}")
+    nccl = (
+        "this torch is built without it"
+        if not built
+        else "in this torch" + ("" if accelerator else "; there is no GPU")
+    )
+    yield Check("NCCL", "ok" if built and accelerator == "cuda" else "no", f"communication between GPUs: {nccl}")
     yield from _check_table()
     yield from (Check("lock", "problem", stale_lock_advice(lock)) for lock in stale_locks())
     if find_spec("deepspeed"):
@@ -189,8 +197,8 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
         yield Check(what, "ok" if find_spec(package) else "no", f"package {package}")
     # DeepSpeed compiles its ops with these at first use, unless they were installed compiled.
     for program, advice in (("ninja", "pip install ninja"), ("g++", "install a C++ compiler")):
-        found = shutil.which(program)
-        yield Check(program, "ok" if found else "note", "on the path" if found else f"not on the path: {advice}")
+        is_there = shutil.which(program) is not None
+        yield Check(program, "ok" if is_there else "note", "on the path" if is_there else f"not on the path: {advice}")
 
 
 def _check_table() -> Iterator[Check]:

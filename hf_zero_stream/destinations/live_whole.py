@@ -80,24 +80,24 @@ def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]
         view = None if name in missing else source_of(lazy)
         if view is None:
             continue
-        found = live.get(name)
-        shape = None if found is None else whole_shape(found)
-        if found is None or shape != lazy.shape:
+        tensor = live.get(name)
+        shape = None if tensor is None else whole_shape(tensor)
+        if tensor is None or shape != lazy.shape:
             described = "no such tensor" if shape is None else tuple(shape)
             raise LoadError(
                 f"load_into: the checkpoint's {name} has shape {tuple(lazy.shape)}, the model {described}. "
                 "Load a checkpoint of the same architecture and sizes."
             )
-        if found.is_meta:
+        if tensor.is_meta:
             raise LoadError(
                 f"load_into: the model's {name} is on the meta device, without memory. Call "
                 "model.to_empty(device=...) first."
             )
-        if not isinstance(found, nn.Parameter):
-            buffers[name] = (found.view(-1), view)
-        elif id(found) in seen:
-            repeated[name] = (found, view)
+        if not isinstance(tensor, nn.Parameter):
+            buffers[name] = (tensor.view(-1), view)
+        elif id(tensor) in seen:
+            repeated[name] = (tensor, view)
         else:
-            seen.add(id(found))
-            parameters[name] = (found, view)
+            seen.add(id(tensor))
+            parameters[name] = (tensor, view)
     return LiveSources(parameters, buffers, repeated)

@@ -29,7 +29,7 @@ from ..reports.measures import AnonymousMemory, PhaseClock
 from ..settings.config import StreamingConfig
 from .opened import OpenCheckpoint
 from .reader import Reader
-from .sameness import HeaderAndSample, description, refuse_differences, refuse_other_shards
+from .sameness import HeaderAndSample, describe_load, refuse_differences, refuse_other_shards
 
 
 if TYPE_CHECKING:
@@ -230,13 +230,14 @@ class Load:
         with self.coordinator.reporting():
             try:
                 with self.clock("plan"):
-                    mine = description(model, missing, self.ds_config, self.config, self.destination.exchange_settings)
+                    settings = self.destination.exchange_settings
+                    described = describe_load(model, missing, self.ds_config, self.config, settings)
                     batches, plan, leaves = self.make_plan(model, missing, tied)
-                    mine["the number of exchanges"] = str(sum(batch.is_collective for batch in batches))
+                    described["the number of exchanges"] = str(sum(batch.is_collective for batch in batches))
                     self.destination.check(plan.targets)
                     self.checkpoint.open(read.shard for read in plan)
                 with self.clock("wait"):
-                    refuse_differences(self.coordinator.all_gather(mine))
+                    refuse_differences(self.coordinator.all_gather(described))
                     self.destination.allocate()
                 self.memory.sample()
                 self._reader.fill(batches, plan, leaves)
@@ -272,7 +273,7 @@ class Load:
             )
         plan = self.plan
         assert plan is not None
-        mine = RankReport(
+        figures = RankReport(
             rank=self.coordinator.rank,
             seconds=self.clock.seconds,
             bytes_needed=plan.cost.bytes_needed,
@@ -288,7 +289,7 @@ class Load:
             materialised=plan.materialised,
             footprint=self.footprint,
         )
-        ranks, recast = tuple(self.coordinator.all_gather(mine)), tuple(self.destination.recast)
+        ranks, recast = tuple(self.coordinator.all_gather(figures)), tuple(self.destination.recast)
         report = LoadReport(
             world_size=self.coordinator.world_size, ranks=ranks, into=self.destination.into, recast=recast
         )

@@ -50,8 +50,8 @@ class Reader:
                     verifier.verify(items, memory)
             completes = {name: tensor for batch in batches for name, tensor in batch.completes.items()}
             if verifier is not None and completes and checkpoint.config.verify == "full":
-                mine = {name: part for name, part in verifier.parts.items() if name in completes}
-                verifier.verify_whole(completes, coordinator.all_gather(mine))
+                parts = {name: part for name, part in verifier.parts.items() if name in completes}
+                verifier.verify_whole(completes, coordinator.all_gather(parts))
             if checkpoint.config.verify != "off":
                 checkpoint.source.check_unchanged()
         if verifier is not None:

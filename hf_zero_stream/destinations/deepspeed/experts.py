@@ -106,9 +106,9 @@ def convert_like(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
                 owner.register_buffer(key, value)
         spec = origin.spec
         kept = (("shared_experts", spec.shared_experts_name), ("shared_experts_gate", spec.shared_experts_gate_name))
-        for theirs, ours in kept:
-            if ours:
-                replacement.add_module(theirs, block.get_submodule(ours))
+        for name_of_deepspeed, own_name in kept:
+            if own_name:
+                replacement.add_module(name_of_deepspeed, block.get_submodule(own_name))
         lazy.set_submodule(name, replacement)
 
 

@@ -139,8 +139,8 @@ def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
         return all(_holds_exactly(dtype, source) for source in inputs)
     if node.dtype == dtype or not node.dtype.is_floating_point:
         return node.dtype == dtype
-    mine, theirs = torch.finfo(dtype), torch.finfo(node.dtype)
-    return mine.eps <= theirs.eps and mine.max >= theirs.max
+    own_info, source_info = torch.finfo(dtype), torch.finfo(node.dtype)
+    return own_info.eps <= source_info.eps and own_info.max >= source_info.max
 
 
 def _master_partition(param: Any) -> torch.Tensor | None:
