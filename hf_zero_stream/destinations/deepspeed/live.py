@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from ...errors import UnsupportedError, refuse_unknown_version
 from ...holdings.deepspeed import partitions
 from ...holdings.deepspeed.gathered import gather, gathered
 from ...holdings.deepspeed.held import is_trained_apart
-from ...holdings.deepspeed.masters import ZENFLOW, masters_of
+from ...holdings.deepspeed.masters import ZENFLOW, Master, masters_of
 from ...holdings.deepspeed.parts import part_of
 from ...holdings.marks import is_cut
 from ...planning.plan import Target
@@ -66,56 +68,20 @@ class LiveModel(LiveWhole):
         convert_lazy(self._model, model, missing)
         parameters, buffers = self._sources(model, missing)
         self._loaded = [param for param, _ in parameters.values()]
-        direct = flat_items(buffers)
-        swapped: list[tuple[Any, Item | torch.Tensor | None]] = []
-        replicated: dict[
-            str, SourcedTensor
-        ] = {}  # filled by all ranks together; what AutoTP has cut is each rank's own
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), when everything is read
+        filling = _Filling(flat_items(buffers))
         for name, (param, view) in parameters.items():
             if is_zero_param(param):
-                master = _master_partition(param) if self._with_masters else None
-                target = Target(name, param.dtype if master is None else master.dtype, *partitions.own_range(param))
-                if master is not None:
-                    direct.append(item_of(target, view, master))
-                if getattr(param.ds_tensor, "final_location", None) == "nvme":
-                    item = Item(target, view, partial(getattr, param, "ds_tensor"))
-                    swapped.append((param, item if master is None else master))
-                elif master is None:
-                    direct.append(item_of(target, view, param.ds_tensor))
-                else:
-                    copies.append((param.ds_tensor, master))
-                continue
-            masters = self.masters.get(id(param), ())
-            shared = next((master.values for master in masters if master.is_whole), param)
-            flat, box = shared.detach().view(-1), None
-            if is_cut(param):
-                part = part_of(name, param)
-                box, view = part.box, narrowed(view, part.box)
-                direct.append(item_of(part.target(name, shared.dtype), view, flat))
+                filling.add_partition(name, param, view, _master_partition(param) if self._with_masters else None)
             else:
-                replicated[name] = (shared, view)
-            if shared is not param:
-                copies.append((param.detach().view(-1), flat))
-            for trained, start, stop, is_whole in masters:
-                if is_whole or _holds_exactly(param.dtype, view):
-                    copies.append((trained, flat[start:stop]))
-                else:  # `param` gets rounded values
-                    target = Target(f"{name} (optimizer)", trained.dtype, stop - start, start, stop, box)
-                    direct.append(item_of(target, view, trained))
-
-        batches = [Batch(direct)]
-        if swapped:
+                filling.add_whole(name, param, view, self.masters.get(id(param), ()))
+        batches = [Batch(filling.direct)]
+        if filling.swaps:
             from . import nvme
 
-            batches.extend(nvme.swap_batches(swapped, swapped[0][0].nvme_swapper.available_swap_in_buffers()))
-        batches.extend(exchange_batches(replicated, self._coordinator, self._chunk_bytes, self.device))
-
-        def copy_all() -> None:
-            for to, values in copies:
-                to.data.copy_(values)
-
-        return [*batches, Batch([], finish=copy_all)] if copies else batches
+            free_buffers = filling.swaps[0][0].nvme_swapper.available_swap_in_buffers()
+            batches.extend(nvme.swap_batches(filling.swaps, free_buffers))
+        batches.extend(exchange_batches(filling.replicated, self._coordinator, self._chunk_bytes, self.device))
+        return [*batches, Batch([], finish=filling.copy_all)] if filling.copies else batches
 
     def allocate(self) -> None:
         """Free full values that will be stale (small parameters', hpZ's copies): DeepSpeed gathers them again."""
@@ -127,6 +93,59 @@ class LiveModel(LiveWhole):
 
     def finish(self) -> None:
         gather(self._coordinator, self._in_context)  # what a GatheredParameters around the load holds
+
+
+@dataclass
+class _Filling:
+    """The ways in which the parameters of a live model get their values.
+
+    Attributes:
+        direct: items that this rank reads alone.
+        swaps: parameters whose partitions lie in swap files, and what fills these.
+        replicated: tensors that all ranks fill together; what AutoTP has cut is each rank's own.
+        copies: (to, from), made when everything is read.
+    """
+
+    direct: list[Item]
+    swaps: list[tuple[Any, Item | torch.Tensor | None]] = field(default_factory=list)
+    replicated: dict[str, SourcedTensor] = field(default_factory=dict)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def add_partition(self, name: str, param: Any, view: View, master: torch.Tensor | None) -> None:
+        """Fill a partition of ZeRO-3, and the fp32 `master` that is trained in its place, if there is one."""
+        target = Target(name, param.dtype if master is None else master.dtype, *partitions.own_range(param))
+        if master is not None:
+            self.direct.append(item_of(target, view, master))
+        if getattr(param.ds_tensor, "final_location", None) == "nvme":
+            item = Item(target, view, partial(getattr, param, "ds_tensor"))
+            self.swaps.append((param, item if master is None else master))
+        elif master is None:
+            self.direct.append(item_of(target, view, param.ds_tensor))
+        else:
+            self.copies.append((param.ds_tensor, master))
+
+    def add_whole(self, name: str, param: Any, view: View, masters: Sequence[Master]) -> None:
+        """Fill a parameter that is no partition, and the `masters` that are trained in its place."""
+        shared = next((master.values for master in masters if master.is_whole), param)
+        flat, box = shared.detach().view(-1), None
+        if is_cut(param):
+            part = part_of(name, param)
+            box, view = part.box, narrowed(view, part.box)
+            self.direct.append(item_of(part.target(name, shared.dtype), view, flat))
+        else:
+            self.replicated[name] = (shared, view)
+        if shared is not param:
+            self.copies.append((param.detach().view(-1), flat))
+        for trained, start, stop, is_whole in masters:
+            if is_whole or _holds_exactly(param.dtype, view):
+                self.copies.append((trained, flat[start:stop]))
+            else:  # `param` gets rounded values
+                target = Target(f"{name} (optimizer)", trained.dtype, stop - start, start, stop, box)
+                self.direct.append(item_of(target, view, trained))
+
+    def copy_all(self) -> None:
+        for to, values in self.copies:
+            to.data.copy_(values)
 
 
 def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
