@@ -54,7 +54,7 @@ class Installation:
         self._patches = Patches()
         self._waiting: list[Row] = []
         """Rows of modules that have not been imported yet."""
-        self._off: set[tuple[str, str]] = set()
+        self._disabled: set[tuple[str, str]] = set()
         """Packages and features that are left to stock."""
         self._watch = ImportWatch({row.module for row in table[scope]}, lambda module: self._install())
         self._lock = threading.RLock()  # a finaliser may leave from inside the garbage collector
@@ -71,7 +71,7 @@ class Installation:
                 self._below.__enter__()
             self._users += 1
             if self._users == 1:
-                self._waiting, self._off = list(self._table[self._scope]), set()
+                self._waiting, self._disabled = list(self._table[self._scope]), set()
                 self._watch.__enter__()
             try:
                 self._install()
@@ -92,19 +92,19 @@ class Installation:
     def _install(self) -> None:
         """Replace what has been imported since the last time."""
         with self._lock:
-            rows = {row: row.is_whole() for row in self._waiting}
-            new = [row for row, is_whole in rows.items() if is_whole]
+            rows = {row: row.is_loaded() for row in self._waiting}
+            new = [row for row, is_loaded in rows.items() if is_loaded]
             lacking = [(row, what) for row in new if (what := row.lacking())]
             for (package, feature, weight), names in _grouped(lacking).items():
                 if weight is Weight.ESSENTIAL:
                     refuse_unknown_version(package, names, feature)
                 elif weight in (Weight.FEATURE, Weight.PARTITIONS):
-                    self._off.add((package, feature))
-                    _say_off(package, feature, *names)
-            wanted = [row for row in new if row.leads_to and (row.package, row.feature) not in self._off]
+                    self._disabled.add((package, feature))
+                    _warn_disabled(package, feature, *names)
+            wanted = [row for row in new if row.leads_to and (row.package, row.feature) not in self._disabled]
             for row in wanted:
                 self._patches.put(dict.fromkeys(row.places(), LazyReplacement(row, self._scope)))
-            self._waiting = [row for row, is_whole in rows.items() if not is_whole]
+            self._waiting = [row for row, is_loaded in rows.items() if not is_loaded]
 
 
 def _grouped(lacking: Sequence[tuple[Row, str]]) -> dict[tuple[str, str, Weight], list[str]]:
@@ -116,7 +116,7 @@ def _grouped(lacking: Sequence[tuple[Row, str]]) -> dict[tuple[str, str, Weight]
 
 
 @functools.cache  # once
-def _say_off(package: str, feature: str, *lacking: str) -> None:
+def _warn_disabled(package: str, feature: str, *lacking: str) -> None:
     logger.warning(
         "%s %s has no %s; left to it: %s. This version is not known to %s: install a newer one.",
         *(package, installed_version(package), ", ".join(lacking), feature, PACKAGE),

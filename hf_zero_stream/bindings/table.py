@@ -290,7 +290,7 @@ def installed(scope: PatchScope) -> Installation:
 
 
 @functools.cache  # once
-def keep_watching() -> None:
+def install_model_rows() -> None:
     """Install the rows for models that transformers and PEFT alone would save, adapt or merge wrongly, for good."""
     installed(PatchScope.MODELS).__enter__()
 

@@ -216,7 +216,7 @@ def _check_table() -> Iterator[Check]:
                 import_module(row.module)
             lacking = row.lacking()
         except Exception as error:  # of their own: a module that is gone, or that fails here
-            lacking = f"{row.name} ({error})" if row.is_of(metadata.version(row.package)) else ""
+            lacking = f"{row.name} ({error})" if row.exists_in(metadata.version(row.package)) else ""
         if lacking:
             lost.setdefault((row.package, row.weight, row.feature), []).append(lacking)
     if not lost:

@@ -103,12 +103,12 @@ class Row(NamedTuple):
         _, _, module = self.module.partition(".")
         return ".".join(filter(None, (module, self.of.partition(":")[2])))
 
-    def is_whole(self) -> bool:
+    def is_loaded(self) -> bool:
         """Whether its module has been imported, to its end or as far as this function."""
         module = sys.modules.get(self.module)
         return module is not None and (not getattr(module.__spec__, "_initializing", False) or bool(self._found()))
 
-    def is_of(self, version: str) -> bool:
+    def exists_in(self, version: str) -> bool:
         """Whether `version` of the package should have the function; what is no version is taken for the newest."""
         if not (self.since or self.until):
             return True
@@ -122,7 +122,7 @@ class Row(NamedTuple):
 
     def is_imported(self) -> bool:
         """Whether its module has been imported, and is of a version that should have the function."""
-        return self.is_whole() and self.is_of(installed_version(self.package))
+        return self.is_loaded() and self.exists_in(installed_version(self.package))
 
     def places(self) -> list[tuple[Any, str]]:
         """Owner and attribute, once the module has been imported: none if it lacks it, several for ``*``."""

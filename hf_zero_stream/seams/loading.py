@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import modeling_utils
 from transformers.utils import logging
 
-from ..bindings.table import keep_watching
+from ..bindings.table import install_model_rows
 from ..checkpoint.formats import (
     check_files,
     distributed_file,
@@ -227,7 +227,7 @@ def finalize_model_loading(
         result = original(model, load_config, loading_info)
         clock.add("finalise", before - sum(clock.seconds[phase] for phase in inside))  # they count as themselves
         if any(isinstance(param, DTensor) for param in session.model.parameters()):
-            keep_watching()
+            install_model_rows()
         return result
 
 

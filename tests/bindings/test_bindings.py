@@ -85,8 +85,8 @@ def test_what_a_version_may_lack(library: Any) -> None:
     assert FEATURES[1]._replace(since="3.2").lacking() == FEATURES[1]._replace(until="3.0").lacking() == ""
     assert FEATURES[1]._replace(since="3.1", until="4").lacking() == "gone"
     of_a_checkout = "(unknown version)"  # sources that nobody has installed
-    assert FEATURES[1]._replace(since="3.2").is_of(of_a_checkout)
-    assert not FEATURES[1]._replace(until="3.0").is_of(of_a_checkout)
+    assert FEATURES[1]._replace(since="3.2").exists_in(of_a_checkout)
+    assert not FEATURES[1]._replace(until="3.0").exists_in(of_a_checkout)
     assert ESSENTIAL._replace(of="of_tests.absent:act").lacking() == ""  # nobody has imported it
 
 

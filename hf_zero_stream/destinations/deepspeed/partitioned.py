@@ -175,7 +175,7 @@ def outside_zero_init() -> Iterator[None]:
     context._post_init_method = lambda module: context.patched and type(context)._post_init_method(context, module)
     partition_parameters.shutdown_init_context()
     for cls, init in inits.items():
-        if vars(cls)["__init__"] is not init and not _is_deepspeeds(init):
+        if vars(cls)["__init__"] is not init and not _is_of_deepspeed(init):
             cls.__init__ = init
     try:
         yield
@@ -185,7 +185,7 @@ def outside_zero_init() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _is_deepspeeds(function: Any) -> bool:
+def _is_of_deepspeed(function: Any) -> bool:
     return getattr(function, "__globals__", None) is vars(partition_parameters)
 
 
