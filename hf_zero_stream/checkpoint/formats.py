@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import PACKAGE, CheckpointError
-from ..registry.formats import METADATA, OF_DISTRIBUTED, OF_TORCH, FileFormat
+from ..registry.formats import DISTRIBUTED_ENDING, METADATA, TORCH_ENDINGS, FileFormat
 from ..registry.plugins import missing, plugins
-from ..sources.base import ByteSource, naming_file
+from ..sources.base import ByteSource, as_read_error
 from ..sources.local import LocalFiles, open_nonblocking, status_of_regular
 from .format import ShardHeader, excerpt, parse_object
 from .map import CheckpointMap
@@ -89,7 +89,7 @@ def format_of_file(path: str) -> FileFormat:
         MissingPluginError: the plug-in of ours that reads it is not there.
     """
     found = next((row for row in _formats() if path.endswith(row.endings)), None)
-    if found is None and path.endswith((*OF_TORCH, f"/{METADATA}")):
+    if found is None and path.endswith((*TORCH_ENDINGS, f"/{METADATA}")):
         raise missing("pickled", path)
     return found or SAFETENSORS
 
@@ -102,7 +102,7 @@ def is_always_map(path: str) -> bool:
 def holds_values(name: str) -> bool:
     """Whether a file of this name holds tensors, in any format, whether or not it can be read."""
     of_rows = any(name.endswith(row.endings) for row in _formats() if row.holds_values)
-    return of_rows or name.endswith((*OF_TORCH, OF_DISTRIBUTED))
+    return of_rows or name.endswith((*TORCH_ENDINGS, DISTRIBUTED_ENDING))
 
 
 def _module_of(row: FileFormat) -> Any:
@@ -178,7 +178,7 @@ def read_index_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_index_text(path: str | os.PathLike[str]) -> bytes:
     """The unchecked text of the index at `path`; a ReadError; or a CheckpointError: too long, or no regular file."""
     name = os.fspath(path)
-    with naming_file(name, "the checkpoint's index"), open(name, "rb", opener=open_nonblocking) as file:
+    with as_read_error(name, "the checkpoint's index"), open(name, "rb", opener=open_nonblocking) as file:
         status_of_regular(name, file.fileno())
         text = file.read(MAX_INDEX_BYTES + 1)
     if len(text) > MAX_INDEX_BYTES:

@@ -25,7 +25,7 @@ from .nodes import (
     NodeStorage,
     View,
     WritableParameter,
-    no_memory,
+    no_memory_error,
 )
 
 
@@ -173,7 +173,7 @@ class LazyTensor(torch.Tensor):
         return memo.setdefault(id(self), new)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise no_memory(self._node, "it cannot be pickled, nor saved by torch.save")
+        raise no_memory_error(self._node, "it cannot be pickled, nor saved by torch.save")
 
     def data_ptr(self) -> Any:
         """An address as if each node had its own memory; it can be compared and added to, but not read from."""

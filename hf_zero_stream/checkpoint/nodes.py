@@ -279,7 +279,7 @@ def entries_of(views: Iterable[View]) -> Iterator[TensorEntry]:
         nodes.extend(view.node for view in node.inputs())
 
 
-def no_memory(node: Node, so: str) -> UnsupportedError:
+def no_memory_error(node: Node, so: str) -> UnsupportedError:
     """The error for code that needs `node`'s memory; `so` says what therefore cannot be done."""
     return UnsupportedError(
         f"This tensor of {node.numel} elements of {node.dtype} is lazy: inside hf_zero_stream.streaming() it has a "
@@ -320,7 +320,7 @@ class Address:
         return hash(self._value)
 
     def __int__(self) -> int:
-        raise no_memory(self._node, "nothing can be read from it")
+        raise no_memory_error(self._node, "nothing can be read from it")
 
     __index__ = __int__
     _as_parameter_ = property(__int__)  # ctypes asks for it
@@ -346,7 +346,7 @@ class NodeStorage:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise no_memory(self._node, f"its storage has no {name}")
+        raise no_memory_error(self._node, f"its storage has no {name}")
 
     def __getitem__(self, index: Any) -> Any:
         return self.__getattr__("bytes")

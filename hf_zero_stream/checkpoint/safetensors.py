@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save
 
 from ..errors import CheckpointError
-from ..sources.base import ByteSource, naming_file
+from ..sources.base import ByteSource, as_read_error
 from .format import DTYPES, MAX_DIMENSIONS, Shard, ShardHeader, TensorEntry, are_sizes, excerpt, parse_object
 from .lazy import LazyTensor
 from .map import CheckpointMap
@@ -41,7 +41,7 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
     """See :meth:`.formats.Format.read_header`."""
-    with naming_file(path, "the safetensors header"), source.open_file(path) as file:
+    with as_read_error(path, "the safetensors header"), source.open_file(path) as file:
         prefix = file.read(0, 8)
         if len(prefix) < 8:
             raise CheckpointError(f"{path}: expected at least 8 bytes of safetensors header, found {len(prefix)}.")

@@ -19,7 +19,7 @@ from ..holdings.marks import has_converted_experts, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, wrapped_child
 
 
-_OF_INSTANCE = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
+_LOAD_ATTRIBUTES = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
 """Attributes that a load has put on a model, and the next one makes anew."""
 
 
@@ -60,7 +60,7 @@ def _empty_like(old: nn.Module) -> nn.Module:
     """A module of the class and with the attributes of `old`, that has no tensors, no children and no hooks."""
     cls = fsdp.original_class(old)
     new = object.__new__(cls)
-    vars(new).update({name: value for name, value in vars(old).items() if name not in _OF_INSTANCE})
+    vars(new).update({name: value for name, value in vars(old).items() if name not in _LOAD_ATTRIBUTES})
     kept = {"training", "_non_persistent_buffers_set", "_state_dict_hooks"}
     vars(new).update({name: value for name, value in vars(nn.Module()).items() if name not in kept})
     return new

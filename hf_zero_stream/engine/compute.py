@@ -108,7 +108,7 @@ class Evaluator:
         """Cut what is to be placed into pieces that the thread has memory to compute, as far as blocks allow."""
         limit = max(1, self._piece_bytes // leaf.dtype.itemsize)
         for coordinates in to_coordinates(placement.box, leaf.sizes):
-            yield from _bounded(coordinates, leaf, limit)
+            yield from _split_box(coordinates, leaf, limit)
 
     def _elementwise(self, node: Pointwise, coordinates: CoordinateBox) -> torch.Tensor:
         def value_of(view: View) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Evaluator:
         return self._last_result[1]
 
 
-def _bounded(coordinates: CoordinateBox, node: Pointwise | Blockwise, limit: int) -> Iterator[CoordinateBox]:
+def _split_box(coordinates: CoordinateBox, node: Pointwise | Blockwise, limit: int) -> Iterator[CoordinateBox]:
     """Cut the box `coordinates` where blocks end into parts of at most `limit` elements, or of one block."""
     blocks = node.blocks if isinstance(node, Blockwise) else (1,) * len(node.sizes)
     strides = _source_strides(node)
@@ -177,7 +177,7 @@ def _bounded(coordinates: CoordinateBox, node: Pointwise | Blockwise, limit: int
         if axis.dim >= 0:
             index[axis.dim] += begin * axis.step
         axes = (*coordinates.axes[:position], axis._replace(size=size), *coordinates.axes[position + 1 :])
-        yield from _bounded(CoordinateBox(tuple(index), axes, coordinates.to + begin * axis.to_stride), node, limit)
+        yield from _split_box(CoordinateBox(tuple(index), axes, coordinates.to + begin * axis.to_stride), node, limit)
 
 
 def _source_strides(node: Pointwise | Blockwise) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-OF_TORCH, OF_DISTRIBUTED = (".bin", ".pt", ".pth"), ".distcp"
+TORCH_ENDINGS, DISTRIBUTED_ENDING = (".bin", ".pt", ".pth"), ".distcp"
 """Ends of the names of files with tensors that ``torch.save`` and torch.distributed.checkpoint wrote."""
 
 METADATA = ".metadata"

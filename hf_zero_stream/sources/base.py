@@ -174,7 +174,7 @@ class Retries:
 
 
 @contextmanager
-def naming_file(path: str, what: str) -> Iterator[None]:
+def as_read_error(path: str, what: str) -> Iterator[None]:
     """Turn an error of reading the file at `path` into a ReadError, whose cause it is; `what` is in the file."""
     try:
         yield

@@ -36,7 +36,7 @@ from ..base import allocating
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}  # by section of a config
 _TRUE = ("true", "1", "on", "t", "y", "yes")  # to pydantic, with which DeepSpeed parses its config
 
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables without which DeepSpeed asks MPI."""
 
 _RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
@@ -168,7 +168,7 @@ def init_distributed() -> None:
         except ModuleNotFoundError as error:
             if error.name != "mpi4py":
                 raise
-            missing = [name for name in _OF_LAUNCHERS if name not in os.environ]
+            missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
             raise ConfigError(
                 "ZeRO-3 shards a model over the ranks of a launcher, and none has started this process: "
                 f"{', '.join(missing)} are not set. Start it with `torchrun --nproc-per-node N`, `accelerate launch` "
