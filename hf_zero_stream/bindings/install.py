@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import PACKAGE, installed_version, refuse_unknown_version
-from ..registry.plugins import resolved
+from ..registry.plugins import import_object
 from ..registry.rows import PatchScope, Row, Weight
 from ..settings.scope import active_configs
 
@@ -37,9 +37,9 @@ class LazyReplacement:
         if self._function is None:
             if self._only_inside and not active_configs():
                 return original(*args, **kwargs)
-            if self._row.when and not resolved(self._row.when)(*args, **kwargs):
+            if self._row.when and not import_object(self._row.when)(*args, **kwargs):
                 return original(*args, **kwargs)
-            self._function = resolved(self._row.leads_to)
+            self._function = import_object(self._row.leads_to)
         return self._function(original, *args, **kwargs)
 
 

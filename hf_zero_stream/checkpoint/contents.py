@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..registry.formats import FileFormat, FolderFormat
-from ..registry.plugins import missing, plugins, resolved
+from ..registry.plugins import import_object, missing_plugin_error, plugins
 from .deepspeed_names import zero_folder_of
 from .format import NotAMap
 from .formats import distributed_file, format_of_file, read_map
@@ -33,10 +33,10 @@ def _folders() -> Iterator[FolderFormat]:
 def _folder_format(path: str | os.PathLike[str]) -> tuple[FolderFormat, Path] | None:
     path = Path(path)
     for row in _folders():
-        if (place := resolved(row.find)(path)) is not None:
+        if (place := import_object(row.find)(path)) is not None:
             return row, place
     if zero_folder_of(path) or distributed_file(path):
-        raise missing("pickled", os.fspath(path))
+        raise missing_plugin_error("pickled", os.fspath(path))
     return None
 
 
@@ -55,7 +55,7 @@ def contents_of(path: str | os.PathLike[str]) -> CheckpointMap:
     """
     if (found := _folder_format(path)) is not None:
         row, place = found
-        contents: CheckpointMap = resolved(row.read)(place)
+        contents: CheckpointMap = import_object(row.read)(place)
         return contents
     try:
         return read_map(*shards_of(path))

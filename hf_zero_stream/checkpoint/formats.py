@@ -19,7 +19,7 @@ import torch
 
 from ..errors import PACKAGE, CheckpointError
 from ..registry.formats import DISTRIBUTED_ENDING, METADATA, TORCH_ENDINGS, FileFormat
-from ..registry.plugins import missing, plugins
+from ..registry.plugins import missing_plugin_error, plugins
 from ..sources.base import ByteSource, as_read_error
 from ..sources.local import LocalFiles, open_nonblocking, status_of_regular
 from .format import ShardHeader, excerpt, parse_object
@@ -90,7 +90,7 @@ def format_of_file(path: str) -> FileFormat:
     """
     found = next((row for row in _formats() if path.endswith(row.endings)), None)
     if found is None and path.endswith((*TORCH_ENDINGS, f"/{METADATA}")):
-        raise missing("pickled", path)
+        raise missing_plugin_error("pickled", path)
     return found or SAFETENSORS
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..errors import PACKAGE, UrlError
-from ..registry.plugins import missing, plugins
+from ..registry.plugins import missing_plugin_error, plugins
 from ..sources.base import ByteSource, Retries
 
 
@@ -67,7 +67,7 @@ def checkpoints_at(path: Any) -> UrlCheckpoints:
         return cast(UrlCheckpoints, import_module(sources[found[1].lower()].module, PACKAGE))
     url = repr(without_secrets(str(path)))
     if not any(plugin.name == "remote" for plugin in plugins()):
-        raise missing("remote", url)
+        raise missing_plugin_error("remote", url)
     raise UrlError(
         f"{url}: expected one of {', '.join(f'{scheme}://{source.form}' for scheme, source in sources.items())}. A "
         "folder of this host is given by its path, without file://. A URL must be a str: a Path loses one of its "

@@ -26,7 +26,7 @@ from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
-from ..registry.plugins import resolved
+from ..registry.plugins import import_object
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, columns_of, exchange_batches
@@ -113,7 +113,7 @@ class DTensors(Destination):
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
         batches = [Batch([*items, *flat_items(buffers)]), *exchange_batches(shared_columns, self._coordinator)]
         if joint:
-            batches += resolved(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
+            batches += import_object(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
         return batches
 
     def _columns(self, name: str, local: torch.Tensor, view: View, shard: LocalShard) -> Columns | None:

@@ -30,7 +30,7 @@ from ..seams.ds_config import zero3_hidden
 from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of
 from ..settings import scope
-from ..settings.config import StreamingConfig, buildable, completed, refuse_settings
+from ..settings.config import StreamingConfig, buildable_config, config_without_auto, refuse_settings
 from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
 from .entrance import MODEL_FILES, prefetching
 from .integration import outside_zero_init
@@ -135,10 +135,10 @@ def plan(
         )
     from ..destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds
 
-    found = {} if ds_config is None else _with_dtype(buildable(ds_config), dtype)
+    found = {} if ds_config is None else _with_dtype(buildable_config(ds_config), dtype)
     if (stage := (found.get("zero_optimization") or {}).get("stage", 3)) != 3:
         raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
-    config = completed(found) if found else {}
+    config = config_without_auto(found) if found else {}
     destination = Partitioned(config, coordinator, trains_on=device, adamw=adamw)
     load = Load(StreamingConfig.resolve(None, found), config, coordinator, destination)
     return _forecast(path, load, {"dtype": "auto" if dtype is None else dtype, **kwargs}, lora)

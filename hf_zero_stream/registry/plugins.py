@@ -112,13 +112,13 @@ def _entries() -> Iterable[metadata.EntryPoint]:
     return [*entries, *(metadata.EntryPoint(name, f"{GROUP}.{name}:PLUGIN", GROUP) for name in lacking)]
 
 
-def resolved(place: str) -> Any:
+def import_object(place: str) -> Any:
     """Import and return ``module:name``; a module that begins with a dot is one of this package."""
     module, _, name = place.partition(":")
     return getattr(import_module(module, PACKAGE), name)
 
 
-def missing(name: str, what: str) -> MissingPluginError:
+def missing_plugin_error(name: str, what: str) -> MissingPluginError:
     """The error that `what` needs the plug-in `name` of ours, which is not there."""
     return MissingPluginError(
         f"{what} needs the plug-in {name!r} of {PACKAGE} ({OURS[name]}), which is not installed. Install {PACKAGE} as "
@@ -138,5 +138,5 @@ def tool(name: str, of: str, what: str = "") -> Any:
     """
     for plugin in plugins():
         if name in plugin.tools:
-            return resolved(plugin.tools[name])
-    raise missing(of, what or name)
+            return import_object(plugin.tools[name])
+    raise missing_plugin_error(of, what or name)

@@ -320,7 +320,7 @@ def parse_size(value: Any, units: bool = True) -> int | None:
     return int(number) if number.denominator == 1 else None
 
 
-def buildable(ds_config: Any) -> Any:
+def buildable_config(ds_config: Any) -> Any:
     """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it."""
     if not isinstance(ds_config, Mapping):
         with open(ds_config, encoding="utf-8") as file:
@@ -337,9 +337,9 @@ def buildable(ds_config: Any) -> Any:
     return config
 
 
-def completed(ds_config: Any) -> dict[str, Any]:
-    """A buildable DeepSpeed config without our section, and without ``"auto"``, which DeepSpeed takes for absent."""
-    return _without_auto(without_own_section(buildable(ds_config)))
+def config_without_auto(ds_config: Any) -> dict[str, Any]:
+    """Make a :func:`buildable_config` without our section and without ``"auto"``, which DeepSpeed takes for absent."""
+    return _without_auto(without_own_section(buildable_config(ds_config)))
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def rewritten(folder: Path) -> Any:
     return in_a_read(folder, lambda: os.utime(last_shard(folder), (0, time.monotonic())))
 
 
-def no_memory_error(folder: Path) -> Any:
+def no_memory(folder: Path) -> Any:
     """As torch's allocator on a CPU says it."""
     from hf_zero_stream.destinations.deepspeed import zero3
 
@@ -197,7 +197,7 @@ FAULTS: dict[Fault, tuple[str, str]] = {
     truncated: ("CheckpointError", "was truncated while it was being loaded"),
     swapped: ("CheckpointError", "was replaced while it was being loaded"),
     rewritten: ("CheckpointError", "was written to while it was being loaded"),
-    no_memory_error: ("LoadError", "out of memory on rank 1"),
+    no_memory: ("LoadError", "out of memory on rank 1"),
     no_memory_while_reading: ("LoadError", "out of memory on rank 1"),
 }
 
@@ -231,7 +231,7 @@ def test_a_custom_op_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Pa
 
 
 def test_memory_is_wanted_for_a_parameter(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    for result in run_ranks(3, fail_then_load, zoo_checkpoint("qwen3_moe"), tmp_path, no_memory_error):
+    for result in run_ranks(3, fail_then_load, zoo_checkpoint("qwen3_moe"), tmp_path, no_memory):
         assert "bytes for model.embed_tokens.weight on cpu" in result["error"][1], result["error"]
 
 

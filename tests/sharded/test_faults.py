@@ -39,7 +39,7 @@ def load(folder: Path, *args: Any, **settings: Any) -> Any:
         )
 
 
-def no_memory_error(folder: Path) -> Any:
+def no_memory(folder: Path) -> Any:
     """As torch's allocator on a CPU says it, for the storage that FSDP2 owns."""
     from hf_zero_stream.holdings import fsdp
 
@@ -61,7 +61,7 @@ def fail_then_load_sharded(folder: Path, own: Path, fault: Fault) -> dict[str, A
 FAULTS: dict[Fault, tuple[str, str]] = {
     io_error: ("ReadError", "Input/output error"),
     truncated: ("CheckpointError", "was truncated while it was being loaded"),
-    no_memory_error: ("LoadError", "out of memory on rank 1"),
+    no_memory: ("LoadError", "out of memory on rank 1"),
     no_memory_while_reading: ("LoadError", "out of memory on rank 1"),
     interrupted: ("PeerError", "rank 1 failed"),
 }

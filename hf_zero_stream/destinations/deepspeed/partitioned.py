@@ -19,7 +19,7 @@ from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ...registry.plugins import resolved
+from ...registry.plugins import import_object
 from ...settings.config import StreamingConfig
 from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_touched_parameters
 from . import zero3
@@ -91,7 +91,7 @@ class Partitioned(Destination):
         swapped = self._swap_batches(model, items) if zero3.uses_nvme(self._ds_config) else []
         batches = [Batch([*items.values(), *flat_items(buffers)])]
         if joint:
-            batches += resolved(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
+            batches += import_object(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
         return batches + swapped
 
     def _swap_batches(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
