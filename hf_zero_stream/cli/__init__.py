@@ -48,7 +48,7 @@ class _CommandGroup(TyperGroup):
         if cmd_name in OF_PLUGINS and cmd_name not in commands():
             raise missing_plugin_error(OF_PLUGINS[cmd_name], f"hf-zero-stream {cmd_name}")
         if cmd_name not in self.commands and cmd_name in commands():
-            self.commands[cmd_name] = _made(cmd_name)
+            self.commands[cmd_name] = _load_command(cmd_name)
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
@@ -85,7 +85,7 @@ def _options(
     """Options of no command; the text of the help is that of `app`."""
 
 
-def _made(name: str) -> Any:
+def _load_command(name: str) -> Any:
     """The command `name`, whose module is imported now."""
     module = import_module(commands()[name], PACKAGE)
     alone = typer.Typer(rich_markup_mode=None, add_completion=False)

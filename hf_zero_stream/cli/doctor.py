@@ -80,7 +80,7 @@ def run(
     """Check versions, DeepSpeed's ops, storage and settings.
 
     Exit code 1 if anything is a problem. With PATH, reads the largest file there to measure the speed, at most 256 MiB
-    of it. If PATH is a checkpoint, also looks for faults in it.
+    of it. If PATH is a checkpoint, also checks for faults in it.
     """
     if replaced:
         from .replaced import blocks, data
@@ -90,7 +90,7 @@ def run(
     if report is not None and bundle is None:
         raise typer.BadParameter("--report: expected --bundle, which it goes into")
     ops: dict[str, bool] = {}
-    looks: dict[str, tuple[str, Callable[[], Iterable[Check]]]] = {
+    checks: dict[str, tuple[str, Callable[[], Iterable[Check]]]] = {
         "versions": ("Versions", _check_versions),
         "storage": ("Storage", lambda: () if path is None else _check_storage(path)),
         "checkpoint": ("Checkpoint", lambda: () if path is None else _check_checkpoint(Path(path))),
@@ -98,18 +98,18 @@ def run(
         # The last: it takes seconds, or ends the process where a library is broken.
         "features": ("What works here", lambda: _check_features(ops)),
     }
-    found: dict[str, list[Check]] = {}
-    for name, (title, look) in looks.items():
+    results: dict[str, list[Check]] = {}
+    for name, (title, run_checks) in checks.items():
         with frame.quiet():
-            found[name] = list(look())
-        if form == "table" and found[name]:
-            frame.show(frame.table((title, "", ""), found[name], left=3), first=name == "versions")
+            results[name] = list(run_checks())
+        if form == "table" and results[name]:
+            frame.show(frame.table((title, "", ""), results[name], left=3), first=name == "versions")
         if name == "versions":
             print("importing all libraries in which functions are replaced ...", file=sys.stderr, flush=True)
-    problems = sum(check.status == "problem" for group in found.values() for check in group)
+    problems = sum(check.status == "problem" for group in results.values() for check in group)
     result = {
         "healthy": not problems,
-        **{name: [check._asdict() for check in group] for name, group in found.items()},
+        **{name: [check._asdict() for check in group] for name, group in results.items()},
         "ops": ops,
     }
     if bundle is not None:

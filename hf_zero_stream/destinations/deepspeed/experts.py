@@ -73,16 +73,16 @@ def convert(
     for spec in specs:
         _refuse_missing(spec, missing)
 
-    place = _place(config.autoep_size, rank, world_size, get_expert_data_topo_config(ds_config), make_groups)
+    share = _experts_share(config.autoep_size, rank, world_size, get_expert_data_topo_config(ds_config), make_groups)
     with torch.no_grad():
         blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
         shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
-        values = [_take_values(block, spec, place) for block, spec in zip(blocks, specs, strict=True)]
+        values = [_extract_values(block, spec, share) for block, spec in zip(blocks, specs, strict=True)]
         with torch.device("meta"), installed(PatchScope.RECORDERS):
-            auto_ep.replace_moe_layers(specs, ep_size=place.parts, ep_rank=place.part)
-        for spec, taken, of_block, block in zip(specs, values, shapes, blocks, strict=True):
+            auto_ep.replace_moe_layers(specs, ep_size=share.parts, ep_rank=share.part)
+        for spec, extracted, of_block, block in zip(specs, values, shapes, blocks, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
-            _give_values(layer, taken, place)
+            _assign_values(layer, extracted, share)
             vars(layer)[CONVERTED] = Origin(spec, of_block, block)
     if make_groups:
         installed(PatchScope.EXPERTS).__enter__()  # for good: nobody says when the model is initialised, or how often
@@ -97,7 +97,9 @@ def convert_like(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
         _refuse_missing(origin.spec, missing)
         layer, block = live.get_submodule(name), lazy.get_submodule(name)
         replacement = nn.Module()
-        for path, value in _take_values(block, origin.spec, _ExpertsShare(layer.ep_size, layer.ep_rank, 0, 1)).items():
+        for path, value in _extract_values(
+            block, origin.spec, _ExpertsShare(layer.ep_size, layer.ep_rank, 0, 1)
+        ).items():
             prefix, _, key = path.rpartition(".")
             owner, is_param = _submodule(replacement, prefix), path in dict(layer.named_parameters())
             if is_param:
@@ -131,7 +133,9 @@ class _ExpertsShare(NamedTuple):
     group: dist.ProcessGroup | None = None
 
 
-def _place(parts: int, rank: int, world_size: int, parts_lie_together: bool, make_groups: bool) -> _ExpertsShare:
+def _experts_share(
+    parts: int, rank: int, world_size: int, parts_lie_together: bool, make_groups: bool
+) -> _ExpertsShare:
     """This rank's share of the experts. `parts_lie_together`: ranks with the same part follow each other."""
     if not make_groups:
         ranks = world_size // parts
@@ -183,11 +187,11 @@ def _refuse_missing(spec: MoELayerSpec, missing: set[str]) -> None:
         )
 
 
-def _take_values(block: nn.Module, spec: MoELayerSpec, place: _ExpertsShare) -> dict[str, torch.Tensor]:
+def _extract_values(block: nn.Module, spec: MoELayerSpec, share: _ExpertsShare) -> dict[str, torch.Tensor]:
     """The lazy values that `block`'s replacement will have, by their names in it; leaves meta tensors in `block`."""
     router = block.get_submodule(spec.router_name)
     experts = block.get_submodule(spec.experts_name)
-    w1, w2, w3 = repack_expert_weights(experts, spec, place.part, place.parts)
+    w1, w2, w3 = repack_expert_weights(experts, spec, share.part, share.parts)
     values = {"experts.w1": w1, "experts.w2": w2, "experts.w3": w3, "router.gate.weight": router.weight}
     if spec.gate_bias:
         values["router.gate.bias"] = router.bias
@@ -206,7 +210,7 @@ def _take_values(block: nn.Module, spec: MoELayerSpec, place: _ExpertsShare) -> 
     return values
 
 
-def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], place: _ExpertsShare) -> None:
+def _assign_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], share: _ExpertsShare) -> None:
     """Put lazy values into a replacement that was built on the meta device, with all that DeepSpeed noted on it."""
     for path, value in values.items():
         prefix, _, key = path.rpartition(".")
@@ -221,13 +225,13 @@ def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], plac
             module._buffers[key] = value
     for param in layer.experts.parameters():
         count, *of_one = param.shape
-        cut = Cut(0, place.parts, place.part)
-        param._hf_zero_stream_box = ParameterBox.of_cuts((place.parts * count, *of_one), [cut])
+        cut = Cut(0, share.parts, share.part)
+        param._hf_zero_stream_box = ParameterBox.of_cuts((share.parts * count, *of_one), [cut])
         # DeepSpeed's names, which zero.Init reads or sets again.
-        param.ds_zero_partition_rank = place.rank
-        param.ds_zero_partition_world_size = place.ranks
-        if place.group is not None:
-            param.ds_zero_partition_process_group = place.group
+        param.ds_zero_partition_rank = share.rank
+        param.ds_zero_partition_world_size = share.ranks
+        if share.group is not None:
+            param.ds_zero_partition_process_group = share.group
     for key, buffer in layer._buffers.items():
         if buffer is not None:  # counts of tokens, which begin at nothing
             layer._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
