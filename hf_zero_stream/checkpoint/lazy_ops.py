@@ -88,9 +88,9 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_current_values(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments for an op that does not write: their values are those of now, and one reader reads all of them.
+    """Arguments for an op that does not write: they keep the values that they have now, and share one reader.
 
-    Lazy tensors of several models have a reader each, and what one of them reads means something else to another.
+    Readers of different models number files differently.
     """
     reader = first_lazy(args, kwargs).reader
 

@@ -80,7 +80,7 @@ def run(
     """Check versions, DeepSpeed's ops, storage and settings.
 
     Exit code 1 if anything is a problem. With PATH, reads the largest file there to measure the speed, at most 256 MiB
-    of it. If PATH is a checkpoint, also checks for faults in it.
+    of it. If PATH is a checkpoint, also looks for faults in it.
     """
     if replaced:
         from .replaced import blocks, data
