@@ -26,7 +26,7 @@ logger = logging.getLogger(PACKAGE)
 
 
 class LazyReplacement:
-    """A call of the function of ours of a row, which is imported at the first call inside ``streaming()``."""
+    """Calls the replacement of a row, which is imported at the first call inside ``streaming()``."""
 
     def __init__(self, row: Row, scope: PatchScope) -> None:
         self._row = row

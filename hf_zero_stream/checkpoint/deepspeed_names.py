@@ -43,7 +43,7 @@ def remove_guard_files(folder: Path) -> None:
 
 
 def entries_of_deepspeed(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of what ``save_checkpoint`` of DeepSpeed has put into the folder of a tag; none if it has not."""
+    """The names of files and folders of DeepSpeed's ``save_checkpoint`` in the folder of a tag; none without one."""
     names = names_in(folder)
     has_any = any(map(_STATES_FILE.fullmatch, names))
     return [name for name in names if _STATES_FILE.fullmatch(name) or name == SWAPPED] if has_any else []

@@ -60,7 +60,7 @@ class Format(Protocol):
     """
 
     def read_header(self, source: ByteSource, path: str) -> ShardHeader:
-        """Read what says which tensors are in a file; the cost is bounded whatever the file holds.
+        """Read the header, which describes the tensors in a file; the cost is bounded for any file.
 
         Raises:
             ReadError: the file is missing or cannot be read; its cause is the source's error.
@@ -83,7 +83,7 @@ def _formats() -> Iterator[FileFormat]:
 
 
 def format_of_file(path: str) -> FileFormat:
-    """The format of a file; safetensors is that of any that is in none.
+    """The format of a file, by the end of its name; safetensors if no format has such names.
 
     Raises:
         MissingPluginError: the plug-in of ours that reads it is not there.
@@ -95,7 +95,7 @@ def format_of_file(path: str) -> FileFormat:
 
 
 def is_always_map(path: str) -> bool:
-    """Whether what is in a file of this name can be read as a map, if it is sound at all."""
+    """Whether any sound file of this name can be read as a map."""
     return any(path.endswith(row.endings) for row in _formats() if row.is_always_map)
 
 
@@ -151,9 +151,10 @@ def map_from_headers(
     *,
     parse: Callable[[str, int, ShardHeader], CheckpointMap] = parse_header,
 ) -> CheckpointMap:
-    """Check `headers`, which some rank read, of the files that this rank sees at `paths`; shards count from there.
+    """Check `headers`, which some rank read, of the files that this rank sees at `paths`, and map the files.
 
-    `weight_map` is that of ``model.safetensors.index.json``: a tensor's name -> its shard's name.
+    `weight_map` is that of ``model.safetensors.index.json``: a tensor's name -> its shard's name. Shards are numbered
+    from `first_shard` on.
     """
     names = [os.fspath(path) for path in paths]
     parts: list[CheckpointMap] = []

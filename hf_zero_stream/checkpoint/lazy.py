@@ -239,7 +239,7 @@ def copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def swap(lazy: torch.Tensor, real: torch.Tensor) -> None:
-    """Turn the object `lazy` into `real`; what follows the object, its finalisers and hooks, goes on doing so.
+    """Turn the object `lazy` into `real`; its finalisers and hooks stay with the object.
 
     :func:`torch.utils.swap_tensors` swaps nothing that has a finaliser, and leaves hooks with the other object.
     """

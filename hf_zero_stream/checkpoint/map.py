@@ -22,10 +22,10 @@ class CheckpointMap:
     Attributes:
         shards: the files; an entry's ``shard`` counts in them, or in those of a load that had others before.
         views: name -> its elements, in the tensor's own shape and dtype.
-        notes: what is odd, and no fault.
+        notes: oddities that are no faults.
         absent: tensors that the index promises and no shard holds -> the promised file.
         format: the :attr:`..registry.formats.FileFormat.name` of the format.
-        has_names_of_model: names and layouts are those of a model in training, and not of what ``save_pretrained``
+        has_names_of_model: names and layouts are those of a model in training, and not those that ``save_pretrained``
             writes.
         is_of_training: the tensors are the fp32 values that an optimizer trains, under the names of its model.
     """

@@ -160,7 +160,7 @@ class WritableParameter(Node):
         return cls(copy.sizes, copy.dtype, copy)
 
     def view(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> View:
-        """The elements that are there now: what is written later does not change them."""
+        """A view of the elements as they are now: later writes do not change them."""
         if self.memory is None:
             return View(self.unwritten, sizes, strides, offset)
         return View.whole(HostTensor.of(self.strided(sizes, strides, offset).clone()))
@@ -280,7 +280,7 @@ def entries_of(views: Iterable[View]) -> Iterator[TensorEntry]:
 
 
 def no_memory_error(node: Node, so: str) -> UnsupportedError:
-    """The error for code that needs `node`'s memory; `so` says what therefore cannot be done."""
+    """The error for code that needs `node`'s memory; `so` says what cannot be done without."""
     return UnsupportedError(
         f"This tensor of {node.numel} elements of {node.dtype} is lazy: inside hf_zero_stream.streaming() it has a "
         f"shape and a dtype, and no memory. So {so}. Save it with save_pretrained(..., state_dict=...) on all ranks; "

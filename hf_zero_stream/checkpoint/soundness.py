@@ -188,7 +188,7 @@ def _without_path(error: Exception, path: Path) -> str:
 def check_tensors(
     indexes: Mapping[str, CheckpointMap], weight_map: Mapping[str, str] | None, soundness: Soundness
 ) -> None:
-    """Count what is in the shards with sound headers; each tensor must be in one of them, that which is promised."""
+    """Count the tensors in shards with sound headers; each must be in one shard, the one that the index promises."""
     soundness.tensors = sum(len(index.views) for index in indexes.values())
     soundness.nbytes = sum(index.shards[0].size_bytes for index in indexes.values())
     homes: dict[str, list[str]] = {}

@@ -28,7 +28,7 @@ class UrlCheckpoints(Protocol):
     """
 
     def canonical(self, path: str, revision: str | None = None, token: Any = None) -> str:
-        """The URL by which a checkpoint is known from now on, given what ``from_pretrained`` was given.
+        """The URL by which a checkpoint is known from now on, from the arguments of ``from_pretrained``.
 
         Raises an UrlError if there can be no checkpoint; asks no server.
         """
@@ -76,5 +76,5 @@ def checkpoints_at(path: Any) -> UrlCheckpoints:
 
 
 def without_secrets(url: str) -> str:
-    """`url` as an error may quote it, without what stands before an @, and the query, which may hold a signature."""
+    """`url` as an error may quote it: without user and password before an @, and without the query's signatures."""
     return re.sub(r"//[^/?#]*@", "//...@", re.sub(r"\?.*", "?...", url, flags=re.DOTALL))

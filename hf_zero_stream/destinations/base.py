@@ -1,4 +1,4 @@
-"""The port between bytes and memory: what a load asks of the memory that it fills; and how models are initialised.
+"""The interface of a load to the memory that it fills; and the initialisation of models with partitioned parameters.
 
 A model's own initialisation code must meet real values, and a rank may not have a parameter in full. But that code
 runs over every module and leaves loaded parameters alone, so that gathering all of them would move the whole model
@@ -122,7 +122,7 @@ class Destination(Protocol):
     """Whether parameters stay lazy, for a later load to fill."""
 
     exchange_settings: Sequence[str] = ()
-    """Settings that must be the same on all ranks, because they decide what ranks exchange of what they read."""
+    """Settings that decide which of the values read ranks exchange, and so must be the same on all ranks."""
 
     hints: Hints = Hints(request_bytes=2**20)
     """The source's hints on the files that are loaded; a load sets them before it calls :meth:`batches`."""
@@ -148,7 +148,7 @@ class Destination(Protocol):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> Sequence[Batch]:
-        """Put into the lazy `model` what it will train, and say in which batches that is to be filled.
+        """Replace the lazy tensors of `model` by those that it will train, and return the batches that fill them.
 
         Args:
             model: its loaded parameters and buffers are :class:`LazyTensor`; missing ones are on the meta device.

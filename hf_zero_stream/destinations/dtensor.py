@@ -42,7 +42,7 @@ class DTensors(Destination):
         trains_on: the type of the device that training will use, for :meth:`footprint`; default: that of `device`.
         adamw: how AdamW will step, likewise; default: as torch chooses.
         packing_unsupported_reason: why weights may not be packed; default: they may, where only FSDP2 shards them.
-        shares_columns: ranks may read together what they hold columns of.
+        shares_columns: ranks may read together parameters of which each holds columns.
     """
 
     into = "shards"

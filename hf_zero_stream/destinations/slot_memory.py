@@ -1,4 +1,4 @@
-"""Memory of what an optimizer keeps for each element (see :mod:`..holdings.slots`), which a resume fills."""
+"""Memory of an optimizer's states for each element (see :mod:`..holdings.slots`), which a resume fills."""
 
 from __future__ import annotations
 

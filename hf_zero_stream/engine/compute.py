@@ -105,7 +105,7 @@ class Evaluator:
         copy_cast(destination[part.to :].as_strided(sizes, strides), values, placement.casts)
 
     def _parts(self, leaf: Pointwise | Blockwise, placement: Placement) -> Iterator[CoordinateBox]:
-        """Cut what is to be placed into pieces that the thread has memory to compute, as far as blocks allow."""
+        """Cut a placement into pieces that the thread has memory to compute, as far as blocks allow."""
         limit = max(1, self._piece_bytes // leaf.dtype.itemsize)
         for coordinates in to_coordinates(placement.box, leaf.sizes):
             yield from _split_box(coordinates, leaf, limit)

@@ -110,7 +110,7 @@ class Load:
     def open(
         self, files: Sequence[str], weight_map: Mapping[str, str] | None
     ) -> dict[str, CheckpointSlice | torch.Tensor]:
-        """Map what these files hold or describe to a state dict of lazy slices; rank 0's headers serve all ranks.
+        """Open these files, and return a state dict of lazy slices; rank 0's headers serve all ranks.
 
         Tensors that the index promises and no shard holds are in it too: see :meth:`refuse_absent`.
         Called once more for each checkpoint that the model's ``__init__`` loads, before that of the model itself.
@@ -166,7 +166,7 @@ class Load:
         return may_differ and not self.checkpoint.source.hints(files).is_everywhere
 
     def refuse_other_copies(self) -> None:
-        """Check that what each rank has opened alone is what rank 0 has (all ranks); raises as :meth:`open`."""
+        """Check that files which each rank opened alone are those of rank 0 (all ranks); raises as :meth:`open`."""
         files = [shard.path for shard in self.checkpoint.shards]
         folders = self.compare_files(files)
         if not files or not self._has_copies(files, folders):

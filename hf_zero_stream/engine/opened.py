@@ -1,4 +1,4 @@
-"""The open files of one load: who reads them, how much at once, whether they are read ahead, and what was read."""
+"""The open files of one load: which rank reads them, in what sizes and threads, and reading ahead."""
 
 from __future__ import annotations
 

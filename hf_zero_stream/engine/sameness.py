@@ -1,4 +1,4 @@
-"""Compares what ranks that load together must have in common, before anything is read.
+"""Checks, before anything is read, that ranks which load together have the same model, files, settings and libraries.
 
 Nodes often differ: a stale copy of the checkpoint, an old library, an environment variable that was not passed on.
 """

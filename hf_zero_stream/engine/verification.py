@@ -1,4 +1,4 @@
-"""Compares what was placed with what the files hold: a second pass that shares no plan with the first.
+"""Compares placed values with the files: a second pass that shares no plan with the first.
 
 Every element that this rank placed is looked up in the files again (:class:`Lookup`), cast as the load casts it,
 and compared bit for bit. What was placed also gets a *digest*: the sum, over elements, of the element's bits times a
@@ -51,7 +51,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Verifier:
-    """Compares what one rank placed with its files, as far as `StreamingConfig.verify` says."""
+    """Compares the values that one rank placed with its files, as far as `StreamingConfig.verify` says."""
 
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self.parts: dict[str, int] = {}
@@ -127,7 +127,7 @@ class Verifier:
             yield target.start + offset, target.start + offset + SAMPLE
 
     def _compare(self, target: Target, view: View, placed: torch.Tensor, start: int, stop: int) -> None:
-        """Compare what was `placed` for the elements ``[start, stop)`` of a target's `view` with the files."""
+        """Compare the values `placed` for the elements ``[start, stop)`` of a target's `view` with the files."""
         expected = self._lookup.values(view, range(start, stop)).to(placed.device).to(target.dtype)
         bits, right = _bits(placed), _bits(expected)
         if not torch.equal(bits, right):

@@ -72,7 +72,7 @@ class EngineSettings:
         offload_optimizer: where master copies, optimizer states and gradients live, likewise.
         offload_ratio: share of the sub-groups of an offloaded optimizer that really leave the device.
         pinned_optimizer: whether an offloaded optimizer's gradients are copied into page-locked memory.
-        swap_from_bytes: what is smaller than this does not go to NVMe, but stays on the host.
+        swap_from_bytes: partitions and states below this size stay on the host, and do not go to NVMe.
         parameter_swap_bytes: host memory of the buffers through which partitions go to NVMe and back.
         optimizer_swap_buffers: buffers, each of the largest sub-group, for optimizer states on their way to NVMe.
         sub_group_size: elements of this rank after which a new sub-group begins; they are cast and stepped one by one.
@@ -135,12 +135,12 @@ class MemoryFootprint:
         gradients: partitions of the gradients, which ``deepspeed.initialize`` allocates.
         reduce_bucket: the buffer for gradients on their way that ``deepspeed.initialize`` allocates.
         secondary: the second partitions of hpZ; ``deepspeed.initialize`` and later gathers make them.
-        optimizer_states: what the first step makes.
+        optimizer_states: the states that the first step makes.
         load_peak: most memory during the load: partitions, buffers, staging and swap buffers; "nvme" is not memory.
         start_peak: most memory during ``deepspeed.initialize``, with everything that was there before.
-        held: what is there between steps, from the first on: everything but staging and gathered parameters.
+        held: memory in use between steps, from the first on: everything but staging and gathered parameters.
         step_peak: most memory during a step of the optimizer, with everything that is held. Nothing is gathered then.
-        step_cures: what would lower `step_peak`, and to what; empty if nothing would by a tenth.
+        step_cures: changes that would lower `step_peak`, and the lower peak; empty if none would by a tenth.
     """
 
     partitions: Mapping[str, int]

@@ -9,7 +9,7 @@ TORCH_ENDINGS, DISTRIBUTED_ENDING = (".bin", ".pt", ".pth"), ".distcp"
 """Ends of the names of files with tensors that ``torch.save`` and torch.distributed.checkpoint wrote."""
 
 METADATA = ".metadata"
-"""The file of torch.distributed.checkpoint that says what is in its others."""
+"""The file of torch.distributed.checkpoint that describes the others."""
 
 
 class FileFormat(NamedTuple):
@@ -17,7 +17,7 @@ class FileFormat(NamedTuple):
 
     Attributes:
         name: for messages and :attr:`...checkpoint.map.CheckpointMap.format`.
-        endings: what the paths of its files end in.
+        endings: the ends of its files' paths.
         module: a :class:`...checkpoint.format.Format`.
         holds_values: these files hold the tensors themselves; otherwise they say which other files do.
         is_always_map: its reader raises no :class:`...checkpoint.format.NotAMap`. Otherwise the module has a function

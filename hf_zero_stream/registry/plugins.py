@@ -1,4 +1,4 @@
-"""Plug-ins: found by entry points, declared as data, and imported when what they bring is met.
+"""Plug-ins: found by entry points, declared as data, and imported when a format, scheme or command of theirs is met.
 
 A plug-in is a distribution with an entry point of the group ``hf_zero_stream.plugins`` that leads to a
 :class:`Plugin`. The folders of :mod:`hf_zero_stream.plugins` are found so too. A declaration names functions as
@@ -28,7 +28,7 @@ OURS: Mapping[str, str] = {
     "pickled": "checkpoints of torch.save, torch.distributed.checkpoint and DeepSpeed, and hf-zero-stream convert",
     "stream": "weights for inference engines",
 }
-"""The plug-ins of this package, and what is missing without each."""
+"""The plug-ins of this package, and the features that are missing without each."""
 
 
 class Source(NamedTuple):

@@ -65,7 +65,7 @@ class Weight(enum.Enum):
 
 
 class Row(NamedTuple):
-    """A function of another library, and what is called in its place, with the original first.
+    """A function of another library, and ours that is called in its place, with the original as first argument.
 
     Attributes:
         of: ``module:function`` or ``module:Class.method``. ``name()`` is the class of what the call returns, and
@@ -73,7 +73,7 @@ class Row(NamedTuple):
         leads_to: ``module:function``; a module that begins with a dot is one of ours. Empty if the original is only
             called.
         relies_on: the parameters of the original that the function of ours knows by name, separated by spaces.
-        feature: what is lost without the row.
+        feature: the feature that is lost without the row.
         when: ``module:function``, which is called as the original is, and says whether the row is needed at all: until
             then the original is called, and the module of `leads_to` is not imported. Empty: it is always needed.
         since: the first version of the package that has it, if not all that are supported do.
@@ -109,7 +109,7 @@ class Row(NamedTuple):
         return module is not None and (not getattr(module.__spec__, "_initializing", False) or bool(self._found()))
 
     def exists_in(self, version: str) -> bool:
-        """Whether `version` of the package should have the function; what is no version is taken for the newest."""
+        """Whether `version` of the package should have the function; any other text counts as the newest."""
         if not (self.since or self.until):
             return True
         from packaging.version import InvalidVersion, Version  # an import that most calls can do without

@@ -66,7 +66,7 @@ class GrowthPeak:
 class AnonymousMemory(GrowthPeak):
     """The growth of this process's anonymous memory: heap, staging buffers, partitions on the CPU.
 
-    It is what cannot be dropped and read again from a file: neither mapped files nor the page cache. Linux counts it
+    Such memory cannot be dropped and read again from a file, as mapped files and the page cache can. Linux counts it
     per core and adds up late, so a value can be off by some hundred KiB. On other systems every value is 0.
     """
 
@@ -183,7 +183,7 @@ class PhaseClock:
             self._seconds[phase] += seconds
 
     def add_rest(self, phase: str) -> None:
-        """Add to a phase what no phase has had since the total began; none may be going on."""
+        """Add to a phase the time since the total began that no other has counted; none may be going on."""
         self.add(phase, max(0.0, time.perf_counter() - self._began - sum(self.seconds.values())))
 
     @contextmanager

@@ -80,8 +80,8 @@ class Hints:
 class ByteSource(Protocol):
     """Gives the bytes of a checkpoint's files. Calls come in this order:
 
-    1. :meth:`open_file`, for each file whose header this rank reads. The source remembers what the file was the first
-       time.
+    1. :meth:`open_file`, for each file whose header this rank reads. The source remembers the file's state at the
+       first time.
     2. :meth:`add`, with the headers' files. They are numbered in this order, from 0 on. It may be called again later.
     3. :meth:`hints`, with the paths of all files.
     4. :meth:`open`, with the numbers of files that are going to be read. Optional: a read opens what is not open.
@@ -93,8 +93,8 @@ class ByteSource(Protocol):
     :meth:`open`, :meth:`read_into` and the counters must be safe to use from several threads. No call is collective.
     A source itself tries again what fails for a passing reason (:class:`Retries`).
 
-    What a file *was* can be anything that changes with its contents: device, inode, size and time of a local file, the
-    ETag of an object. It is compared with what the same rank saw before; what other ranks must see too is a tag.
+    The *state* of a file can be anything that changes with its contents: device, inode, size and time of a local file,
+    the ETag of an object. It is compared with the state that the same rank saw before; a tag is the same on all ranks.
 
     Raises:
         ReadError: a file cannot be opened or read, or ends too early.
@@ -128,19 +128,19 @@ class ByteSource(Protocol):
         """The hints for these files; does not read them."""
 
     def open(self, numbers: Iterable[int]) -> None:
-        """Open these files, so that what cannot be opened is found before anything is read."""
+        """Open these files, so that one that cannot be opened is found before anything is read."""
 
     def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers` (writable, contiguous, of format ``B``) in order with a file's bytes from `start` on."""
 
     def check_unchanged(self) -> None:
-        """Check that the files that this rank read from are still what they were."""
+        """Check that the files that this rank read from have not changed."""
 
     def finish(self) -> None:
         """Wait until no other rank reads through this source; a ReadError if a read for one failed."""
 
     def close(self) -> None:
-        """Release what is open. May be called again."""
+        """Close all files. May be called again."""
 
 
 class Retries:

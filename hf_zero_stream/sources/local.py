@@ -255,7 +255,7 @@ class LocalFiles:
         return handle
 
     def _check_identity(self, path: str, now: os.stat_result) -> None:
-        """Compare a file with what it was when this rank first saw it: other hosts may see times less precisely."""
+        """Compare a file's status with the first one that this rank saw: other hosts may see times less precisely."""
         before = self.first_status.setdefault(path, now)
         if not os.path.samestat(before, now):
             raise _changed(path, "replaced")

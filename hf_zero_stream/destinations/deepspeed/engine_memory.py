@@ -178,7 +178,7 @@ def _state_bytes(
 
 
 def _step_copies(ds_config: Mapping[str, Any], place: str, optimizer: Any, adamw: AdamW | None) -> int:
-    """Temporary tensors that the optimizer makes in a step, each of the size of what it steps at once."""
+    """The number of temporary tensors in a step of the optimizer, each as large as the tensors stepped at once."""
     section, on_host = ds_config.get("optimizer"), _device(optimizer) != "none"
     name, params = str((section or {}).get("type", "AdamW")).lower(), (section or {}).get("params") or {}
     if name in _STEP_COPIES:

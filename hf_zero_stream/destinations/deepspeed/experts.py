@@ -251,7 +251,7 @@ def find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:
 
 
 def install_by_name(original: Any, model: Any, entries: Any, output_capturing: Any, *args: Any) -> bool:
-    """Give DeepSpeed a plain copy of transformers' table of what models record, by the names of their classes.
+    """Give DeepSpeed a plain copy of transformers' table of outputs that models record, by names of classes.
 
     From transformers 5.23 on the table's own methods take models, and not the names with which DeepSpeed calls them.
     """

@@ -106,7 +106,7 @@ def _can_flatten_sharded(arguments: Mapping[str, Any]) -> bool:
 
 
 def free_device_bytes() -> int:
-    """Memory of the device that nobody uses, in bytes, after torch has given back what it only keeps."""
+    """Free memory of the device, in bytes, after torch's cache has been emptied."""
     accelerator = get_accelerator()
     accelerator.empty_cache()
     if accelerator.device_name() == kind():

@@ -35,7 +35,7 @@ refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for
 
 
 class LiveModel(LiveWhole):
-    """The memory that a model in use has, ZeRO-3's or whole on every rank, and what optimizers train in its place."""
+    """The memory of a model in use, ZeRO-3's or whole on every rank, and of the masters that optimizers train."""
 
     def __init__(
         self, model: nn.Module, coordinator: Coordinator, config: StreamingConfig, *, with_masters: bool = True
@@ -149,7 +149,7 @@ class _Filling:
 
 
 def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
-    """Whether a tensor of `dtype` holds what `view` has without rounding: the files' own values, of no wider dtype."""
+    """Whether `dtype` holds the values of `view` without rounding: the files' own values, of no wider dtype."""
     node = view.node
     if isinstance(node, Computed):
         return False
