@@ -49,9 +49,11 @@ def _run_on_writable(func: Any, args: Any, kwargs: Any) -> Any:
         return result
     name = func._overloadpacket.__name__
     if name.endswith("_like") or name.startswith("new_"):  # no values count
-        return _on(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device=lazy.device), func, args, kwargs)
+        return _run_with_values(
+            lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device=lazy.device), func, args, kwargs
+        )
     if torch.Tag.nondeterministic_seeded in func.tags:  # random numbers are drawn now, once
-        return _on(LazyTensor.materialise, func, args, kwargs)
+        return _run_with_values(LazyTensor.materialise, func, args, kwargs)
     results = _run(func, *_with_current_values(args, kwargs))
 
     def writable(value: Any) -> Any:
@@ -62,7 +64,7 @@ def _run_on_writable(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(writable, results)
 
 
-def _on(value_of: Callable[[LazyTensor], torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+def _run_with_values(value_of: Callable[[LazyTensor], torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
     def value(argument: Any) -> Any:
         return value_of(argument) if isinstance(argument, LazyTensor) else argument
 
@@ -84,7 +86,9 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     ):
         return NotImplemented
     targets = {id(one) for one in written}
-    return _on(lambda lazy: lazy.in_memory() if id(lazy) in targets else lazy.materialise(), func, args, kwargs)
+    return _run_with_values(
+        lambda lazy: lazy.in_memory() if id(lazy) in targets else lazy.materialise(), func, args, kwargs
+    )
 
 
 def _with_current_values(args: Any, kwargs: Any) -> tuple[Any, Any]:

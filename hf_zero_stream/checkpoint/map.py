@@ -76,9 +76,11 @@ class CheckpointMap:
         misplaced = [name for name, file in weight_map.items() if name in homes and files[homes[name][0]] != file]
         notes = [note for part in parts for note in part.notes]
         if repeated:
-            notes.append(f"{_some(repeated)} in two shards or more; taken from the one that the index names.")
+            notes.append(f"{_counted_names(repeated)} in two shards or more; taken from the one that the index names.")
         if misplaced:
-            notes.append(f"{_some(misplaced)} in another shard than the one that the index names; taken from there.")
+            notes.append(
+                f"{_counted_names(misplaced)} in another shard than the one that the index names; taken from there."
+            )
         return cls(
             tuple(shard for part in parts for shard in part.shards),
             {name: parts[number].views[name] for name, (number, *_) in homes.items()},
@@ -117,10 +119,10 @@ class CheckpointMap:
     @property
     def note_of_absent(self) -> str:
         """The line to log about :attr:`absent` if the model uses none of them."""
-        return f"{_some(self.absent)} in no shard, although the index says so. The model has no use for that."
+        return f"{_counted_names(self.absent)} in no shard, although the index says so. The model has no use for that."
 
 
-def _some(names: Iterable[str]) -> str:
+def _counted_names(names: Iterable[str]) -> str:
     first, *others = names
     return f"{1 + len(others)} tensors, among them {excerpt(first)}, are" if others else f"Tensor {excerpt(first)} is"
 

@@ -187,7 +187,7 @@ class LocalFiles:
             try:
                 self._check_identity(path, os.stat(path))
             except FileNotFoundError:
-                raise _changed(path, "removed") from None
+                raise _changed_error(path, "removed") from None
 
     def finish(self) -> None:
         pass
@@ -258,14 +258,14 @@ class LocalFiles:
         """Compare a file's status with the first one that this rank saw: other hosts may see times less precisely."""
         before = self.first_status.setdefault(path, now)
         if not os.path.samestat(before, now):
-            raise _changed(path, "replaced")
+            raise _changed_error(path, "replaced")
         if now.st_size < before.st_size:
-            raise _changed(path, "truncated")
+            raise _changed_error(path, "truncated")
         if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            raise _changed(path, "written to")
+            raise _changed_error(path, "written to")
 
 
-def _changed(path: str, what: str) -> CheckpointError:
+def _changed_error(path: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: was {what} while it was being loaded, so that the model may hold parts of two versions. Wait until "
         "whoever writes it is done, then load again."
