@@ -7,7 +7,7 @@ each rank of the group reads whole rows, its share of them, and sends to every o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class Columns(NamedTuple):
         pieces: first and last byte within a row of each rank's columns, in the order of the group.
         rows: how many rows the group holds.
         most_rows: those of the group that has most.
-        place: the device mesh, and the number of its dimension that is the group.
+        mesh_dimension: the device mesh, and the number of its dimension that is the group.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Columns(NamedTuple):
     rank: int
     rows: int
     most_rows: int
-    place: tuple[Any, int]
+    mesh_dimension: tuple[Any, int]
 
     @property
     def row_numel(self) -> int:
@@ -174,7 +174,7 @@ def _exchanges(all_columns: Iterable[Columns]) -> Iterator[list[_RowsInExchange]
     for columns in all_columns:
         first = 0
         while first < columns.share:
-            is_other = parts and parts[0].columns.place != columns.place
+            is_other = parts and parts[0].columns.mesh_dimension != columns.mesh_dimension
             most = 0 if is_other else min(columns.share - first, (CHUNK_BYTES - used) // columns.bytes_per_row)
             if most == 0:
                 yield parts
@@ -187,43 +187,58 @@ def _exchanges(all_columns: Iterable[Columns]) -> Iterator[list[_RowsInExchange]
         yield parts
 
 
-def exchange_batches(all_columns: Iterable[Columns], coordinator: Coordinator) -> list[Batch]:
+def column_batches(all_columns: Iterable[Columns], coordinator: Coordinator) -> list[Batch]:
     """Batches that fill the memory of `all_columns`, which come in the same order on all ranks."""
-
-    @cache
-    def buffer(what: str) -> torch.Tensor:
-        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=collective_device())
-
-    def exchange(parts: Sequence[_RowsInExchange]) -> None:
-        mesh, mesh_dim = parts[0].columns.place
-        ranks = range(len(parts[0].columns.pieces))
-        sent, sizes = 0, []
-        for to in ranks:
-            before = sent
-            for part in parts:
-                begin, end = part.columns.pieces[to]
-                rows = part.read_rows(buffer("rows"))[:, begin:end]
-                buffer("sent")[sent : sent + rows.numel()].view(rows.shape).copy_(rows)
-                sent += rows.numel()
-            sizes.append(sent - before)
-        places = [[part.local_rows(of) for part in parts] for of in ranks]
-        expected = [sum(len(place) for place in each) for each in places]
-        received = buffer("rows")[: sum(expected)]  # in place of what has been sent
-        group = mesh.get_group(mesh_dim)
-        coordinator.run(dist.all_to_all_single, received, buffer("sent")[:sent], expected, sizes, group=group)
-        everyones = [place for each in places for place in each]
-        for place, values in zip(everyones, received.split([len(place) for place in everyones]), strict=True):
-            place.copy_(values)
+    exchanger = _ColumnExchanger(coordinator)
 
     def item(part: _RowsInExchange) -> Item:
         target = part.target
-        return Item(
-            target,
-            part.columns.view,
-            lambda: part.read_rows(buffer("rows")).view(-1).view(target.dtype),
-        )
+        return Item(target, part.columns.view, lambda: part.read_rows(exchanger.rows).view(-1).view(target.dtype))
 
     return [
-        Batch([item(part) for part in parts], finish=partial(exchange, parts), is_collective=True, is_temporary=True)
+        Batch(
+            [item(part) for part in parts],
+            finish=partial(exchanger.exchange, parts),
+            is_collective=True,
+            is_temporary=True,
+        )
         for parts in _exchanges(all_columns)
     ]
+
+
+class _ColumnExchanger:
+    """Sends columns of the rows that this rank has read to the ranks that hold them, through two buffers."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """The rows that this rank has read; later, the columns that it receives."""
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=collective_device())
+
+    @cached_property
+    def _sent(self) -> torch.Tensor:
+        return torch.empty_like(self.rows)
+
+    def exchange(self, parts: Sequence[_RowsInExchange]) -> None:
+        """Send and receive the columns of `parts` (all ranks of the group)."""
+        mesh, mesh_dim = parts[0].columns.mesh_dimension
+        ranks = range(len(parts[0].columns.pieces))
+        sent_bytes, sizes = 0, []
+        for rank in ranks:
+            before = sent_bytes
+            for part in parts:
+                begin, end = part.columns.pieces[rank]
+                rows = part.read_rows(self.rows)[:, begin:end]
+                self._sent[sent_bytes : sent_bytes + rows.numel()].view(rows.shape).copy_(rows)
+                sent_bytes += rows.numel()
+            sizes.append(sent_bytes - before)
+        places = [[part.local_rows(rank) for part in parts] for rank in ranks]
+        expected = [sum(map(len, of_rank)) for of_rank in places]
+        received = self.rows[: sum(expected)]  # in place of what has been sent
+        group, sent = mesh.get_group(mesh_dim), self._sent[:sent_bytes]
+        self._coordinator.run(dist.all_to_all_single, received, sent, expected, sizes, group=group)
+        all_places = [place for of_rank in places for place in of_rank]
+        for place, values in zip(all_places, received.split([*map(len, all_places)]), strict=True):
+            place.copy_(values)

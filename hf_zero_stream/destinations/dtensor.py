@@ -29,7 +29,7 @@ from ..ranks.coordinator import Coordinator
 from ..registry.plugins import import_object
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
-from .columns import Columns, columns_of, exchange_batches
+from .columns import Columns, column_batches, columns_of
 from .whole import WholeParameters
 
 
@@ -111,7 +111,7 @@ class DTensors(Destination):
             else:
                 items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), local.view(-1)))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
-        batches = [Batch([*items, *flat_items(buffers)]), *exchange_batches(shared_columns, self._coordinator)]
+        batches = [Batch([*items, *flat_items(buffers)]), *column_batches(shared_columns, self._coordinator)]
         if joint:
             batches += import_object(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
         return batches
