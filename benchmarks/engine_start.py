@@ -48,7 +48,7 @@ def build(arm: str, nbytes: int, device: str) -> nn.Module:
     for index, param in enumerate(model.parameters()):
         param.data.fill_(index + 1)
     if arm == "ours":
-        flat.watch(model)
+        flat.flatten_sharded(model)
     return model
 
 

@@ -24,7 +24,7 @@ import obstore.exceptions
 import torch
 from safetensors.torch import save
 
-from hf_zero_stream.checkpoint.formats import map_of
+from hf_zero_stream.checkpoint.formats import map_from_headers
 from hf_zero_stream.checkpoint.safetensors import read_header
 from hf_zero_stream.errors import HfZeroStreamError
 from hf_zero_stream.plugins.remote import files as files_of_urls
@@ -257,7 +257,7 @@ def _compare(found: bytes, is_whole: bool) -> None:
 def _read_as_a_load(files: RemoteFiles, url: str) -> bytes:
     """The object, from its header and the values of its tensors."""
     header = read_header(files, url)
-    index = map_of([url], [header])
+    index = map_from_headers([url], [header])
     files.add(index.shards)
     found = len(header.text).to_bytes(8, "little") + header.text
     for entry in sorted(index.entries.values(), key=lambda entry: entry.start):

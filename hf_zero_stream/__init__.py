@@ -65,9 +65,9 @@ def _home_of(name: str) -> Any:
         _, _, plugin, *_ = *home.split("."), "", ""
         if error.name != f"{__name__}.plugins.{plugin}":
             raise
-        from .registry.plugins import missing
+        from .registry.plugins import missing_plugin_error
 
-        raise missing(plugin, f"{__name__}.{name}") from None
+        raise missing_plugin_error(plugin, f"{__name__}.{name}") from None
 
 
 def _find(name: str) -> Any:

@@ -68,7 +68,7 @@ class SaveError(HfZeroStreamError, OSError):
 
 
 class StreamError(HfZeroStreamError, RuntimeError):
-    """Weights did not get to those who should have them: take what got some of them for lost."""
+    """An update of weights was interrupted; discard a receiver that got some of them."""
 
 
 class PeerError(HfZeroStreamError, RuntimeError):
@@ -110,7 +110,7 @@ def require_names(package: str, owner: Any, *names: str) -> None:
 
 
 def requirements() -> list[Requirement]:
-    """What this package needs, by its metadata; a PackageNotFoundError if it is not installed, only imported."""
+    """The requirements in this package's metadata; a PackageNotFoundError if it is not installed, only imported."""
     from importlib import metadata
 
     from packaging.requirements import Requirement

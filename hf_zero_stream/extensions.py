@@ -20,7 +20,7 @@ _RELEASE_S = 0.2
 """More than torch takes from closing a lock to removing it."""
 
 
-def holder_of(lock: str | os.PathLike[str]) -> int | None:
+def lock_owner(lock: str | os.PathLike[str]) -> int | None:
     """The process of this machine that has the file open, as torch has while it compiles; None if there is none."""
     wanted = os.path.realpath(lock)
     for process in filter(str.isdigit, os.listdir("/proc")):
@@ -32,17 +32,17 @@ def holder_of(lock: str | os.PathLike[str]) -> int | None:
     return None
 
 
-def left_locks() -> Iterator[Path]:
+def stale_locks() -> Iterator[Path]:
     """Locks that no process of this machine holds."""
     from torch.utils import cpp_extension
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):  # the default has a folder for each Python
-        if _is_left(lock):
+        if _is_stale(lock):
             yield lock
 
 
-def _is_left(lock: str | os.PathLike[str]) -> bool:
+def _is_stale(lock: str | os.PathLike[str]) -> bool:
     """Whether nobody of this machine holds the lock.
 
     Two looks, at the same file: torch closes it a moment before it removes it, and another process may be next.
@@ -50,7 +50,7 @@ def _is_left(lock: str | os.PathLike[str]) -> bool:
     with suppress(FileNotFoundError):
         seen = os.stat(lock)
         for pause in (_RELEASE_S, 0):
-            if holder_of(lock) is not None:
+            if lock_owner(lock) is not None:
                 return False
             time.sleep(pause)
         now = os.stat(lock)
@@ -58,8 +58,8 @@ def _is_left(lock: str | os.PathLike[str]) -> bool:
     return False
 
 
-def advice_on(lock: str | os.PathLike[str]) -> str:
-    """What a lock that nobody holds means."""
+def stale_lock_advice(lock: str | os.PathLike[str]) -> str:
+    """Say what a lock that nobody holds means, and what to do."""
     return (
         f"no process of this machine holds {lock}: most likely one that compiled {Path(lock).parent.name} was killed. "
         f"Whatever needs that extension waits for ever. If no other machine compiles there, remove it: rm {lock}"
@@ -67,12 +67,12 @@ def advice_on(lock: str | os.PathLike[str]) -> str:
 
 
 def wait(original: Callable[..., Any], baton: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of the wait for another process that compiles an extension."""
+    """Wait for another process that compiles an extension, and warn if there is none."""
     lock = baton.lock_file_path
     if announced_local_rank() == 0:
-        process = holder_of(lock)
-        if process is None and _is_left(lock):
-            logger.warning("This process waits for a lock, and %s", advice_on(lock))
+        process = lock_owner(lock)
+        if process is None and _is_stale(lock):
+            logger.warning("This process waits for a lock, and %s", stale_lock_advice(lock))
         elif process is not None:
             name = Path(lock).parent.name
             logger.warning("Waiting for process %d, which compiles %s: that takes minutes, once.", process, name)

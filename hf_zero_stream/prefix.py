@@ -1,4 +1,4 @@
-"""How ``hf-zero-stream run COMMAND`` reaches every Python process that the command starts.
+"""The hook by which ``hf-zero-stream run COMMAND`` reaches every Python process that the command starts.
 
 A folder of ours is the first on their ``PYTHONPATH``. Python imports its ``sitecustomize`` when it starts, and that
 calls :func:`await_transformers`. Until the process imports transformers, nothing else happens in it.
@@ -18,11 +18,11 @@ from .settings.config import announced_local_rank, announces_local_rank
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 
 VARIABLE = "HF_ZERO_STREAM_RUN"
-"""With the value 0, a process and its children are as without us."""
+"""The variable that, set to 0, leaves a process and its children as without us."""
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` with which Python and all its children are reached."""
+    """A copy of `environ` by which Python and all its children are reached."""
     others = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
     return {**environ, VARIABLE: "1", "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
 
@@ -33,8 +33,8 @@ def await_transformers() -> None:
 
     def enter(module: ModuleType) -> None:
         watch.__exit__()
-        lacking = _unfit()
-        if not lacking:
+        unsupported = _unsupported_version()
+        if not unsupported:
             from .bindings.streaming import enter_with_ranks
 
             enter_with_ranks()
@@ -42,14 +42,14 @@ def await_transformers() -> None:
             import logging
 
             logging.getLogger(PACKAGE).warning(
-                "hf-zero-stream run: %s: what this process loads and saves is left to transformers.", lacking
+                "hf-zero-stream run: %s: what this process loads and saves is left to transformers.", unsupported
             )
 
     watch.__enter__()
 
 
-def _unfit() -> str:
-    """Which installed package is of a version that we do not know, and which one is needed; empty if none is."""
+def _unsupported_version() -> str:
+    """Name an installed package of a version that we do not know, and the version needed; empty if there is none."""
     from importlib import metadata
 
     try:

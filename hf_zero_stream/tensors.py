@@ -22,8 +22,8 @@ from .checkpoint.formats import Format
 from .checkpoint.map import AbsentSlice
 from .checkpoint.soundness import shards_of
 from .destinations.base import Destination, fill_whole
-from .destinations.live import memory_of
-from .destinations.skeleton import filled, of_same_shape, own_tensors, stand_in
+from .destinations.live import live_destination
+from .destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, own_tensors
 from .engine.load import Load
 from .engine.opened import OpenCheckpoint
 from .errors import LoadError
@@ -61,14 +61,14 @@ def load_tensors(
     Args:
         model: any module, with memory; or, with a `destination` of your own, what that makes memory for.
         path: a folder, a file, or the files; of a `source` of your own, the files.
-        names: what a name in the files is in `model`.
+        names: maps a name in the files to a name in `model`.
         strict: raise if a tensor is missing, unexpected or of another shape. If false, such tensors are left out.
         source: makes what reads the files on this rank; default: files of this host, and URLs.
         format: how headers are read; default: safetensors, ``torch.save`` and torch.distributed.checkpoint.
         destination: the memory to fill; default: that of `model`.
 
     Returns:
-        What every rank read.
+        The report of what every rank read.
 
     Raises:
         LoadError: on all ranks, before anything is read: the names or shapes do not fit, or there is no memory.
@@ -82,7 +82,7 @@ def load_tensors(
     config = StreamingConfig.resolve(current_config(), {})
     with meeting(LOAD) as coordinator:
         fill_whole(model)
-        memory = destination or memory_of(model, coordinator, config)
+        memory = destination or live_destination(model, coordinator, config)
         checkpoint = OpenCheckpoint(config, coordinator, source, format, memory.device)
         load = Load(config, {}, coordinator, memory, checkpoint)
         with closing(load), load.memory, load.clock("total"), torch.no_grad():
@@ -94,8 +94,10 @@ def load_tensors(
             load.refuse_absent()
             if strict:
                 _refuse_misfits(model, lazy)
-            lazy = of_same_shape(model, lazy)
-            lazy_model, missing, tied = stand_in(model, lazy) if destination is None else filled(model, lazy)
+            lazy = matching_tensors(model, lazy)
+            lazy_model, missing, tied = (
+                lazy_module(model, lazy) if destination is None else filled_skeleton(model, lazy)
+            )
             load.place(lazy_model, missing, tied)  # plan, read, exchange
         return load.finish(model, logger)
 
@@ -136,18 +138,18 @@ def _files_of(path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], 
 
 def _by_own_name(model: nn.Module, pieces: Mapping[str, Any], names: Callable[[str], str]) -> dict[str, Any]:
     own = own_names(model)
-    found: dict[str, Any] = {}
+    pieces_by_name: dict[str, Any] = {}
     for name, piece in pieces.items():
-        mine = own_or_clean(own, names(name))
-        if mine in found:
-            raise LoadError(f"load_tensors: names= makes {mine} of {name} and of another name. Give each its own.")
-        found[mine] = piece
-    return found
+        own_name = own_or_clean(own, names(name))
+        if own_name in pieces_by_name:
+            raise LoadError(f"load_tensors: names= makes {own_name} of {name} and of another name. Give each its own.")
+        pieces_by_name[own_name] = piece
+    return pieces_by_name
 
 
 def _refuse_misfits(model: nn.Module, lazy: Mapping[str, Any]) -> None:
     """Raise a LoadError if a tensor of `lazy` is not for `model`, or if it has none for one of the model's own."""
-    own, tensors, fitting = own_names(model), own_tensors(model), of_same_shape(model, lazy)
+    own, tensors, fitting = own_names(model), own_tensors(model), matching_tensors(model, lazy)
     held = {id(tensors[name]) for name in fitting}
     wanted = [own_or_clean(own, name) for name in model.state_dict(keep_vars=True)]
     faults = {

@@ -1,4 +1,4 @@
-"""How rows of a moment are installed: in modules that are there, and that come later.
+"""Installs the rows of a patch scope, in modules that are imported already and in those that will be.
 
 Attributes of classes and modules are replaced for a while, and put back.
 """
@@ -17,46 +17,46 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import PACKAGE, installed_version, refuse_unknown_version
-from ..registry.plugins import resolved
-from ..registry.rows import Moment, Row, Weight
+from ..registry.plugins import import_object
+from ..registry.rows import PatchScope, Row, Weight
 from ..settings.scope import active_configs
 
 
 logger = logging.getLogger(PACKAGE)
 
 
-class _Lead:
-    """Called in place of the function of a row: ours, which is imported at the first call inside ``streaming()``."""
+class LazyReplacement:
+    """Calls the replacement of a row, which is imported at the first call inside ``streaming()``."""
 
-    def __init__(self, row: Row, moment: Moment) -> None:
+    def __init__(self, row: Row, scope: PatchScope) -> None:
         self._row = row
-        self._only_inside = moment is Moment.BLOCK
+        self._only_inside = scope is PatchScope.BLOCK
         self._function: Callable[..., Any] | None = None
 
     def __call__(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._function is None:
             if self._only_inside and not active_configs():
                 return original(*args, **kwargs)
-            if self._row.when and not resolved(self._row.when)(*args, **kwargs):
+            if self._row.when and not import_object(self._row.when)(*args, **kwargs):
                 return original(*args, **kwargs)
-            self._function = resolved(self._row.leads_to)
+            self._function = import_object(self._row.leads_to)
         return self._function(original, *args, **kwargs)
 
 
 class Installation:
-    """The rows of one moment, in place as long as any thread is in this context."""
+    """The rows of one patch scope, in place as long as any thread is in this context."""
 
     def __init__(
-        self, moment: Moment, table: Mapping[Moment, Sequence[Row]], *, on_top_of: Installation | None = None
+        self, scope: PatchScope, table: Mapping[PatchScope, Sequence[Row]], *, on_top_of: Installation | None = None
     ) -> None:
-        self._moment, self._table = moment, table
+        self._scope, self._table = scope, table
         self._below = on_top_of
         self._patches = Patches()
         self._waiting: list[Row] = []
         """Rows of modules that have not been imported yet."""
-        self._off: set[tuple[str, str]] = set()
+        self._disabled: set[tuple[str, str]] = set()
         """Packages and features that are left to stock."""
-        self._watch = ImportWatch({row.module for row in table[moment]}, lambda module: self._install())
+        self._watch = ImportWatch({row.module for row in table[scope]}, lambda module: self._install())
         self._lock = threading.RLock()  # a finaliser may leave from inside the garbage collector
         self._users = 0
 
@@ -71,7 +71,7 @@ class Installation:
                 self._below.__enter__()
             self._users += 1
             if self._users == 1:
-                self._waiting, self._off = list(self._table[self._moment]), set()
+                self._waiting, self._disabled = list(self._table[self._scope]), set()
                 self._watch.__enter__()
             try:
                 self._install()
@@ -92,23 +92,23 @@ class Installation:
     def _install(self) -> None:
         """Replace what has been imported since the last time."""
         with self._lock:
-            rows = {row: row.is_whole() for row in self._waiting}
-            new = [row for row, is_whole in rows.items() if is_whole]
+            rows = {row: row.is_loaded() for row in self._waiting}
+            new = [row for row, is_loaded in rows.items() if is_loaded]
             lacking = [(row, what) for row in new if (what := row.lacking())]
             for (package, feature, weight), names in _grouped(lacking).items():
                 if weight is Weight.ESSENTIAL:
                     refuse_unknown_version(package, names, feature)
                 elif weight in (Weight.FEATURE, Weight.PARTITIONS):
-                    self._off.add((package, feature))
-                    _say_off(package, feature, *names)
-            wanted = [row for row in new if row.leads_to and (row.package, row.feature) not in self._off]
+                    self._disabled.add((package, feature))
+                    _warn_disabled(package, feature, *names)
+            wanted = [row for row in new if row.leads_to and (row.package, row.feature) not in self._disabled]
             for row in wanted:
-                self._patches.put(dict.fromkeys(row.places(), _Lead(row, self._moment)))
-            self._waiting = [row for row, is_whole in rows.items() if not is_whole]
+                self._patches.put(dict.fromkeys(row.places(), LazyReplacement(row, self._scope)))
+            self._waiting = [row for row, is_loaded in rows.items() if not is_loaded]
 
 
 def _grouped(lacking: Sequence[tuple[Row, str]]) -> dict[tuple[str, str, Weight], list[str]]:
-    """What is lacking, by package, feature and weight; the essential first."""
+    """Group what is lacking by package, feature and weight, the essential first."""
     found: dict[tuple[str, str, Weight], list[str]] = {}
     for row, what in sorted(lacking, key=lambda each: each[0].weight is not Weight.ESSENTIAL):
         found.setdefault((row.package, row.feature, row.weight), []).append(what)
@@ -116,7 +116,7 @@ def _grouped(lacking: Sequence[tuple[Row, str]]) -> dict[tuple[str, str, Weight]
 
 
 @functools.cache  # once
-def _say_off(package: str, feature: str, *lacking: str) -> None:
+def _warn_disabled(package: str, feature: str, *lacking: str) -> None:
     logger.warning(
         "%s %s has no %s; left to it: %s. This version is not known to %s: install a newer one.",
         *(package, installed_version(package), ", ".join(lacking), feature, PACKAGE),
@@ -124,7 +124,7 @@ def _say_off(package: str, feature: str, *lacking: str) -> None:
 
 
 Replacement = Callable[..., Any]
-"""Called in place of a function or method, with its `self` or `cls`: ``replacement(original, *args, **kwargs)``."""
+"""Replaces a function, or a method with its `self` or `cls`: ``replacement(original, *args, **kwargs)``."""
 
 
 class Patches:
@@ -181,13 +181,13 @@ def is_defined_by(owner: type, function: Any) -> bool:
 
 
 def replaced_methods(owner: type, instance: Any, *names: str) -> list[str]:
-    """Those of the methods of `owner` in whose place somebody has put another, for all objects or for `instance`."""
+    """The methods among `names` that somebody has replaced in `owner`, for all objects or for `instance` alone."""
     return [name for name in names if not is_defined_by(owner, getattr(instance, name, None))]
 
 
 @contextmanager
-def standing_in(instance: Any, **methods: Any) -> Iterator[None]:
-    """Inside, `methods` hide those of the class of `instance`; afterwards it has what it had of its own."""
+def override_methods(instance: Any, **methods: Any) -> Iterator[None]:
+    """Override methods of `instance` alone, inside; afterwards it has what it had of its own."""
     own = {name: vars(instance)[name] for name in methods if name in vars(instance)}
     vars(instance).update(methods)
     try:
@@ -199,7 +199,7 @@ def standing_in(instance: Any, **methods: Any) -> Iterator[None]:
 
 
 class ImportWatch:
-    """Inside ``with watch:``, calls `imported` with each of these modules when its code has run; imports none."""
+    """A context in which `imported` is called with each of these modules when its code has run; imports none."""
 
     def __init__(self, names: Collection[str], imported: Callable[[ModuleType], None]) -> None:
         self.names = names
@@ -217,7 +217,7 @@ class ImportWatch:
 
 
 class _Finder:
-    """Finds no module itself; of those that are watched it changes how the others' loaders end."""
+    """A finder that finds no module itself, and wraps the others' loaders of watched modules."""
 
     def __init__(self) -> None:
         self.watches: list[ImportWatch] = []
@@ -246,4 +246,4 @@ class _Finder:
 
 
 _finder = _Finder()
-"""The one finder of all watches."""
+"""The finder that all watches share."""

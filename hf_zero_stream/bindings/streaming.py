@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ..errors import ConfigError
 from ..settings import scope
 from ..settings.config import StreamingConfig, announces_local_rank, check_environment
-from .install import Moment
+from .install import PatchScope
 from .table import installed
 
 
@@ -17,7 +17,7 @@ Function = TypeVar("Function")
 
 
 class streaming:  # noqa: N801 - used like a function
-    """Inside, every ``from_pretrained`` under ZeRO-3 streams its checkpoint straight into partitions.
+    """Stream the checkpoint of every ``from_pretrained`` under ZeRO-3 straight into partitions, inside the block.
 
     Saves stream too: ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to save a ZeRO
     model. Each rank writes its own bytes, and nothing is gathered (see :func:`hf_zero_stream.save_pretrained`).
@@ -57,13 +57,13 @@ class streaming:  # noqa: N801 - used like a function
         if self.config is None and scope.current_config() is None:
             check_environment()
         _make_contact()
-        installed(Moment.BLOCK).__enter__()
+        installed(PatchScope.BLOCK).__enter__()
         self._open.append(scope.enter(self.config))
         return self
 
     def __exit__(self, *exception: object) -> None:
         scope.leave(self._open)
-        installed(Moment.BLOCK).__exit__()
+        installed(PatchScope.BLOCK).__exit__()
 
     def __call__(self, function: Function) -> Function:
         inside: Function = scope.decorated(function, lambda: streaming(self.config), "streaming()")
@@ -73,13 +73,13 @@ class streaming:  # noqa: N801 - used like a function
 def enter_for_process() -> None:
     """Begin a ``streaming()`` block for all threads, which nothing ends.
 
-    Its settings are those of the environment and of the DeepSpeed config. It imports nothing but this package's own:
-    what is replaced in other libraries waits for their imports.
+    Its settings are those of the environment and of the DeepSpeed config. It imports only modules of this package:
+    functions of other libraries are replaced when those are imported.
     """
     check_environment()
     _make_contact()
     if scope.enter_for_process():
-        installed(Moment.BLOCK).__enter__()
+        installed(PatchScope.BLOCK).__enter__()
 
 
 def enter_with_ranks() -> None:
@@ -90,11 +90,11 @@ def enter_with_ranks() -> None:
     if announces_local_rank() or _has_group():
         enter_for_process()
     else:
-        installed(Moment.REACHED).__enter__()
+        installed(PatchScope.REACHED).__enter__()
 
 
 def enter_with_group(original: Callable[..., Any], group: Any) -> None:
-    """In place of the function by which torch notes its default process group, in a process that waits for one."""
+    """Replace the function by which torch notes its default process group, in a process that waits for one."""
     original(group)
     if group is not None:
         enter_for_process()

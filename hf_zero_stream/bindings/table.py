@@ -1,6 +1,6 @@
 """The table of all that is bent of other libraries, to which plug-ins add their rows; nothing is bent outside it.
 
-Within a moment rows stand in the order in which they are called.
+Within a patch scope rows stand in the order in which they are called.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import refuse_unknown_version
 from ..registry.plugins import plugins
-from ..registry.rows import Moment, Row, Weight
+from ..registry.rows import PatchScope, Row, Weight
 from .install import Installation
 
 
@@ -36,8 +36,8 @@ def _trainer(name: str, leads_to: str, relies_on: str = "", *, since: str = "", 
     return Row(f"{_TRAINER}:{name}", leads_to, relies_on, feature=saves, since=since, until=until)
 
 
-OURS: Mapping[Moment, Sequence[Row]] = {
-    Moment.MODELS: [
+OURS: Mapping[PatchScope, Sequence[Row]] = {
+    PatchScope.MODELS: [
         Row(f"{_MODEL}.save_pretrained", ".saving.calls:of_model", "save_directory state_dict", _ESSENTIAL),
         # PEFT: adapters are put on a model; they are merged, and each layer is.
         *[
@@ -49,10 +49,10 @@ OURS: Mapping[Moment, Sequence[Row]] = {
             )
         ],
     ],
-    Moment.REACHED: [
+    PatchScope.REACHED: [
         Row(_DEFAULT_GROUP, ".bindings.streaming:enter_with_group", feature="ranks that no launcher announces")
     ],
-    Moment.BLOCK: [
+    PatchScope.BLOCK: [
         # Ranks make contact as soon as there is a process group.
         Row(_DEFAULT_GROUP, ".ranks.presence:set_default_group"),
         # What waits for the lock of a process that compiles says so.
@@ -120,7 +120,7 @@ OURS: Mapping[Moment, Sequence[Row]] = {
             )
         ],
     ],
-    Moment.LOAD: [
+    PatchScope.LOAD: [
         Row(f"{_MODELING}:get_hf_quantizer", ".seams.loading:get_hf_quantizer", weight=_ESSENTIAL),
         Row(f"{_MODELING}:check_and_set_device_map", ".seams.loading:check_and_set_device_map", weight=_ESSENTIAL),
         Row(f"{_MODELING}:is_fsdp_enabled", ".seams.loading:is_fsdp_enabled", weight=_ESSENTIAL),
@@ -171,21 +171,21 @@ OURS: Mapping[Moment, Sequence[Row]] = {
             )
         ],
     ],
-    Moment.SHARDED: [
+    PatchScope.SHARDED: [
         Row(f"{_MODEL}.is_custom_code", ".seams.sharding:is_custom_code", feature="distributed_config", since="5.17"),
         Row(f"{_MODELING}:caching_allocator_warmup", ".seams.sharding:caching_allocator_warmup", weight=_ESSENTIAL),
         Row(f"{_LOADING}:is_dtensor", ".seams.sharding:is_dtensor", feature="distributed_config", since="5.17"),
     ],
-    Moment.HIDING: [
+    PatchScope.HIDING: [
         Row(f"{module}:is_deepspeed_zero3_enabled", ".seams.ds_config:is_enabled", weight=_ESSENTIAL)
         for module in (_MODELING, "transformers.integrations.deepspeed")
     ],
-    Moment.LAYOUT: [
+    PatchScope.LAYOUT: [
         Row(f"{_MODELING}:unwrap_model", ".seams.saving:unwrap_model", weight=_SPEED),
         Row(f"{_MODELING}:split_torch_state_dict_into_shards", ".seams.saving:split", weight=_ESSENTIAL),
         Row(f"{_MODELING}:safe_save_file", ".seams.saving:save_file", weight=_ESSENTIAL),
     ],
-    Moment.DEFERRED: [
+    PatchScope.DEFERRED: [
         Row(
             f"{_ACCELERATOR}:Accelerator.prepare_model",
             ".loading.deferral:prepare_model",
@@ -235,7 +235,7 @@ OURS: Mapping[Moment, Sequence[Row]] = {
             )
         ],
     ],
-    Moment.FLAT: [
+    PatchScope.FLAT: [
         Row(
             f"deepspeed.{of}",
             f".destinations.deepspeed.flat:{leads_to}",
@@ -256,7 +256,7 @@ OURS: Mapping[Moment, Sequence[Row]] = {
             ("accelerator:get_accelerator().available_memory", "available_memory", ""),
         )
     ],
-    Moment.EXPERTS: [
+    PatchScope.EXPERTS: [
         Row(
             "deepspeed.module_inject.auto_ep:AutoEP.ep_parser",
             ".destinations.deepspeed.experts:find_layers",
@@ -264,7 +264,7 @@ OURS: Mapping[Moment, Sequence[Row]] = {
             since="0.19.1",
         ),
     ],
-    Moment.CALLED: [
+    PatchScope.CALLED: [
         Row(f"deepspeed.{owner}.{name}", "", weight=_ESSENTIAL, feature=feature)
         for feature, owner, names in (
             (
@@ -286,7 +286,7 @@ OURS: Mapping[Moment, Sequence[Row]] = {
         )
         for name in names.split()
     ],
-    Moment.RECORDERS: [
+    PatchScope.RECORDERS: [
         Row(
             "deepspeed.module_inject.auto_ep_presets.base:_install_instance_transformers_output_recorders",
             ".destinations.deepspeed.experts:install_by_name",
@@ -297,24 +297,24 @@ OURS: Mapping[Moment, Sequence[Row]] = {
 }
 
 
-TABLE: Mapping[Moment, Sequence[Row]] = {
-    moment: [row for table in (OURS, *(plugin.rows for plugin in plugins())) for row in table.get(moment, ())]
-    for moment in dict.fromkeys([*OURS, *(moment for plugin in plugins() for moment in plugin.rows)])
+TABLE: Mapping[PatchScope, Sequence[Row]] = {
+    scope: [row for table in (OURS, *(plugin.rows for plugin in plugins())) for row in table.get(scope, ())]
+    for scope in dict.fromkeys([*OURS, *(scope for plugin in plugins() for scope in plugin.rows)])
 }
-"""All rows: those of the core, and those of plug-ins behind them."""
+"""The rows of the core, and behind them those of plug-ins."""
 
 
 @functools.cache
-def installed(moment: Moment) -> Installation:
-    """The one installation of the rows of a moment."""
-    below = moment.on_top_of
-    return Installation(moment, TABLE, on_top_of=None if below is None else installed(below))
+def installed(scope: PatchScope) -> Installation:
+    """The installation, shared by all, of the rows of a patch scope."""
+    below = scope.on_top_of
+    return Installation(scope, TABLE, on_top_of=None if below is None else installed(below))
 
 
 @functools.cache  # once
-def keep_watching() -> None:
-    """There are models now that transformers and PEFT alone would save, adapt or merge wrongly, everywhere."""
-    installed(Moment.MODELS).__enter__()
+def install_model_rows() -> None:
+    """Install the rows for models that transformers and PEFT alone would save, adapt or merge wrongly, for good."""
+    installed(PatchScope.MODELS).__enter__()
 
 
 def refuse_lacking(feature: str) -> None:

@@ -1,1 +1,1 @@
-"""The source side: safetensors headers, byte sources and tensors that carry only their layout."""
+"""Formats of checkpoints, what is checked of their files, and lazy tensors, which carry only their layout."""

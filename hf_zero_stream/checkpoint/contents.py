@@ -1,4 +1,4 @@
-"""What a folder holds: its tensors as views of byte ranges of its files, whatever the format.
+"""The contents of a folder in any format: its tensors as views of byte ranges of its files.
 
 Plug-ins bring formats of folders and of files; this package's own are safetensors, and a training state.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..registry.formats import FileFormat, FolderFormat
-from ..registry.plugins import missing, plugins, resolved
+from ..registry.plugins import import_object, missing_plugin_error, plugins
 from .deepspeed_names import zero_folder_of
 from .format import NotAMap
 from .formats import distributed_file, format_of_file, read_map
@@ -25,18 +25,18 @@ _STATE = FolderFormat(
 
 
 def _folders() -> Iterator[FolderFormat]:
-    """What goes first; what is none of these has files that transformers loads."""
+    """Yield the formats of folders that go before formats of files, which are those that transformers loads."""
     yield from (row for plugin in plugins() for row in plugin.folders)
     yield _STATE
 
 
-def _found(path: str | os.PathLike[str]) -> tuple[FolderFormat, Path] | None:
+def _folder_format(path: str | os.PathLike[str]) -> tuple[FolderFormat, Path] | None:
     path = Path(path)
     for row in _folders():
-        if (place := resolved(row.find)(path)) is not None:
+        if (place := import_object(row.find)(path)) is not None:
             return row, place
     if zero_folder_of(path) or distributed_file(path):
-        raise missing("pickled", os.fspath(path))
+        raise missing_plugin_error("pickled", os.fspath(path))
     return None
 
 
@@ -53,10 +53,10 @@ def contents_of(path: str | os.PathLike[str]) -> CheckpointMap:
         UnsupportedError: its tensors are no ranges of bytes.
         MissingPluginError: the plug-in of ours that reads it is not there.
     """
-    if (found := _found(path)) is not None:
+    if (found := _folder_format(path)) is not None:
         row, place = found
-        found_map: CheckpointMap = resolved(row.read)(place)
-        return found_map
+        contents: CheckpointMap = import_object(row.read)(place)
+        return contents
     try:
         return read_map(*shards_of(path))
     except NotAMap as reason:
@@ -73,26 +73,26 @@ def format_of(path: str | os.PathLike[str]) -> FileFormat | FolderFormat:
         CheckpointError: a folder holds none, or its index is not sound.
         MissingPluginError: the plug-in of ours that reads it is not there.
     """
-    found = _found(path)
+    found = _folder_format(path)
     return format_of_file(shards_of(path)[0][0]) if found is None else found[0]
 
 
 def soundness_of(path: str | os.PathLike[str]) -> Soundness:
-    """As :func:`.soundness.check_soundness`, whatever the format.
+    """Do as :func:`.soundness.check_soundness`, for a checkpoint of any format.
 
     In a ZeRO or distributed checkpoint, or a training state, it finds only the first fault, because no file says what
     is in another.
     """
     folder = Path(path)
-    if _found(folder) is None:
+    if _folder_format(folder) is None:
         return check_soundness(folder)
-    found = Soundness()
+    soundness = Soundness()
     try:
         contents = contents_of(folder)
     except (ReadError, CheckpointError) as error:
-        found.fault(folder.name, "unreadable" if isinstance(error, ReadError) else "map", str(error))
-        return found
-    found.shards = [os.path.relpath(shard.path, folder) for shard in contents.shards]
-    found.tensors, found.notes = len(contents.views), list(contents.notes)
-    found.nbytes = sum(shard.size_bytes for shard in contents.shards)
-    return found
+        soundness.fault(folder.name, "unreadable" if isinstance(error, ReadError) else "map", str(error))
+        return soundness
+    soundness.shards = [os.path.relpath(shard.path, folder) for shard in contents.shards]
+    soundness.tensors, soundness.notes = len(contents.views), list(contents.notes)
+    soundness.nbytes = sum(shard.size_bytes for shard in contents.shards)
+    return soundness

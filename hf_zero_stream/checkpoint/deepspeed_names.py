@@ -1,6 +1,6 @@
-"""The files of DeepSpeed in a folder, by their names; and signs, which are files of ours with such names.
+"""The files of DeepSpeed in a folder, by their names; and guard files, which are ours and have such names.
 
-A plug-in writes signs beside training states, for those who meet these with DeepSpeed's own tools.
+A plug-in writes guard files beside training states, for those who meet these with DeepSpeed's own tools.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ ZERO_2_MODEL = "mp_rank_00_model_states.pt"
 """The file of the model's states at stages 1 and 2; at stage 3 each rank has its own."""
 
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
-_OF_DEEPSPEED = re.compile(r".*_(model|optim)_states\.pt")
-"""What any checkpoint of DeepSpeed consists of, also one without ZeRO."""
+_STATES_FILE = re.compile(r".*_(model|optim)_states\.pt")
+"""The files of any checkpoint of DeepSpeed, also of one without ZeRO."""
 
 SWAPPED = "offloaded_tensors"
 """The folder in which DeepSpeed puts copies of the optimizer's swap files (NVMe)."""
 
-SIGN = b"chf_zero_stream training state"
-"""How a sign begins; no file of DeepSpeed's does."""
+GUARD = b"chf_zero_stream training state"
+"""The beginning of a guard file; no file of DeepSpeed's begins so."""
 
 
-def is_sign(path: str | os.PathLike[str]) -> bool:
-    """Whether the file at `path` is a sign, and DeepSpeed has not written over it."""
+def is_guard_file(path: str | os.PathLike[str]) -> bool:
+    """Whether the file at `path` is a guard file, and DeepSpeed has not written over it."""
     if not os.fspath(path).endswith("_states.pt") or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        return file.read(len(SIGN)) == SIGN
+        return file.read(len(GUARD)) == GUARD
 
 
-def remove_signs(folder: Path) -> None:
-    """Leave in `folder`, into which DeepSpeed is going to save, nothing that its tools would take for its files."""
+def remove_guard_files(folder: Path) -> None:
+    """Remove guard files from `folder`, into which DeepSpeed is going to save: its tools take them for its own."""
     for path in folder.glob("*_states.pt"):
-        if is_sign(path):
+        if is_guard_file(path):
             path.unlink(missing_ok=True)
 
 
 def entries_of_deepspeed(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of what ``save_checkpoint`` of DeepSpeed has put into the folder of a tag; none if it has not."""
+    """The names of files and folders of DeepSpeed's ``save_checkpoint`` in the folder of a tag; none without one."""
     names = names_in(folder)
-    has_any = any(map(_OF_DEEPSPEED.fullmatch, names))
-    return [name for name in names if _OF_DEEPSPEED.fullmatch(name) or name == SWAPPED] if has_any else []
+    has_any = any(map(_STATES_FILE.fullmatch, names))
+    return [name for name in names if _STATES_FILE.fullmatch(name) or name == SWAPPED] if has_any else []
 
 
 def world_size_of(folder: str | os.PathLike[str]) -> int:
-    """How many files of optimizers' states of ZeRO there are."""
+    """The number of files with ZeRO's optimizer states."""
     return sum(1 for name in names_in(folder) if OPTIMIZER.fullmatch(name))
 
 
 def model_parallel_size_of(folder: str | os.PathLike[str]) -> int:
-    """How many ranks of model parallelism have files there; 0 without ZeRO."""
+    """The number of ranks of model parallelism that have files there; 0 without ZeRO."""
     found = map(OPTIMIZER.fullmatch, names_in(folder))
     return len({match[2] for match in found if match})
 
 
 def names_in(folder: str | os.PathLike[str]) -> list[str]:
     try:
-        return sorted(name for name in os.listdir(folder) if not is_sign(os.path.join(folder, name)))
+        return sorted(name for name in os.listdir(folder) if not is_guard_file(os.path.join(folder, name)))
     except (NotADirectoryError, FileNotFoundError):
         return []
     except OSError as error:

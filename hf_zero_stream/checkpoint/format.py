@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold, whatever their format, and what a format must be able to do.
+"""Dtypes, entries and headers of a checkpoint's files in any format, and the strict parser of their JSON.
 
 Headers are untrusted. Their JSON is parsed so strictly that the result means one thing only. Python's parser is laxer
 than the format: it lets the last of two equal keys win, takes ``-0`` for an integer, and reads half a surrogate pair
@@ -85,7 +85,7 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """What one rank reads of a shard and all ranks share; `text` is unchecked, and equal for equal shards.
+    """The header of a shard, which one rank reads for all; `text` is unchecked, and equal for equal shards.
 
     For `tag` see :class:`..sources.base.SourceFile`.
     """

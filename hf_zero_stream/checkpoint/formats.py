@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import PACKAGE, CheckpointError
-from ..registry.formats import METADATA, OF_DISTRIBUTED, OF_TORCH, FileFormat
-from ..registry.plugins import missing, plugins
-from ..sources.base import ByteSource, naming_file
+from ..registry.formats import DISTRIBUTED_ENDING, METADATA, TORCH_ENDINGS, FileFormat
+from ..registry.plugins import missing_plugin_error, plugins
+from ..sources.base import ByteSource, as_read_error
 from ..sources.local import LocalFiles, open_nonblocking, status_of_regular
 from .format import ShardHeader, excerpt, parse_object
 from .map import CheckpointMap
@@ -31,21 +31,21 @@ INDEX = "model.safetensors.index.json"
 TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 WEIGHTS = ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX))
-"""Where the weights are, or what names their files; transformers takes the first that is there."""
+"""The file of the weights, or the index that names their files; transformers takes the first that is there."""
 
 
 def distributed_file(folder: Path) -> Path | None:
-    """What describes the distributed checkpoint in a folder; None if there is none, or files that go first."""
+    """The metadata file of the distributed checkpoint in a folder; None if there is none, or files that go first."""
     return folder / METADATA if os.path.lexists(folder / METADATA) and not has_weights(folder) else None
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether it has files that transformers would load."""
+    """Whether `folder` has files that transformers would load."""
     return any(os.path.lexists(folder / name) for names in WEIGHTS for name in names)
 
 
 UNFINISHED = ".hf_zero_stream-saving-"
-"""How the names begin of folders in which a save writes files before they get their final names."""
+"""Prefix of the names of folders in which a save writes files before they get their final names."""
 
 
 def has_unfinished(folder: Path) -> bool:
@@ -60,7 +60,7 @@ class Format(Protocol):
     """
 
     def read_header(self, source: ByteSource, path: str) -> ShardHeader:
-        """Read what says which tensors are in a file; the cost is bounded whatever the file holds.
+        """Read the header, which describes the tensors in a file; the cost is bounded for any file.
 
         Raises:
             ReadError: the file is missing or cannot be read; its cause is the source's error.
@@ -83,36 +83,38 @@ def _formats() -> Iterator[FileFormat]:
 
 
 def format_of_file(path: str) -> FileFormat:
-    """The format of a file; safetensors is that of any that is in none.
+    """The format of a file, by the end of its name; safetensors if no format has such names.
 
     Raises:
         MissingPluginError: the plug-in of ours that reads it is not there.
     """
     found = next((row for row in _formats() if path.endswith(row.endings)), None)
-    if found is None and path.endswith((*OF_TORCH, f"/{METADATA}")):
-        raise missing("pickled", path)
+    if found is None and path.endswith((*TORCH_ENDINGS, f"/{METADATA}")):
+        raise missing_plugin_error("pickled", path)
     return found or SAFETENSORS
 
 
 def is_always_map(path: str) -> bool:
-    """Whether what is in a file of this name can be read as a map, if it is sound at all."""
+    """Whether any sound file of this name can be read as a map."""
     return any(path.endswith(row.endings) for row in _formats() if row.is_always_map)
 
 
 def holds_values(name: str) -> bool:
     """Whether a file of this name holds tensors, in any format, whether or not it can be read."""
     of_rows = any(name.endswith(row.endings) for row in _formats() if row.holds_values)
-    return of_rows or name.endswith((*OF_TORCH, OF_DISTRIBUTED))
+    return of_rows or name.endswith((*TORCH_ENDINGS, DISTRIBUTED_ENDING))
 
 
 def _module_of(row: FileFormat) -> Any:
     return import_module(row.module, PACKAGE)
 
 
-def why_not(source: ByteSource, paths: Sequence[str]) -> str:
-    """Why files that transformers would unpickle are no maps of bytes; ``""`` if they are."""
-    row = format_of_file(paths[0])  # whatever has another name is unpickled too
-    reason: str = _module_of(format_of_file(TORCH_SINGLE) if row is SAFETENSORS else row).why_not(source, paths)
+def not_a_map_reason(source: ByteSource, paths: Sequence[str]) -> str:
+    """The reason why files that transformers would unpickle are no maps of bytes; ``""`` if they are."""
+    row = format_of_file(paths[0])
+    if row is SAFETENSORS:  # whatever has another name is unpickled too
+        row = format_of_file(TORCH_SINGLE)
+    reason: str = _module_of(row).not_a_map_reason(source, paths)
     return reason
 
 
@@ -138,10 +140,10 @@ def read_map(
     """
     source = LocalFiles()
     headers = [read_header(source, os.fspath(path)) for path in paths]
-    return map_of(paths, headers, weight_map, first_shard)
+    return map_from_headers(paths, headers, weight_map, first_shard)
 
 
-def map_of(
+def map_from_headers(
     paths: Sequence[str | os.PathLike[str]],
     headers: Sequence[ShardHeader],
     weight_map: Mapping[str, str] | None = None,
@@ -149,9 +151,10 @@ def map_of(
     *,
     parse: Callable[[str, int, ShardHeader], CheckpointMap] = parse_header,
 ) -> CheckpointMap:
-    """Check `headers`, which some rank read, of the files that this rank sees at `paths`; shards count from there.
+    """Check `headers`, which some rank read, of the files that this rank sees at `paths`, and map the files.
 
-    `weight_map` is that of ``model.safetensors.index.json``: a tensor's name -> its shard's name.
+    `weight_map` is that of ``model.safetensors.index.json``: a tensor's name -> its shard's name. Shards are numbered
+    from `first_shard` on.
     """
     names = [os.fspath(path) for path in paths]
     parts: list[CheckpointMap] = []
@@ -162,7 +165,7 @@ def map_of(
 
 
 MAX_INDEX_BYTES = 100_000_000
-"""As for a header; the index of a checkpoint with 90,000 tensors has 8 MB."""
+"""The same limit as for a header; the index of a checkpoint with 90,000 tensors has 8 MB."""
 
 MAX_FILE_NAME_LENGTH = 1024
 """Characters of a shard's name, folders included."""
@@ -176,7 +179,7 @@ def read_index_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_index_text(path: str | os.PathLike[str]) -> bytes:
     """The unchecked text of the index at `path`; a ReadError; or a CheckpointError: too long, or no regular file."""
     name = os.fspath(path)
-    with naming_file(name, "the checkpoint's index"), open(name, "rb", opener=open_nonblocking) as file:
+    with as_read_error(name, "the checkpoint's index"), open(name, "rb", opener=open_nonblocking) as file:
         status_of_regular(name, file.fileno())
         text = file.read(MAX_INDEX_BYTES + 1)
     if len(text) > MAX_INDEX_BYTES:
@@ -193,7 +196,7 @@ def parse_index(path: str, text: bytes) -> dict[str, Any]:
 
 
 def faults_of_index(path: str, fields: Mapping[str, Any]) -> Iterator[str]:
-    """All that is wrong with the fields of the index at `path`; each file's name counts once."""
+    """Yield all faults of the fields of the index at `path`; each file's name counts once."""
     weight_map, metadata = fields.get("weight_map"), fields.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         yield f"weight_map: expected a map of tensors' names to files' names, found {excerpt(weight_map)}."
@@ -214,7 +217,7 @@ def faults_of_index(path: str, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def fault_of_name(path: str, file: str) -> str:
-    """What is wrong with a shard's name in the index at `path`; "" if nothing is."""
+    """The fault of a shard's name in the index at `path`; "" if it has none."""
     suffix = ".safetensors" if path.endswith(".safetensors.index.json") else ""
     if len(file) > MAX_FILE_NAME_LENGTH:
         return f"has more than {MAX_FILE_NAME_LENGTH} characters"

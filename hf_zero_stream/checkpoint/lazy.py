@@ -24,9 +24,9 @@ from .nodes import (
     Address,
     Node,
     NodeStorage,
-    Own,
     View,
-    no_memory,
+    WritableParameter,
+    no_memory_error,
 )
 
 
@@ -105,13 +105,13 @@ class LazyTensor(torch.Tensor):
         return cls.whole(nodes.Blockwise(sizes, dtype, function, views, {}, blocks, parts), inputs[0]._materialise)
 
     def materialise(self) -> torch.Tensor:
-        """Its values, read now, in a new tensor on its device."""
+        """Read the values now, into a new tensor on this tensor's device."""
         return self._materialise(self.view_of_node).to(self.device)
 
     def in_memory(self) -> torch.Tensor:
-        """Its values: if it has memory of its own, or looks into that of another, in that memory."""
+        """The values: in their memory, if this is a writable parameter or a view of one; else in a new tensor."""
         node = self._node
-        if not isinstance(node, Own):
+        if not isinstance(node, WritableParameter):
             return self.materialise()
         if node.memory is None:
             node.memory = self._materialise(View.whole(node.unwritten)).to(self.device).view(-1)
@@ -142,14 +142,14 @@ class LazyTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         """Take the values of `value`, and its dtype and device; become a tensor with values if it is one."""
         if isinstance(value, LazyTensor):
-            if isinstance(self._node, Own) and not isinstance(value._node, Own):
-                value = LazyTensor.whole(Own.of(value.view_of_node), value._materialise, value.device)
+            if isinstance(self._node, WritableParameter) and not isinstance(value._node, WritableParameter):
+                value = LazyTensor.whole(WritableParameter.of(value.view_of_node), value._materialise, value.device)
             torch.Tensor.data.__set__(self, value)
-            self.look_at(value)
+            self.adopt_view(value)
         else:
             self.become(value)
 
-    def look_at(self, other: LazyTensor) -> None:
+    def adopt_view(self, other: LazyTensor) -> None:
         self._meta, self._node, self._materialise = other._meta, other._node, other._materialise
 
     def become(self, value: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def reader(self) -> Materialise:
-        """What reads its values when an op needs them."""
+        """The function that reads the values when an op needs them."""
         return self._materialise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -168,7 +168,7 @@ class LazyTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if getattr(self, "_is_param", False):
-            lazy = LazyTensor.whole(Own.of(self.view_of_node), self._materialise, self.device)
+            lazy = LazyTensor.whole(WritableParameter.of(self.view_of_node), self._materialise, self.device)
             new: torch.Tensor = torch.nn.Parameter(lazy, requires_grad=self.requires_grad)
             copy_attributes(self, new)
         else:
@@ -176,7 +176,7 @@ class LazyTensor(torch.Tensor):
         return memo.setdefault(id(self), new)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise no_memory(self._node, "it cannot be pickled, nor saved by torch.save")
+        raise no_memory_error(self._node, "it cannot be pickled, nor saved by torch.save")
 
     def data_ptr(self) -> Any:
         """An address as if each node had its own memory; it can be compared and added to, but not read from."""
@@ -194,14 +194,14 @@ class LazyTensor(torch.Tensor):
 
     @property
     def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Its sizes, strides and offset in the node."""
+        """The sizes, strides and offset of this tensor in its node."""
         return tuple(self._meta.size()), self._meta.stride(), int(self._meta.storage_offset())
 
     @property
     def view_of_node(self) -> View:
-        """The elements that it has now."""
+        """A view of the elements that this tensor has now."""
         node = self._node
-        return node.view(*self.geometry) if isinstance(node, Own) else View(node, *self.geometry)
+        return node.view(*self.geometry) if isinstance(node, WritableParameter) else View(node, *self.geometry)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {type(self._node).__name__})"
@@ -242,7 +242,7 @@ def copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def swap(lazy: torch.Tensor, real: torch.Tensor) -> None:
-    """Turn the object `lazy` into `real`; what follows the object, its finalisers and hooks, goes on doing so.
+    """Turn the object `lazy` into `real`; its finalisers and hooks stay with the object.
 
     :func:`torch.utils.swap_tensors` swaps nothing that has a finaliser, and leaves hooks with the other object.
     """
@@ -257,8 +257,12 @@ def swap(lazy: torch.Tensor, real: torch.Tensor) -> None:
         weakref.finalize(lazy, function, *args, **kwargs).atexit = atexit
 
 
-def become_written(params: Iterable[torch.Tensor]) -> None:
+def materialise_written(params: Iterable[torch.Tensor]) -> None:
     """Turn each of `params` that code has written into, or into whose memory, into a parameter with values."""
     for param in params:
-        if isinstance(param, LazyTensor) and isinstance(param.node, Own) and param.node.memory is not None:
+        if (
+            isinstance(param, LazyTensor)
+            and isinstance(param.node, WritableParameter)
+            and param.node.memory is not None
+        ):
             param.become(param.in_memory())

@@ -1,9 +1,9 @@
 """Ops on lazy tensors.
 
-Views need no code: their result on meta tensors says all. Some ops make nodes that a load can evaluate piece by piece;
-a parameter that code may write into (:class:`.nodes.Own`) reads its values once an op writes, and from then on all
-tensors of that node share this memory, as in torch. What other ops make of it keeps the values of before, and is lazy
-too, with a node of its own.
+Views need no code: their result on meta tensors says all. Some ops make nodes that a load can evaluate piece by piece.
+A parameter that code may write into (:class:`.nodes.WritableParameter`) reads its values once an op writes; from then
+on all tensors of that node share this memory, as in torch. Results of other ops keep the values of before, and are
+lazy too, with nodes of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from ..errors import UnsupportedError
 from . import nodes
 from .lazy import LazyTensor, first_lazy, lazy_among, operations, whole_meta
-from .nodes import Copy, HostTensor, Own, Pointwise, View, pieces_of_rows, row_major_strides
+from .nodes import Copy, HostTensor, Pointwise, View, WritableParameter, pieces_of_rows, row_major_strides
 
 
 aten = torch.ops.aten
@@ -27,10 +27,10 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an op, lazy where that is possible."""
     if not func.is_view:
         lazy = list(lazy_among(*args, *kwargs.values()))
-        if any(isinstance(each.node, Own) for each in lazy):
-            return _run_on_own(func, args, kwargs)
+        if any(isinstance(each.node, WritableParameter) for each in lazy):
+            return _run_on_writable(func, args, kwargs)
         if any(each.reader != lazy[0].reader for each in lazy):
-            args, kwargs = _with_values_of_now(args, kwargs)
+            args, kwargs = _with_current_values(args, kwargs)
     return _run(func, args, kwargs)
 
 
@@ -40,8 +40,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return _run_on_meta(func, args, kwargs) if result is NotImplemented else result
 
 
-def _run_on_own(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an op, which is no view, of lazy tensors with nodes of their own."""
+def _run_on_writable(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an op, which is no view, of lazy tensors among which are writable parameters."""
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
         result = _write(func, args, kwargs)
@@ -49,20 +49,22 @@ def _run_on_own(func: Any, args: Any, kwargs: Any) -> Any:
         return result
     name = func._overloadpacket.__name__
     if name.endswith("_like") or name.startswith("new_"):  # no values count
-        return _on(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device=lazy.device), func, args, kwargs)
+        return _run_with_values(
+            lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device=lazy.device), func, args, kwargs
+        )
     if torch.Tag.nondeterministic_seeded in func.tags:  # random numbers are drawn now, once
-        return _on(LazyTensor.materialise, func, args, kwargs)
-    results = _run(func, *_with_values_of_now(args, kwargs))
+        return _run_with_values(LazyTensor.materialise, func, args, kwargs)
+    results = _run(func, *_with_current_values(args, kwargs))
 
-    def owned(value: Any) -> Any:
+    def writable(value: Any) -> Any:
         if not isinstance(value, LazyTensor):
             return value
-        return LazyTensor.whole(Own.of(value.view_of_node), value.reader, value.device)
+        return LazyTensor.whole(WritableParameter.of(value.view_of_node), value.reader, value.device)
 
-    return tree_map(owned, results)
+    return tree_map(writable, results)
 
 
-def _on(value_of: Callable[[LazyTensor], torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+def _run_with_values(value_of: Callable[[LazyTensor], torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
     def value(argument: Any) -> Any:
         return value_of(argument) if isinstance(argument, LazyTensor) else argument
 
@@ -70,23 +72,29 @@ def _on(value_of: Callable[[LazyTensor], torch.Tensor], func: Any, args: Any, kw
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an op that writes into memory of their own; NotImplemented if it is no such op."""
+    """The result of an op that writes into writable parameters; NotImplemented if it is no such op."""
     written = _written_by(func, args, kwargs)
     if func is torch.ops.aten.set_.source_Tensor and all(isinstance(value, LazyTensor) for value in args):
         target, source = args  # of one shape, as where torch parametrises a module
         if (target.shape, target.dtype) == (source.shape, source.dtype):
-            target.look_at(source)
+            target.adopt_view(source)
             return target
-    if not written or torch.Tag.inplace_view in func.tags or not all(isinstance(one.node, Own) for one in written):
+    if (
+        not written
+        or torch.Tag.inplace_view in func.tags
+        or not all(isinstance(one.node, WritableParameter) for one in written)
+    ):
         return NotImplemented
     targets = {id(one) for one in written}
-    return _on(lambda lazy: lazy.in_memory() if id(lazy) in targets else lazy.materialise(), func, args, kwargs)
+    return _run_with_values(
+        lambda lazy: lazy.in_memory() if id(lazy) in targets else lazy.materialise(), func, args, kwargs
+    )
 
 
-def _with_values_of_now(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments for an op that does not write: their values are those of now, and one reader reads all of them.
+def _with_current_values(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments for an op that does not write: they keep the values that they have now, and share one reader.
 
-    Lazy tensors of several models have a reader each, and what one of them reads means something else to another.
+    Readers of different models number files differently.
     """
     reader = first_lazy(args, kwargs).reader
 
@@ -95,7 +103,11 @@ def _with_values_of_now(args: Any, kwargs: Any) -> tuple[Any, Any]:
             return value
         if value.reader != reader:
             return LazyTensor.whole(HostTensor.of(value.materialise()), reader, value.device)
-        return LazyTensor.of(value.view_of_node, reader, value.device) if isinstance(value.node, Own) else value
+        return (
+            LazyTensor.of(value.view_of_node, reader, value.device)
+            if isinstance(value.node, WritableParameter)
+            else value
+        )
 
     current_args, current_kwargs = tree_map(current, (tuple(args), kwargs))
     return current_args, current_kwargs

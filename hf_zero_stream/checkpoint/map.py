@@ -1,4 +1,4 @@
-"""What every reader of a format gives: all tensors of a checkpoint, and in which bytes of which files they lie."""
+"""The map that every reader of a format returns: all tensors of a checkpoint, and their bytes in its files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class CheckpointMap:
     Attributes:
         shards: the files; an entry's ``shard`` counts in them, or in those of a load that had others before.
         views: name -> its elements, in the tensor's own shape and dtype.
-        notes: what is odd, and no fault.
+        notes: oddities that are no faults.
         absent: tensors that the index promises and no shard holds -> the promised file.
         format: the :attr:`..registry.formats.FileFormat.name` of the format.
-        has_names_of_model: names and layouts are those of a model in training, and not of what ``save_pretrained``
+        has_names_of_model: names and layouts are those of a model in training, and not those that ``save_pretrained``
             writes.
         is_of_training: the tensors are the fp32 values that an optimizer trains, under the names of its model.
     """
@@ -76,9 +76,11 @@ class CheckpointMap:
         misplaced = [name for name, file in weight_map.items() if name in homes and files[homes[name][0]] != file]
         notes = [note for part in parts for note in part.notes]
         if repeated:
-            notes.append(f"{_some(repeated)} in two shards or more; taken from the one that the index names.")
+            notes.append(f"{_counted_names(repeated)} in two shards or more; taken from the one that the index names.")
         if misplaced:
-            notes.append(f"{_some(misplaced)} in another shard than the one that the index names; taken from there.")
+            notes.append(
+                f"{_counted_names(misplaced)} in another shard than the one that the index names; taken from there."
+            )
         return cls(
             tuple(shard for part in parts for shard in part.shards),
             {name: parts[number].views[name] for name, (number, *_) in homes.items()},
@@ -95,7 +97,7 @@ class CheckpointMap:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """For the headers of safetensors files with these tensors."""
+        """The metadata for headers of safetensors files with these tensors."""
         return self.shards[0].metadata if self.format == "safetensors" and self.shards else {"format": "pt"}
 
     def slices(self, materialise: Materialise) -> dict[str, CheckpointSlice]:
@@ -116,11 +118,11 @@ class CheckpointMap:
 
     @property
     def note_of_absent(self) -> str:
-        """What to log about :attr:`absent` where the model uses none of them."""
-        return f"{_some(self.absent)} in no shard, although the index says so. The model has no use for that."
+        """The line to log about :attr:`absent` if the model uses none of them."""
+        return f"{_counted_names(self.absent)} in no shard, although the index says so. The model has no use for that."
 
 
-def _some(names: Iterable[str]) -> str:
+def _counted_names(names: Iterable[str]) -> str:
     first, *others = names
     return f"{1 + len(others)} tensors, among them {excerpt(first)}, are" if others else f"Tensor {excerpt(first)} is"
 

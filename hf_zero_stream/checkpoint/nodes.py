@@ -1,4 +1,4 @@
-"""What a lazy tensor is made of: row-major logical buffers (*nodes*) and strided views of them.
+"""Nodes and views, of which lazy tensors are made: row-major logical buffers, and strided views of them.
 
 A node never holds a checkpoint's data. It says where each of its elements comes from: a tensor in a shard, a copy of a
 view in another dtype, a concatenation of views, an exact elementwise function, or (the last resort) a function that
@@ -36,8 +36,8 @@ class Node:
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
-    made_together: ClassVar[str] = ""
-    """What gives the batches in which all ranks of a load make its elements together, ``module:function``.
+    joint_batches: ClassVar[str] = ""
+    """``module:function`` that makes the batches in which all ranks of a load compute this node's elements together.
 
     It is called with a list of (name, node, function to be given all elements, flat) of such parameters, with the
     coordinator and the device. Empty: each rank makes its own.
@@ -145,7 +145,7 @@ class Copy(Node):
 
 
 @dataclass(eq=False, slots=True)
-class Own(Node):
+class WritableParameter(Node):
     """A parameter's own memory, which code may write into (see :mod:`.lazy_ops`); no :class:`View` looks at it.
 
     Its values are those of `unwritten` until there is `memory`, which is flat.
@@ -155,12 +155,12 @@ class Own(Node):
     memory: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, source: View) -> Own:
+    def of(cls, source: View) -> WritableParameter:
         copy = Copy(source.sizes, source.node.dtype, source)
         return cls(copy.sizes, copy.dtype, copy)
 
     def view(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> View:
-        """The elements that are there now: what is written later does not change them."""
+        """A view of the elements as they are now: later writes do not change them."""
         if self.memory is None:
             return View(self.unwritten, sizes, strides, offset)
         return View.whole(HostTensor.of(self.strided(sizes, strides, offset).clone()))
@@ -196,7 +196,7 @@ class Computed(Node):
         return [item for item in chain.from_iterable(items) if isinstance(item, View)]
 
     def result(self, value_of: Callable[[View], torch.Tensor]) -> Any:
-        """What `function` returns with the values that `value_of` gives for the views among its arguments."""
+        """Call `function` with the values that `value_of` gives for the views among its arguments."""
 
         def value(argument: Any) -> Any:
             return value_of(argument) if isinstance(argument, View) else argument
@@ -279,8 +279,8 @@ def entries_of(views: Iterable[View]) -> Iterator[TensorEntry]:
         nodes.extend(view.node for view in node.inputs())
 
 
-def no_memory(node: Node, so: str) -> UnsupportedError:
-    """The error for code that needs `node`'s memory; `so` says what therefore cannot be done."""
+def no_memory_error(node: Node, so: str) -> UnsupportedError:
+    """The error for code that needs `node`'s memory; `so` says what cannot be done without."""
     return UnsupportedError(
         f"This tensor of {node.numel} elements of {node.dtype} is lazy: inside hf_zero_stream.streaming() it has a "
         f"shape and a dtype, and no memory. So {so}. Save it with save_pretrained(..., state_dict=...) on all ranks; "
@@ -320,7 +320,7 @@ class Address:
         return hash(self._value)
 
     def __int__(self) -> int:
-        raise no_memory(self._node, "nothing can be read from it")
+        raise no_memory_error(self._node, "nothing can be read from it")
 
     __index__ = __int__
     _as_parameter_ = property(__int__)  # ctypes asks for it
@@ -331,7 +331,7 @@ def _number(value: Any) -> Any:
 
 
 class NodeStorage:
-    """In place of a node's ``UntypedStorage``: the methods that read no values."""
+    """A node's ``UntypedStorage``, with the methods that read no values alone."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -346,7 +346,7 @@ class NodeStorage:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise no_memory(self._node, f"its storage has no {name}")
+        raise no_memory_error(self._node, f"its storage has no {name}")
 
     def __getitem__(self, index: Any) -> Any:
         return self.__getattr__("bytes")

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save
 
 from ..errors import CheckpointError
-from ..sources.base import ByteSource, naming_file
+from ..sources.base import ByteSource, as_read_error
 from .format import DTYPES, MAX_DIMENSIONS, Shard, ShardHeader, TensorEntry, are_sizes, excerpt, parse_object
 from .lazy import LazyTensor
 from .map import CheckpointMap
@@ -41,7 +41,7 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
     """See :meth:`.formats.Format.read_header`."""
-    with naming_file(path, "the safetensors header"), source.open_file(path) as file:
+    with as_read_error(path, "the safetensors header"), source.open_file(path) as file:
         prefix = file.read(0, 8)
         if len(prefix) < 8:
             raise CheckpointError(f"{path}: expected at least 8 bytes of safetensors header, found {len(prefix)}.")
@@ -84,35 +84,35 @@ def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
 
 def parse_entry(path: str, number: int, data_start: int, name: str, field: Any) -> TensorEntry:
     if len(name) > MAX_NAME_LENGTH:
-        raise _faulty(path, name, f"name: at most {MAX_NAME_LENGTH} characters are allowed, found {len(name)}")
+        raise _entry_error(path, name, f"name: at most {MAX_NAME_LENGTH} characters are allowed, found {len(name)}")
     if not isinstance(field, dict) or field.keys() != _FIELDS:
-        raise _faulty(path, name, "expected exactly the fields dtype, shape and data_offsets")
+        raise _entry_error(path, name, "expected exactly the fields dtype, shape and data_offsets")
     dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         fault = f"unknown dtype {excerpt(dtype)}; known are {', '.join(DTYPES)}"
         if isinstance(dtype, str) and dtype in _PACKED:
             fault = f"dtype {dtype} packs several values into a byte, and is not streamed; load it without streaming()"
-        raise _faulty(path, name, fault)
+        raise _entry_error(path, name, fault)
     if not isinstance(shape, list) or not are_sizes(shape, len(shape)):
-        raise _faulty(path, name, f"shape: expected a list of sizes >= 0, found {excerpt(shape)}")
+        raise _entry_error(path, name, f"shape: expected a list of sizes >= 0, found {excerpt(shape)}")
     if len(shape) > MAX_DIMENSIONS:
-        raise _faulty(path, name, f"shape: at most {MAX_DIMENSIONS} dimensions are allowed, found {len(shape)}")
+        raise _entry_error(path, name, f"shape: at most {MAX_DIMENSIONS} dimensions are allowed, found {len(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not are_sizes(offsets):
-        raise _faulty(path, name, f"data_offsets: expected two offsets >= 0, found {excerpt(offsets)}")
+        raise _entry_error(path, name, f"data_offsets: expected two offsets >= 0, found {excerpt(offsets)}")
     begin, end = offsets
     item_bytes = DTYPES[dtype].itemsize
     expected = prod(shape) * item_bytes
     if end - begin != expected:
         held = f"data_offsets [{begin}, {end}] hold {end - begin} bytes"
         needed = expected if expected < _INT64_END else "2**63 or more"
-        raise _faulty(path, name, f"{held}, but dtype {dtype} and shape {excerpt(shape)} need {needed}")
+        raise _entry_error(path, name, f"{held}, but dtype {dtype} and shape {excerpt(shape)} need {needed}")
     # A size of 0 hides an overflow from the check above, but not from whoever multiplies in another order.
     if not expected and prod(size for size in shape if size) * item_bytes >= _INT64_END:
-        raise _faulty(path, name, f"shape: the sizes of {excerpt(shape)} overflow 64 bits")
+        raise _entry_error(path, name, f"shape: the sizes of {excerpt(shape)} overflow 64 bits")
     return TensorEntry(name, number, DTYPES[dtype], tuple(shape), data_start + begin, data_start + end)
 
 
-def _faulty(path: str, name: str, text: str) -> CheckpointError:
+def _entry_error(path: str, name: str, text: str) -> CheckpointError:
     return CheckpointError(f"{path}: tensor {excerpt(name)}: {text}.")
 
 
@@ -124,7 +124,7 @@ def _check_coverage(path: str, data_start: int, size_bytes: int, entries: Iterab
             fault = "overlaps the tensor before it" if entry.start < covered else "leaves a hole before it"
             begin, expected = entry.start - data_start, covered - data_start
             text = f"data_offsets: expected to begin at {expected}, found {begin}, which {fault}"
-            raise _faulty(path, entry.name, text)
+            raise _entry_error(path, entry.name, text)
         covered = entry.stop
     if covered != size_bytes:
         fault = "is truncated" if covered > size_bytes else "has bytes that belong to no tensor"
@@ -136,7 +136,7 @@ def _check_coverage(path: str, data_start: int, size_bytes: int, entries: Iterab
 
 @dataclass(frozen=True)
 class NotedShard:
-    """What transformers would write into the file `name`: lazy `tensors`, and `metadata` for its header.
+    """The contents that transformers would write into the file `name`: lazy `tensors`, and `metadata` for its header.
 
     For those in `packed`, the lazy tensor is the flat bytes of a tensor with the dtype and shape of the entry.
     """

@@ -50,7 +50,7 @@ class Fault:
 
 @dataclass
 class Soundness:
-    """What was checked (`shards`, by name) and what was found.
+    """The result of a check of `shards`, which are names of files.
 
     `tensors` and `nbytes` count what is in shards with sound headers; `notes` are odd, and no faults.
     """
@@ -67,20 +67,22 @@ class Soundness:
 
 def check_soundness(path: str | os.PathLike[str]) -> Soundness:
     """Check all of a checkpoint: a folder, or one file."""
-    found = Soundness()
+    soundness = Soundness()
     folder = Path(path)
     weight_map: dict[str, str] | None = None
     if folder.is_file():
-        found.shards, folder = [folder.name], folder.parent
+        soundness.shards, folder = [folder.name], folder.parent
     else:
-        found.shards, weight_map = _shards_and_map(folder, found)
-    check_tensors(_check_headers(folder, found), weight_map, found)
-    leftovers = sorted({entry.name for entry in folder.glob("*.safetensors")} - set(found.shards))
+        soundness.shards, weight_map = _shards_and_map(folder, soundness)
+    check_tensors(_check_headers(folder, soundness), weight_map, soundness)
+    leftovers = sorted({entry.name for entry in folder.glob("*.safetensors")} - set(soundness.shards))
     if weight_map is not None and leftovers:
-        found.notes.append(f"Safetensors files that the index does not name: {', '.join(map(excerpt, leftovers))}.")
-    _check_config(folder, found)
-    _note_links(folder, found)
-    return found
+        soundness.notes.append(
+            f"Safetensors files that the index does not name: {', '.join(map(excerpt, leftovers))}."
+        )
+    _check_config(folder, soundness)
+    _note_links(folder, soundness)
+    return soundness
 
 
 def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] | None]:
@@ -95,55 +97,57 @@ def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] |
     path = Path(path)
     if path.is_file():
         return [str(path)], None
-    found = Soundness()
-    names, weight_map = _shards_and_map(path, found)
-    if found.faults:
-        raise CheckpointError(f"{path / found.faults[0].file}: {found.faults[0].message}")
+    soundness = Soundness()
+    names, weight_map = _shards_and_map(path, soundness)
+    if soundness.faults:
+        raise CheckpointError(f"{path / soundness.faults[0].file}: {soundness.faults[0].message}")
     files = [str(path / name) for name in names]
     check_files(files)
     return files, weight_map
 
 
-def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str, str] | None]:
+def _shards_and_map(folder: Path, soundness: Soundness) -> tuple[list[str], dict[str, str] | None]:
     # A link to nowhere counts: its file is missing.
     for single, index in WEIGHTS:
         if os.path.lexists(folder / single):
             return [single], None
         if os.path.lexists(folder / index):
-            weight_map = read_weight_map(folder / index, found)
+            weight_map = read_weight_map(folder / index, soundness)
             if weight_map is not None:
                 return sorted(set(weight_map.values())), weight_map
             break
     names = sorted(entry.name for entry in folder.glob("*.safetensors"))
     of_a_set = next((name for name in names if _SHARD_OF_SET.fullmatch(name)), None)
-    if found.faults:
+    if soundness.faults:
         pass  # the index cannot be used; the shards beside it are checked all the same
     elif of_a_set:
         message = f"{of_a_set} is one of several shards, but there is no index. Download or save the checkpoint again."
-        found.fault(INDEX, "missing", message)
+        soundness.fault(INDEX, "missing", message)
     elif not names:
         message = "The folder holds neither this file, nor an index, nor any safetensors file."
-        found.fault(SINGLE, "missing", f"{message}{_advice_on(folder)}")
+        soundness.fault(SINGLE, "missing", f"{message}{_advice_on(folder)}")
     return names, None
 
 
 def _advice_on(folder: Path) -> str:
-    """What to name instead of a folder without weights: a trainer's output has a folder for each checkpoint."""
+    """Advise what to name in place of a folder without weights: a trainer's output has one for each checkpoint."""
     below = (entry for entry in folder.glob("[!.]*") if has_weights(entry))
     if newest := max(below, key=os.path.getmtime, default=None):
         return f" A folder in it does: give {excerpt(newest.name)}, the newest."
     return " from_pretrained(FOLDER, gguf_file=NAME) loads its GGUF file." if any(folder.glob("*.gguf")) else ""
 
 
-def read_weight_map(path: Path, found: Soundness) -> dict[str, str] | None:
+def read_weight_map(path: Path, soundness: Soundness) -> dict[str, str] | None:
     """The weight map without its faulty entries; None if nothing of it can be used."""
     try:
         fields = parse_object(read_index_text(path), str(path))
     except (ReadError, CheckpointError) as error:
-        found.fault(path.name, "unreadable" if isinstance(error, ReadError) else "index", _without_path(error, path))
+        soundness.fault(
+            path.name, "unreadable" if isinstance(error, ReadError) else "index", _without_path(error, path)
+        )
         return None
     for fault in faults_of_index(str(path), fields):
-        found.fault(path.name, "index", fault)
+        soundness.fault(path.name, "index", fault)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         return None
@@ -154,14 +158,14 @@ def read_weight_map(path: Path, found: Soundness) -> dict[str, str] | None:
     }
 
 
-def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointMap]:
+def _check_headers(folder: Path, soundness: Soundness) -> dict[str, CheckpointMap]:
     """The index of each shard whose header is sound, on its own so that no fault hides another shard's."""
     indexes: dict[str, CheckpointMap] = {}
-    for name in found.shards:
+    for name in soundness.shards:
         path = folder / name
         if not path.exists():
             why = "It is a link to a file that is not there" if path.is_symlink() else "The file is not there"
-            found.fault(name, "missing", f"{why}. Download or save the checkpoint again.")
+            soundness.fault(name, "missing", f"{why}. Download or save the checkpoint again.")
             continue
         kind = "link" if path.is_symlink() else "unreadable"
         try:
@@ -169,9 +173,11 @@ def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointMap]:
             kind = "header"
             indexes[name] = read_map([path])
         except (ReadError, CheckpointError) as error:
-            found.fault(name, "unreadable" if isinstance(error, ReadError) else kind, _without_path(error, path))
+            soundness.fault(name, "unreadable" if isinstance(error, ReadError) else kind, _without_path(error, path))
         except NotAMap as why:
-            found.notes.append(f"{name}: {_without_path(why, path)}. So it is no map of bytes, and was not checked.")
+            soundness.notes.append(
+                f"{name}: {_without_path(why, path)}. So it is no map of bytes, and was not checked."
+            )
     return indexes
 
 
@@ -180,18 +186,18 @@ def _without_path(error: Exception, path: Path) -> str:
 
 
 def check_tensors(
-    indexes: Mapping[str, CheckpointMap], weight_map: Mapping[str, str] | None, found: Soundness
+    indexes: Mapping[str, CheckpointMap], weight_map: Mapping[str, str] | None, soundness: Soundness
 ) -> None:
-    """Count what is in the shards with sound headers; each tensor must be in one of them, that which is promised."""
-    found.tensors = sum(len(index.views) for index in indexes.values())
-    found.nbytes = sum(index.shards[0].size_bytes for index in indexes.values())
+    """Count the tensors in shards with sound headers; each must be in one shard, the one that the index promises."""
+    soundness.tensors = sum(len(index.views) for index in indexes.values())
+    soundness.nbytes = sum(index.shards[0].size_bytes for index in indexes.values())
     homes: dict[str, list[str]] = {}
     for shard, index in indexes.items():
         for tensor in index.views:
             homes.setdefault(tensor, []).append(shard)
     for tensor, (first, *others) in homes.items():
         for other in others:
-            found.fault(other, "duplicate", f"Tensor {tensor!r} is in {first} too. Keep one of them.")
+            soundness.fault(other, "duplicate", f"Tensor {tensor!r} is in {first} too. Keep one of them.")
     if weight_map is None:
         return
     for tensor, promised in weight_map.items():
@@ -199,34 +205,34 @@ def check_tensors(
             continue  # a shard without a sound header is a fault already
         if tensor in homes:
             message = f"The index promises tensor {tensor!r} here, but it is in {', '.join(homes[tensor])}."
-            found.fault(promised, "misplaced", message)
+            soundness.fault(promised, "misplaced", message)
         else:
-            found.fault(promised, "missing", f"The index promises tensor {tensor!r} here, but no shard holds it.")
+            soundness.fault(promised, "missing", f"The index promises tensor {tensor!r} here, but no shard holds it.")
     unlisted = sorted(homes.keys() - weight_map.keys())
     if unlisted:
-        found.notes.append(f"Tensors that the index does not list: {len(unlisted)}, among them {unlisted[0]!r}.")
+        soundness.notes.append(f"Tensors that the index does not list: {len(unlisted)}, among them {unlisted[0]!r}.")
 
 
-def _check_config(folder: Path, found: Soundness) -> None:
-    """Without a config that can be read there is no model, however sound the weights are."""
+def _check_config(folder: Path, soundness: Soundness) -> None:
+    """Check that the config, if there is one, can be read: without it sound weights make no model."""
     path = folder / CONFIG
     if not path.is_file():
         return
     try:
         parse_object(path.read_bytes().lstrip(_JSON_SPACE), str(path))  # people write configs, with blank lines too
     except OSError as error:
-        found.fault(CONFIG, "unreadable", f"Cannot read it: {error.strerror or error}.")
+        soundness.fault(CONFIG, "unreadable", f"Cannot read it: {error.strerror or error}.")
     except CheckpointError as error:
-        found.fault(CONFIG, "config", _without_path(error, path))
+        soundness.fault(CONFIG, "config", _without_path(error, path))
 
 
-def _note_links(folder: Path, found: Soundness) -> None:
+def _note_links(folder: Path, soundness: Soundness) -> None:
     """Note links out of the folder: they are read like files, and the user may not know of them."""
     own = Path(os.path.realpath(folder))
-    files = {*found.shards, *(entry.name for entry in folder.iterdir() if entry.is_file())}
+    files = {*soundness.shards, *(entry.name for entry in folder.iterdir() if entry.is_file())}
     links = ", ".join(excerpt(name) for name in sorted(files) if not _is_at_home(folder / name, own))
     if links:
-        found.notes.append(f"Links out of the folder, which a copy of it would need too: {links}.")
+        soundness.notes.append(f"Links out of the folder, which a copy of it would need too: {links}.")
 
 
 def _is_at_home(file: Path, own: Path) -> bool:

@@ -1,6 +1,6 @@
 """The folder of one of our training states, as a map of bytes: where the fp32 values of a model's tensors lie.
 
-What is trained lies in it; buffers and what is frozen in the weights beside it, of which :data:`NAMES` says the names.
+Trained parameters lie in it; buffers and frozen parameters in the weights beside it, whose names are in :data:`NAMES`.
 If conversions compute some of the weights, their exact values are in a file of the state.
 ``state/`` writes these files.
 """
@@ -67,7 +67,7 @@ def read_state(folder: Path) -> CheckpointMap:
 
 
 def _places(folder: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """The names in the files of weights; None for what conversions have made other tensors of."""
+    """Yield each name and its name in the files of weights; None if conversions have made other tensors of it."""
     for kind in ("buffers", "frozen", "trained"):
         of_kind = names.get(kind, {})
         if not isinstance(of_kind, dict):
@@ -83,7 +83,7 @@ def _places(folder: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, str |
 
 
 def _trained(folder: Path) -> list[str]:
-    """What the optimizer trains."""
+    """The names of the parameters that the optimizer trains."""
     try:
         return [str(name) for group in _object(folder / RECORD)["groups"] for name in group["parameters"]]
     except (KeyError, TypeError) as error:
@@ -95,7 +95,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _map(folder: Path, stem: str, first_shard: int = 0) -> CheckpointMap:
-    """Of the file ``STEM.safetensors``, or of its shards; an empty one if there are neither."""
+    """The map of the file ``STEM.safetensors``, or of its shards; an empty one if there are neither."""
     base, _, variant = stem.partition(".")
     index = folder / f"{base}.safetensors.index.{variant}{'.' if variant else ''}json"
     if index.exists():

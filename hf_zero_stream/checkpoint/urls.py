@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..errors import PACKAGE, UrlError
-from ..registry.plugins import missing, plugins
+from ..registry.plugins import missing_plugin_error, plugins
 from ..sources.base import ByteSource, Retries
 
 
@@ -20,7 +20,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 
 
 class UrlCheckpoints(Protocol):
-    """What a plug-in knows of checkpoints behind URLs: a module with these functions.
+    """The functions of a plug-in's module for checkpoints behind URLs.
 
     A `url` is what :meth:`canonical` has returned. All but the first two are called inside a block
     (:func:`..settings.scope.inside`). What transformers looks for by name, a config or a tokenizer, comes by rows of
@@ -28,16 +28,16 @@ class UrlCheckpoints(Protocol):
     """
 
     def canonical(self, path: str, revision: str | None = None, token: Any = None) -> str:
-        """The URL by which a checkpoint is known from now on, given what ``from_pretrained`` was given.
+        """The URL by which a checkpoint is known from now on, from the arguments of ``from_pretrained``.
 
         Raises an UrlError if there can be no checkpoint; asks no server.
         """
 
     def source(self, retries: Retries) -> ByteSource:
-        """What reads files at such URLs; made once for each load."""
+        """Make the source that reads files at such URLs, once for each load."""
 
-    def asked_at_once(self, url: str, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Around a call that is going to need files with these `names`, of which most may not be there."""
+    def prefetching(self, url: str, names: Sequence[str]) -> AbstractContextManager[None]:
+        """A context for a call that is going to need files with these `names`, of which most may not be there."""
 
     def has_file(self, url: str, name: str) -> bool:
         """Whether there is such a file in the checkpoint; raises a ReadError if that cannot be known."""
@@ -51,11 +51,11 @@ class UrlCheckpoints(Protocol):
         """
 
     def check_soundness(self, url: str) -> Soundness:
-        """As :func:`.soundness.check_soundness`."""
+        """Do as :func:`.soundness.check_soundness`."""
 
 
 def checkpoints_at(path: Any) -> UrlCheckpoints:
-    """What is known of checkpoints at URLs such as `path`, which need be none of a checkpoint yet.
+    """The functions for checkpoints at URLs such as `path`, which need be none of a checkpoint yet.
 
     Raises:
         MissingPluginError: the plug-in of this package is not there.
@@ -67,7 +67,7 @@ def checkpoints_at(path: Any) -> UrlCheckpoints:
         return cast(UrlCheckpoints, import_module(sources[found[1].lower()].module, PACKAGE))
     url = repr(without_secrets(str(path)))
     if not any(plugin.name == "remote" for plugin in plugins()):
-        raise missing("remote", url)
+        raise missing_plugin_error("remote", url)
     raise UrlError(
         f"{url}: expected one of {', '.join(f'{scheme}://{source.form}' for scheme, source in sources.items())}. A "
         "folder of this host is given by its path, without file://. A URL must be a str: a Path loses one of its "
@@ -76,5 +76,5 @@ def checkpoints_at(path: Any) -> UrlCheckpoints:
 
 
 def without_secrets(url: str) -> str:
-    """`url` as an error may quote it, without what stands before an @, and the query, which may hold a signature."""
+    """`url` as an error may quote it: without user and password before an @, and without the query's signatures."""
     return re.sub(r"//[^/?#]*@", "//...@", re.sub(r"\?.*", "?...", url, flags=re.DOTALL))

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..errors import PACKAGE, HfZeroStreamError
-from ..registry.plugins import missing, plugins
+from ..registry.plugins import missing_plugin_error, plugins
 from ..reports.text import printable
 
 
@@ -46,9 +46,9 @@ class _CommandGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in OF_PLUGINS and cmd_name not in commands():
-            raise missing(OF_PLUGINS[cmd_name], f"hf-zero-stream {cmd_name}")
+            raise missing_plugin_error(OF_PLUGINS[cmd_name], f"hf-zero-stream {cmd_name}")
         if cmd_name not in self.commands and cmd_name in commands():
-            self.commands[cmd_name] = _made(cmd_name)
+            self.commands[cmd_name] = _load_command(cmd_name)
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
@@ -85,7 +85,7 @@ def _options(
     """Options of no command; the text of the help is that of `app`."""
 
 
-def _made(name: str) -> Any:
+def _load_command(name: str) -> Any:
     """The command `name`, whose module is imported now."""
     module = import_module(commands()[name], PACKAGE)
     alone = typer.Typer(rich_markup_mode=None, add_completion=False)

@@ -1,4 +1,4 @@
-"""Which checkpoints `from_pretrained` can load, for commands that let it."""
+"""Checks of checkpoints for commands that run `from_pretrained` on them."""
 
 from __future__ import annotations
 

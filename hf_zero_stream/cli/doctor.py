@@ -90,7 +90,7 @@ def run(
     if report is not None and bundle is None:
         raise typer.BadParameter("--report: expected --bundle, which it goes into")
     ops: dict[str, bool] = {}
-    looks: dict[str, tuple[str, Callable[[], Iterable[Check]]]] = {
+    checks: dict[str, tuple[str, Callable[[], Iterable[Check]]]] = {
         "versions": ("Versions", _check_versions),
         "storage": ("Storage", lambda: () if path is None else _check_storage(path)),
         "checkpoint": ("Checkpoint", lambda: () if path is None else _check_checkpoint(Path(path))),
@@ -98,18 +98,18 @@ def run(
         # The last: it takes seconds, or ends the process where a library is broken.
         "features": ("What works here", lambda: _check_features(ops)),
     }
-    found: dict[str, list[Check]] = {}
-    for name, (title, look) in looks.items():
+    results: dict[str, list[Check]] = {}
+    for name, (title, run_checks) in checks.items():
         with frame.quiet():
-            found[name] = list(look())
-        if form == "table" and found[name]:
-            frame.show(frame.table((title, "", ""), found[name], left=3), first=name == "versions")
+            results[name] = list(run_checks())
+        if form == "table" and results[name]:
+            frame.show(frame.table((title, "", ""), results[name], left=3), first=name == "versions")
         if name == "versions":
             print("importing all libraries in which functions are replaced ...", file=sys.stderr, flush=True)
-    problems = sum(check.status == "problem" for group in found.values() for check in group)
+    problems = sum(check.status == "problem" for group in results.values() for check in group)
     result = {
         "healthy": not problems,
-        **{name: [check._asdict() for check in group] for name, group in found.items()},
+        **{name: [check._asdict() for check in group] for name, group in results.items()},
         "ops": ops,
     }
     if bundle is not None:
@@ -131,7 +131,7 @@ def _verdict(ops: Mapping[str, bool], problems: int) -> Iterator[str]:
 
 
 def _check_versions() -> Iterator[Check]:
-    """Whether the packages that we need have the versions that we need."""
+    """Check the versions of the packages that we need."""
     yield Check("python", "ok", platform.python_version())
     try:
         wanted = requirements()
@@ -158,19 +158,27 @@ def _check_versions() -> Iterator[Check]:
 
 
 def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
-    """What works with the installed packages; fills `ops` with DeepSpeed's."""
+    """Check what works with the installed packages; fills `ops` with DeepSpeed's."""
     import torch
 
-    from ..extensions import advice_on, left_locks
+    from ..extensions import stale_lock_advice, stale_locks
     from ..ranks.accelerators import kind
 
-    found = kind()
-    yield Check("accelerator", "ok" if found else "no", found or "none that this process can use: ranks run on CPUs")
+    accelerator = kind()
+    yield Check(
+        "accelerator",
+        "ok" if accelerator else "no",
+        accelerator or "none that this process can use: ranks run on CPUs",
+    )
     built = torch.distributed.is_nccl_available()
-    nccl = "this torch is built without it" if not built else "in this torch" + ("" if found else "; there is no GPU")
-    yield Check("NCCL", "ok" if built and found == "cuda" else "no", f"communication between GPUs: {nccl}")
+    nccl = (
+        "this torch is built without it"
+        if not built
+        else "in this torch" + ("" if accelerator else "; there is no GPU")
+    )
+    yield Check("NCCL", "ok" if built and accelerator == "cuda" else "no", f"communication between GPUs: {nccl}")
     yield from _check_table()
-    yield from (Check("lock", "problem", advice_on(lock)) for lock in left_locks())
+    yield from (Check("lock", "problem", stale_lock_advice(lock)) for lock in stale_locks())
     if find_spec("deepspeed"):
         from ..destinations.deepspeed.zero3 import compatible_ops
 
@@ -189,12 +197,12 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
         yield Check(what, "ok" if find_spec(package) else "no", f"package {package}")
     # DeepSpeed compiles its ops with these at first use, unless they were installed compiled.
     for program, advice in (("ninja", "pip install ninja"), ("g++", "install a C++ compiler")):
-        found = shutil.which(program)
-        yield Check(program, "ok" if found else "note", "on the path" if found else f"not on the path: {advice}")
+        is_there = shutil.which(program) is not None
+        yield Check(program, "ok" if is_there else "note", "on the path" if is_there else f"not on the path: {advice}")
 
 
 def _check_table() -> Iterator[Check]:
-    """Whether the installed versions have every function that is replaced in them, and what is lost where not."""
+    """Check that the installed versions have every function that is replaced; say what is lost where one lacks."""
     from ..bindings.table import TABLE
     from ..registry.rows import Weight
     from ..reports.measures import collector_paused
@@ -208,7 +216,7 @@ def _check_table() -> Iterator[Check]:
                 import_module(row.module)
             lacking = row.lacking()
         except Exception as error:  # of their own: a module that is gone, or that fails here
-            lacking = f"{row.name} ({error})" if row.is_of(metadata.version(row.package)) else ""
+            lacking = f"{row.name} ({error})" if row.exists_in(metadata.version(row.package)) else ""
         if lacking:
             lost.setdefault((row.package, row.weight, row.feature), []).append(lacking)
     if not lost:
@@ -225,7 +233,7 @@ def _check_table() -> Iterator[Check]:
 
 
 def _imports(what: str, otherwise: str, *modules: str) -> Check:
-    """Whether our modules can be imported: each then checks what it relies on."""
+    """Check that our modules can be imported: each then checks what it relies on."""
     try:
         for module in modules:
             import_module(f"{PACKAGE}.{module}")
@@ -235,7 +243,7 @@ def _imports(what: str, otherwise: str, *modules: str) -> Check:
 
 
 def _check_storage(path: str) -> Iterator[Check]:
-    """The kind of file system of `path`, and how fast one thread reads the largest file there."""
+    """Tell the kind of file system of `path`, and measure how fast one thread reads the largest file there."""
     if not os.path.exists(path):
         yield Check("path", "problem", f"there is no {path}")
         return
@@ -258,7 +266,7 @@ def _check_storage(path: str) -> Iterator[Check]:
 
 
 def _check_checkpoint(folder: Path) -> Iterator[Check]:
-    """Whether the checkpoint in `folder`, if there is one, is sound."""
+    """Check that the checkpoint in `folder`, if there is one, is sound."""
     from ..checkpoint.contents import soundness_of
 
     if not (folder / "config.json").is_file():
@@ -273,7 +281,7 @@ def _check_checkpoint(folder: Path) -> Iterator[Check]:
 
 
 def _check_settings(accelerate_config: str | None, ds_config: Mapping[str, Any] | None) -> Iterator[Check]:
-    """Variables, accelerate's config file, what its launcher announces, and a DeepSpeed config."""
+    """Check variables, accelerate's config file, what its launcher announces, and a DeepSpeed config."""
     yield from _check_environment()
     path = accelerate_config or _default_config()
     yield Check("accelerate's config", *_accelerate_config(path, "problem" if accelerate_config else "no"))
@@ -312,7 +320,7 @@ def _accelerate_config(path: str, if_missing: str) -> tuple[str, str]:
 
 
 def _check_environment() -> Iterator[Check]:
-    """Settings of ours in environment variables: values that are not allowed, and names that are none."""
+    """Check our settings in environment variables: values that are not allowed, names that are no setting."""
     try:
         found = values_in()
         yield Check("environment", "ok", f"{count_text(len(found), 'setting')} in HF_ZERO_STREAM_...")
@@ -323,7 +331,7 @@ def _check_environment() -> Iterator[Check]:
 
 
 def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
-    """Settings of a DeepSpeed config that are wrong, or that cost."""
+    """Find settings of a DeepSpeed config that are wrong, or that cost."""
     from ..destinations.deepspeed import zero3
 
     sections = {name: config.get(name, {}) for name in ("zero_optimization", "weight_quantization")}

@@ -1,4 +1,4 @@
-"""What commands share: arguments and options, the parsers of their values, and how results are written.
+"""Arguments, options, parsers and output that commands share.
 
 A parser raises typer.BadParameter: typer puts the option's name before the message, and exits with code 2. Results go
 to stdout, as text or as JSON; warnings of libraries and progress go to stderr.
@@ -39,7 +39,7 @@ def json_object(path: str) -> dict[str, Any]:
 
 
 def size(text: str) -> int:
-    """Parses a size such as "80GiB" into bytes."""
+    """Parse a size such as "80GiB" into bytes."""
     parsed = parse_size(text)
     if parsed is None or text.strip().isdigit():  # "80" is meant as gigabytes, and would be 80 bytes
         raise typer.BadParameter(f'expected a size such as "80GiB" or "80GB"; got {text!r}')
@@ -47,7 +47,7 @@ def size(text: str) -> int:
 
 
 def file_to_write(*endings: str, draws: bool = False) -> Callable[[str], Path]:
-    """Makes what parses the name of a file of which the ending is one of `endings`, in a folder that is there.
+    """A parser of the name of a file that ends in one of `endings`, in a folder that is there.
 
     If it `draws`, the file is for matplotlib's pictures.
     """
@@ -146,7 +146,7 @@ def _terminal_width() -> int:
 
 
 def quiet() -> redirect_stdout[TextIO]:
-    """Inside, what libraries write to stdout goes to stderr, and DeepSpeed logs errors only.
+    """Send what libraries write to stdout to stderr, inside; DeepSpeed logs errors only.
 
     Its warnings are of this machine's accelerator, which need not be the one that will train.
     """

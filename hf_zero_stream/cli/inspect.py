@@ -17,7 +17,7 @@ from . import frame
 EXAMPLE = "hf-zero-stream inspect Qwen/Qwen3-30B-A3B"
 
 MOST_SHARDS = 8
-"""Of more shards, the table shows the first, the last, and one row for those in between."""
+"""Most shards that the table lists; of more, it shows the first, the last, and one row for those in between."""
 
 
 def run(
@@ -48,30 +48,30 @@ def run(
 def _checkpoint(place: str) -> dict[str, Any]:
     from ..checkpoint.format import dtype_name
     from ..checkpoint.nodes import entries_of
-    from ..engine.places import map_of
+    from ..engine.places import read_checkpoint_map
 
-    found = map_of(place)
+    checkpoint = read_checkpoint_map(place)
     tensors = [
         (name, dtype_name(view.node.dtype), view.sizes, view.numel * view.node.dtype.itemsize)
-        for name, view in found.views.items()
+        for name, view in checkpoint.views.items()
     ]
     dtypes = defaultdict[str, Counter[str]](Counter)
     for _, dtype, _, nbytes in tensors:
         dtypes[dtype].update(tensors=1, bytes=nbytes)
     # A tensor may lie in several files: each has a part of it.
-    counts = Counter(shard for view in found.views.values() for shard in {it.shard for it in entries_of([view])})
+    counts = Counter(shard for view in checkpoint.views.values() for shard in {it.shard for it in entries_of([view])})
     return {
-        "format": found.format,
-        "bytes": sum(shard.size_bytes for shard in found.shards),
+        "format": checkpoint.format,
+        "bytes": sum(shard.size_bytes for shard in checkpoint.shards),
         "shards": [
             {"file": os.path.basename(shard.path), "tensors": counts[number], "bytes": shard.size_bytes}
-            for number, shard in enumerate(found.shards)
+            for number, shard in enumerate(checkpoint.shards)
         ],
         "count": len(tensors),
         "dtypes": dtypes,
         "tensors": _folded(tensors),
-        "promised_in_vain": folded_names(found.absent),
-        "notes": list(found.notes),
+        "promised_in_vain": folded_names(checkpoint.absent),
+        "notes": list(checkpoint.notes),
     }
 
 

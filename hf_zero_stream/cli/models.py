@@ -1,4 +1,4 @@
-"""What transformers makes of a checkpoint: the model, without values, and what a load by stock needs."""
+"""The model that transformers makes of a checkpoint, without values, and the memory that stock's load needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..bindings.table import installed
 from ..errors import CheckpointError, HfZeroStreamError
 from ..loading.dry_load import Forecast, lazily_loaded, load_of_layouts
 from ..planning.footprint import HOST
-from ..registry.rows import Moment
+from ..registry.rows import PatchScope
 from ..settings.config import StreamingConfig
 
 
@@ -33,7 +33,7 @@ def load_arguments(place: str, trust_remote_code: bool, dequantize: bool) -> dic
 
 def _quantisation(place: str) -> str | None:
     """The method by which a checkpoint is quantised, such as "fp8"; None if it is not."""
-    with installed(Moment.BLOCK):  # by which small files come from a URL
+    with installed(PatchScope.BLOCK):  # by which small files come from a URL
         config, _ = PreTrainedConfig.get_config_dict(place)
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     return found and str(found.get("quant_method"))
@@ -46,7 +46,7 @@ def lazy_model(place: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, set
 
 
 def stock_load(forecast: Forecast, place: str, arguments: Mapping[str, Any], device: str) -> dict[str, Any] | None:
-    """What stock transformers and DeepSpeed need for the same load, in bytes; peaks by place, without mapped files.
+    """Bytes that stock transformers and DeepSpeed need for the same load; peaks by place, without mapped files.
 
     None for a quantised checkpoint, of which every stock rank loads all. `forecast` is of any rank.
 
@@ -86,7 +86,7 @@ def stock_load(forecast: Forecast, place: str, arguments: Mapping[str, Any], dev
 
 @contextmanager
 def transformers_errors(path: str) -> Iterator[None]:
-    """Inside, other libraries' errors about a checkpoint or a config become ours, and progress bars are off."""
+    """Turn other libraries' errors about a checkpoint or a config into ours, with progress bars off."""
     were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

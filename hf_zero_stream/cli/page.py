@@ -1,4 +1,4 @@
-"""Writes the page of ``plan --html`` and ``demo --html``: a picture and what the command prints, without scripts."""
+"""The page of ``plan --html`` and ``demo --html``: a picture and what the command prints, without scripts."""
 
 from __future__ import annotations
 

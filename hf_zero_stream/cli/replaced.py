@@ -10,7 +10,7 @@ from typing import Any
 
 from ..bindings.table import OURS, TABLE
 from ..registry.plugins import plugins
-from ..registry.rows import Moment, Row
+from ..registry.rows import PatchScope, Row
 
 
 _HEAD = """\
@@ -28,25 +28,25 @@ page is made from it; `hf-zero-stream doctor --replaced` shows it for what is in
 """
 
 
-def sections() -> Iterator[tuple[Moment, list[tuple[str, Row]]]]:
-    """For each moment its rows, with the name of the plug-in that brings each; "" for the core's."""
+def sections() -> Iterator[tuple[PatchScope, list[tuple[str, Row]]]]:
+    """Yield each patch scope and its rows, with the name of the plug-in that brings each; "" for the core's."""
     brought = [("", OURS), *((plugin.name, plugin.rows) for plugin in plugins())]
-    for moment in TABLE:
-        yield moment, [(name, row) for name, table in brought for row in table.get(moment, ())]
+    for scope in TABLE:
+        yield scope, [(name, row) for name, table in brought for row in table.get(scope, ())]
 
 
 def data() -> list[dict[str, Any]]:
     """The rows as JSON."""
     return [
-        {"installed": moment.description, "plugin": name, **row._asdict(), "weight": row.weight.name.lower()}
-        for moment, rows in sections()
+        {"installed": scope.description, "plugin": name, **row._asdict(), "weight": row.weight.name.lower()}
+        for scope, rows in sections()
         for name, row in rows
     ]
 
 
 def blocks() -> Iterator[str]:
-    """The rows as text: for each moment a heading and a table."""
-    for moment, rows in sections():
+    """The rows as text: for each patch scope a heading and a table."""
+    for scope, rows in sections():
         lines = ["| Library | Function | Ours | Weight |", "|---|---|---|---|"]
         for name, row in rows:
             ours = f"`{row.leads_to.removeprefix('.').removeprefix('hf_zero_stream.')}`" if row.leads_to else ""
@@ -55,7 +55,7 @@ def blocks() -> Iterator[str]:
             )
             of = f"{row.package}{versions}"
             lines.append(f"| {of} | `{row.of.partition(':')[2]}` | {ours} | {row.weight.name.lower()} |")
-        yield f"## {moment.description[0].upper()}{moment.description[1:]}\n\n" + "\n".join(lines)
+        yield f"## {scope.description[0].upper()}{scope.description[1:]}\n\n" + "\n".join(lines)
 
 
 def page() -> str:

@@ -12,7 +12,7 @@ TRIED: dict[str, tuple[str, str]] = {
     "safetensors": ("0.4.3", "0.8.0"),
     "deepspeed": ("0.18.9", "0.19.8"),
 }
-"""By package: from and to. docs/support.md has the same, and what the tests are run with; a test compares them."""
+"""First and last version of each package. docs/support.md has them too, with those of the tests; a test compares."""
 
 
 def newer_than_tried(package: str, version: str) -> str:

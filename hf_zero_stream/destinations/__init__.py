@@ -1,1 +1,1 @@
-"""Where bytes go: the memory that each rank's part of a model lives in."""
+"""Destinations of bytes: the memory that each rank's part of a model lives in."""

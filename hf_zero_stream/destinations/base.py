@@ -1,4 +1,4 @@
-"""The port between bytes and memory: what a load asks of the memory that it fills; and how models are initialised.
+"""The interface of a load to the memory that it fills; and the initialisation of models with partitioned parameters.
 
 A model's own initialisation code must meet real values, and a rank may not have a parameter in full. But that code
 runs over every module and leaves loaded parameters alone, so that gathering all of them would move the whole model
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from ..planning.footprint import MemoryFootprint
 
 
-Sourced = tuple[Any, View]
-"""A parameter, or a flat buffer, and where its values come from."""
+SourcedTensor = tuple[Any, View]
+"""A parameter, or a flat buffer, and the view that gives its values."""
 
 
 class Item(NamedTuple):
-    """What to fill, from what, and where it is.
+    """A target, the view that fills it, and its memory.
 
     Attributes:
         view: gives the values; narrowed to ``target.box`` if there is one (see :func:`narrowed`).
@@ -98,7 +98,7 @@ class Destination(Protocol):
     """The device that this rank trains on."""
 
     into: str = "memory"
-    """What it is, for the report: "ZeRO-3 partitions", for instance."""
+    """The kind of memory, for the report: "ZeRO-3 partitions", for instance."""
 
     hides_zero3: bool = False
     """Whether transformers must not act on an active ZeRO-3 config itself, because this destination partitions."""
@@ -109,8 +109,8 @@ class Destination(Protocol):
     takes_packed: bool = False
     """Whether parameters may be frozen bytes, which the model dequantises in its forward pass (see plugins/packed)."""
 
-    unpacked_because: str = ""
-    """Why they may not, if the user asked for a model that is sharded in another way; else ""."""
+    packing_unsupported_reason: str = ""
+    """The reason why they may not, if the user asked for a model that is sharded in another way; else ""."""
 
     trains_on: str = ""
     """The type of the device that training will use, in a plan for another machine; "": that of :attr:`device`."""
@@ -122,10 +122,10 @@ class Destination(Protocol):
     """Whether parameters stay lazy, for a later load to fill."""
 
     exchange_settings: Sequence[str] = ()
-    """Settings that must be the same on all ranks, because they decide what ranks exchange of what they read."""
+    """Settings that decide which of the values read ranks exchange, and so must be the same on all ranks."""
 
     hints: Hints = Hints(request_bytes=2**20)
-    """How the files that are loaded are best read; a load sets it before it calls :meth:`batches`."""
+    """The source's hints on the files that are loaded; a load sets them before it calls :meth:`batches`."""
 
     recast: Sequence[str] = ()
     """Parameters that got another dtype than transformers wanted for them; known after :meth:`batches`."""
@@ -148,7 +148,7 @@ class Destination(Protocol):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> Sequence[Batch]:
-        """Put into the lazy `model` what it will train, and say in which batches that is to be filled.
+        """Replace the lazy tensors of `model` by those that it will train, and return the batches that fill them.
 
         Args:
             model: its loaded parameters and buffers are :class:`LazyTensor`; missing ones are on the meta device.
@@ -171,7 +171,7 @@ class Destination(Protocol):
         return
 
     def finish(self) -> None:
-        """Called once all batches are finished on all ranks (all ranks)."""
+        """Do what is left when all batches are finished on all ranks (all ranks)."""
         return
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
@@ -182,7 +182,7 @@ class Destination(Protocol):
         initialise()
 
     def complete(self, model: nn.Module) -> None:
-        """Called with the model that the user gets."""
+        """Take note of the model that the user gets."""
         return
 
 
@@ -199,7 +199,7 @@ def item_of(target: Target, view: View, memory: torch.Tensor) -> Item:
     return Item(target, view, lambda: memory)
 
 
-def flat_items(tensors: Mapping[str, Sourced]) -> list[Item]:
+def flat_items(tensors: Mapping[str, SourcedTensor]) -> list[Item]:
     """Items that fill flat tensors, which are there already, from beginning to end."""
     return [
         item_of(Target.whole(name, flat.dtype, flat.numel()), view, flat) for name, (flat, view) in tensors.items()
@@ -213,14 +213,14 @@ def replace_lazy(
     *,
     parameter: Callable[[str, torch.Tensor], nn.Parameter | None],
     buffer: Callable[[torch.Tensor], torch.Tensor | None],
-) -> tuple[dict[str, Sourced], dict[str, Sourced], list[str]]:
-    """Replace the parameters and buffers of `model`, but for `tied` names; what is `missing` has no source.
+) -> tuple[dict[str, SourcedTensor], dict[str, SourcedTensor], list[str]]:
+    """Replace the parameters and buffers of `model`, except `tied` names; a `missing` one has no source.
 
-    `parameter` makes what takes the place of a parameter of this name, `buffer` of a buffer; None leaves the old one.
+    `parameter` makes the new parameter of this name, `buffer` the new buffer; None leaves the old one.
     Returns the new parameters and the new buffers, flat, that have a source, and the parameters with a new dtype.
     """
-    parameters: dict[str, Sourced] = {}
-    buffers: dict[str, Sourced] = {}
+    parameters: dict[str, SourcedTensor] = {}
+    buffers: dict[str, SourcedTensor] = {}
     recast: list[str] = []
     replaced: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -257,19 +257,19 @@ def replace_lazy(
 
 
 def host_buffer(old: torch.Tensor) -> torch.Tensor | None:
-    """For :func:`replace_lazy`: host memory for a lazy buffer; what has none yet is transformers' matter."""
+    """Host memory for a lazy buffer, for :func:`replace_lazy`; transformers itself makes it for other buffers."""
     return torch.empty(old.shape, dtype=old.dtype) if isinstance(old, LazyTensor) else None
 
 
 def buffer_on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
-    """For :func:`replace_lazy`: any buffer on `device`."""
+    """A buffer like `old` on `device`, for :func:`replace_lazy`."""
     if isinstance(old, LazyTensor) or old.is_meta:
         return torch.empty(old.shape, dtype=old.dtype, device=device)
     return old.to(device)
 
 
 def source_of(tensor: torch.Tensor) -> View | None:
-    """Where a parameter's or buffer's values come from, or None if it was not loaded."""
+    """The view that gives a parameter's or buffer's values; None if it was not loaded."""
     if isinstance(tensor, LazyTensor):
         return tensor.view_of_node
     if tensor.is_meta:
@@ -285,7 +285,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def allocating(name: str, nbytes: int, device: torch.device | str, rank: int) -> Iterator[None]:
-    """Raise a LoadError that says that `nbytes` bytes were wanted for `name`, if there is not enough memory inside."""
+    """Raise a LoadError, which names the `nbytes` bytes wanted for `name`, if memory runs out inside."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -338,31 +338,31 @@ def fill_whole(model: nn.Module) -> None:
 _HARMLESS_NAMES = ("dtype", "device", "requires_grad", "is_meta", "is_leaf", "grad_fn")
 _HARMLESS = {getattr(torch.Tensor, name).__get__ for name in _HARMLESS_NAMES}
 
-IsAway = Callable[[Any], bool]
+NeedsFetch = Callable[[Any], bool]
 """Whether a value is a parameter whose full values are not in memory now."""
 
 
-def run_with_what_is_touched(
+def run_with_touched_parameters(
     initialise: Callable[[], None],
     module: nn.Module,
-    is_away: IsAway,
-    present: Callable[[Sequence[Any]], AbstractContextManager[None]],
+    needs_fetch: NeedsFetch,
+    fetched: Callable[[Sequence[Any]], AbstractContextManager[None]],
 ) -> None:
-    """Call `initialise` for `module` inside ``present(touched)``, of the parameters that it touches (all ranks).
+    """Call `initialise` for `module` inside ``fetched(touched)``, of the parameters that it touches (all ranks).
 
-    All ranks must get what is written inside; if `present` is left by an exception, nothing may have changed.
+    All ranks must get what is written inside; if `fetched` is left by an exception, nothing may have changed.
     """
     state = random_state()
     needed: list[Any] = []
     while True:
         try:
-            with present(needed), _TouchGuard(is_away):
+            with fetched(needed), _TouchGuard(needs_fetch):
                 initialise()
             return
         except _Touched as touched:
             # Its other uninitialised parameters will be touched next; fetching them now saves an attempt.
             own = [p for p in module.parameters(recurse=False) if not getattr(p, "_is_hf_initialized", False)]
-            needed = [*needed, *filter(is_away, own), *touched.args]
+            needed = [*needed, *filter(needs_fetch, own), *touched.args]
             set_random_state(state)
 
 
@@ -384,17 +384,17 @@ def set_random_state(state: RandomState) -> None:
 
 
 class _Touched(BaseException):
-    """Initialisation code used parameters that are away; a BaseException, so that no model's `except` hides it."""
+    """Initialisation code used parameters that must be fetched; no model's `except` hides a BaseException."""
 
 
 class _TouchGuard(TorchFunctionMode):
-    def __init__(self, is_away: IsAway) -> None:
+    def __init__(self, needs_fetch: NeedsFetch) -> None:
         super().__init__()
-        self._is_away = is_away
+        self._needs_fetch = needs_fetch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _HARMLESS:
-            touched = [value for value in tree_leaves((args, kwargs)) if self._is_away(value)]
+            touched = [value for value in tree_leaves((args, kwargs)) if self._needs_fetch(value)]
             if touched:
                 raise _Touched(*touched)
         return func(*args, **(kwargs or {}))

@@ -7,7 +7,7 @@ each rank of the group reads whole rows, its share of them, and sends to every o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ CHUNK_BYTES = 4 * 2**20
 """Size of each of the two buffers through which a rank exchanges rows."""
 
 WORTH_BYTES = 2**20
-"""Holes of a parameter that one rank would read, below which an exchange takes longer whatever the source."""
+"""Bytes of holes that one rank would read, below which an exchange takes longer with any source."""
 
 _ALIGNMENT = 16  # bytes; where a part begins in a buffer, so that it can be viewed in any dtype
 
@@ -43,7 +43,7 @@ class Columns(NamedTuple):
         pieces: first and last byte within a row of each rank's columns, in the order of the group.
         rows: how many rows the group holds.
         most_rows: those of the group that has most.
-        place: the device mesh, and the number of its dimension that is the group.
+        mesh_dimension: the device mesh, and the number of its dimension that is the group.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Columns(NamedTuple):
     rank: int
     rows: int
     most_rows: int
-    place: tuple[Any, int]
+    mesh_dimension: tuple[Any, int]
 
     @property
     def row_numel(self) -> int:
@@ -72,18 +72,18 @@ class Columns(NamedTuple):
 
     @property
     def bytes_per_row(self) -> int:
-        """What a row of each rank's share takes of a buffer: there, or as the columns that arrive for it."""
+        """Bytes that a row of each rank's share takes of a buffer: as read, or as the columns that arrive for it."""
         return max(self.row_bytes, len(self.pieces) * max(end - begin for begin, end in self.pieces))
 
 
 def columns_of(
     name: str, local: torch.Tensor, view: View, shard: LocalShard, cuts: Sequence[Cut], spec: Any, hints: Hints
 ) -> Columns | None:
-    """How the ranks along one dimension of a mesh read a parameter together; None if each should read its own part.
+    """Decide how ranks along one dimension of a mesh read a parameter together; None if each reads its own part.
 
     Args:
         view: gives the whole parameter.
-        cuts: what left ``shard.box`` of it.
+        cuts: the cuts that left ``shard.box`` of it.
         spec: the DTensor, or its spec, that says which ranks share the columns.
         hints: of the source. Of n ranks that read together, each saves n bytes of reading for each byte that it gets
             from others.
@@ -160,7 +160,7 @@ class _RowsInExchange(NamedTuple):
         return buffer[self.offset : self.offset + (stop - start) * row_bytes].view(stop - start, row_bytes)
 
     def local_rows(self, rank: int) -> torch.Tensor:
-        """Where this rank's columns of the rows that `rank` reads go, as bytes."""
+        """The memory of this rank's columns of the rows that `rank` reads, as bytes."""
         columns = self.columns
         begin, end = columns.pieces[columns.rank]
         start, stop = (row * (end - begin) for row in self.rows_of(rank))
@@ -174,7 +174,7 @@ def _exchanges(all_columns: Iterable[Columns]) -> Iterator[list[_RowsInExchange]
     for columns in all_columns:
         first = 0
         while first < columns.share:
-            is_other = parts and parts[0].columns.place != columns.place
+            is_other = parts and parts[0].columns.mesh_dimension != columns.mesh_dimension
             most = 0 if is_other else min(columns.share - first, (CHUNK_BYTES - used) // columns.bytes_per_row)
             if most == 0:
                 yield parts
@@ -187,43 +187,58 @@ def _exchanges(all_columns: Iterable[Columns]) -> Iterator[list[_RowsInExchange]
         yield parts
 
 
-def exchange_batches(all_columns: Iterable[Columns], coordinator: Coordinator) -> list[Batch]:
+def column_batches(all_columns: Iterable[Columns], coordinator: Coordinator) -> list[Batch]:
     """Batches that fill the memory of `all_columns`, which come in the same order on all ranks."""
-
-    @cache
-    def buffer(what: str) -> torch.Tensor:
-        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=collective_device())
-
-    def exchange(parts: Sequence[_RowsInExchange]) -> None:
-        mesh, mesh_dim = parts[0].columns.place
-        ranks = range(len(parts[0].columns.pieces))
-        sent, sizes = 0, []
-        for to in ranks:
-            before = sent
-            for part in parts:
-                begin, end = part.columns.pieces[to]
-                rows = part.read_rows(buffer("rows"))[:, begin:end]
-                buffer("sent")[sent : sent + rows.numel()].view(rows.shape).copy_(rows)
-                sent += rows.numel()
-            sizes.append(sent - before)
-        places = [[part.local_rows(of) for part in parts] for of in ranks]
-        expected = [sum(len(place) for place in each) for each in places]
-        received = buffer("rows")[: sum(expected)]  # in place of what has been sent
-        group = mesh.get_group(mesh_dim)
-        coordinator.run(dist.all_to_all_single, received, buffer("sent")[:sent], expected, sizes, group=group)
-        everyones = [place for each in places for place in each]
-        for place, values in zip(everyones, received.split([len(place) for place in everyones]), strict=True):
-            place.copy_(values)
+    exchanger = _ColumnExchanger(coordinator)
 
     def item(part: _RowsInExchange) -> Item:
         target = part.target
-        return Item(
-            target,
-            part.columns.view,
-            lambda: part.read_rows(buffer("rows")).view(-1).view(target.dtype),
-        )
+        return Item(target, part.columns.view, lambda: part.read_rows(exchanger.rows).view(-1).view(target.dtype))
 
     return [
-        Batch([item(part) for part in parts], finish=partial(exchange, parts), is_collective=True, is_temporary=True)
+        Batch(
+            [item(part) for part in parts],
+            finish=partial(exchanger.exchange, parts),
+            is_collective=True,
+            is_temporary=True,
+        )
         for parts in _exchanges(all_columns)
     ]
+
+
+class _ColumnExchanger:
+    """Sends columns of the rows that this rank has read to the ranks that hold them, through two buffers."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """The rows that this rank has read; later, the columns that it receives."""
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=collective_device())
+
+    @cached_property
+    def _sent(self) -> torch.Tensor:
+        return torch.empty_like(self.rows)
+
+    def exchange(self, parts: Sequence[_RowsInExchange]) -> None:
+        """Send and receive the columns of `parts` (all ranks of the group)."""
+        mesh, mesh_dim = parts[0].columns.mesh_dimension
+        ranks = range(len(parts[0].columns.pieces))
+        sent_bytes, sizes = 0, []
+        for rank in ranks:
+            before = sent_bytes
+            for part in parts:
+                begin, end = part.columns.pieces[rank]
+                rows = part.read_rows(self.rows)[:, begin:end]
+                self._sent[sent_bytes : sent_bytes + rows.numel()].view(rows.shape).copy_(rows)
+                sent_bytes += rows.numel()
+            sizes.append(sent_bytes - before)
+        places = [[part.local_rows(rank) for part in parts] for rank in ranks]
+        expected = [sum(map(len, of_rank)) for of_rank in places]
+        received = self.rows[: sum(expected)]  # in place of what has been sent
+        group, sent = mesh.get_group(mesh_dim), self._sent[:sent_bytes]
+        self._coordinator.run(dist.all_to_all_single, received, sent, expected, sizes, group=group)
+        all_places = [place for of_rank in places for place in of_rank]
+        for place, values in zip(all_places, received.split([*map(len, all_places)]), strict=True):
+            place.copy_(values)

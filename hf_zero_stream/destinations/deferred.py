@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
-from ..checkpoint.nodes import Own, View
+from ..checkpoint.nodes import View, WritableParameter
 from ..holdings.holding import LocalShard
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
@@ -18,14 +18,14 @@ from .base import (
     Batch,
     Destination,
     Item,
-    Sourced,
+    SourcedTensor,
     WholeReader,
     allocating,
     flat_items,
     host_buffer,
     item_of,
     replace_lazy,
-    run_with_what_is_touched,
+    run_with_touched_parameters,
 )
 from .replicated import exchange_batches
 
@@ -37,17 +37,17 @@ class Deferred(Destination):
         reader: reads the values of a lazy parameter that is used before it is filled.
         complete: called with the model that the user gets.
         until: when they will be filled, for the report.
-        unpacked_because: why weights may not be packed; "" if they may.
+        packing_unsupported_reason: why weights may not be packed; "" if they may.
     """
 
     leaves_lazy = True
 
     def __init__(
-        self, reader: WholeReader, complete: Callable[[nn.Module], None], until: str, unpacked_because: str
+        self, reader: WholeReader, complete: Callable[[nn.Module], None], until: str, packing_unsupported_reason: str
     ) -> None:
         self.into = f"lazy tensors, which are read when {until}"
-        self.unpacked_because = unpacked_because
-        self.takes_packed = not unpacked_because
+        self.packing_unsupported_reason = packing_unsupported_reason
+        self.takes_packed = not packing_unsupported_reason
         self._reader = reader
         self._complete = complete
 
@@ -58,23 +58,25 @@ class Deferred(Destination):
             if not isinstance(old, LazyTensor):
                 return None
             view = old.view_of_node
-            is_made = bool(view.node.made_together)
-            lazy = LazyTensor.of(view, self._reader) if is_made else LazyTensor.whole(Own.of(view), self._reader)
+            if view.node.joint_batches:
+                lazy = LazyTensor.of(view, self._reader)
+            else:
+                lazy = LazyTensor.whole(WritableParameter.of(view), self._reader)
             return nn.Parameter(lazy, requires_grad=old.requires_grad)
 
         _, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=host_buffer)
         return [Batch(flat_items(buffers))]
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        run_with_what_is_touched(initialise, module, lambda value: isinstance(value, LazyTensor), _present)
+        run_with_touched_parameters(initialise, module, lambda value: isinstance(value, LazyTensor), _fetched)
 
     def complete(self, model: nn.Module) -> None:
         self._complete(model)
 
 
 @contextmanager
-def _present(params: Sequence[Any]) -> Iterator[None]:
-    """Inside, lazy `params` have values; afterwards those that were changed keep them."""
+def _fetched(params: Sequence[Any]) -> Iterator[None]:
+    """Give lazy `params` values, inside; afterwards those that were changed keep them."""
     originals = [nn.Parameter(param.detach(), requires_grad=param.requires_grad) for param in params]
     values = [param.materialise() for param in params]
     for param, value, original in zip(params, values, originals, strict=True):
@@ -96,9 +98,10 @@ class InPlace(Destination):
     They stay the same objects, to which optimizers may refer.
 
     Args:
-        together: names of parameters that are the same on all ranks, which read them for each other.
-        chunk_bytes: of one exchange of these.
-        held: gives what a parameter that is not `together` is a part of, for the digest; None: nobody knows, or all.
+        replicated: names of parameters that are the same on all ranks, which read them for each other.
+        chunk_bytes: size of one exchange of these.
+        shard_of: the local shard that a parameter which is not `replicated` is, for the digest; None: not known, or
+            whole.
     """
 
     into = "lazy tensors of before"
@@ -112,52 +115,52 @@ class InPlace(Destination):
         reader: WholeReader,
         coordinator: Coordinator,
         device: torch.device,
-        together: Collection[str] = (),
+        replicated: Collection[str] = (),
         chunk_bytes: int = 0,
-        held: Callable[[str, torch.Tensor], LocalShard | None] = lambda name, param: None,
+        shard_of: Callable[[str, torch.Tensor], LocalShard | None] = lambda name, param: None,
     ) -> None:
         self.device = device
-        self._together = together
+        self._replicated = replicated
         self._chunk_bytes = chunk_bytes
-        self._held = held
+        self._shard_of = shard_of
         self._reader = reader
         self._coordinator = coordinator
         self._values: list[tuple[LazyTensor, torch.Tensor | None]] = []
-        self._memory: dict[Own, torch.Tensor] = {}
+        self._memory: dict[WritableParameter, torch.Tensor] = {}
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        filled: dict[str, Sourced] = {}
+        filled: dict[str, SourcedTensor] = {}
         for name, param in model.named_parameters():
             if not isinstance(param, LazyTensor) or param.reader is not self._reader:
                 continue
-            own, view = param.node, param.view_of_node
-            if isinstance(own, Own):
+            node, view = param.node, param.view_of_node
+            if isinstance(node, WritableParameter):
                 self._values.append((param, None))
-                if own.memory is not None or own in self._memory:
+                if node.memory is not None or node in self._memory:
                     continue
-                view = View.whole(own.unwritten)
+                view = View.whole(node.unwritten)
             with allocating(name, param.nbytes, param.device, self._coordinator.rank):
                 values = torch.empty(view.sizes, dtype=param.dtype, device=param.device)
-            if isinstance(own, Own):
-                self._memory[own] = values.view(-1)
+            if isinstance(node, WritableParameter):
+                self._memory[node] = values.view(-1)
             else:
                 self._values.append((param, values))
             filled[name] = (values.view(-1), view)
-        shared = {name: filled.pop(name) for name in list(filled) if name in self._together}
+        shared = {name: filled.pop(name) for name in list(filled) if name in self._replicated}
         exchanged = exchange_batches(shared, self._coordinator, self._chunk_bytes, self.device) if shared else []
         return [Batch([self._item(model, name, *sourced) for name, sourced in filled.items()]), *exchanged]
 
     def _item(self, model: nn.Module, name: str, flat: torch.Tensor, view: View) -> Item:
-        shard = self._held(name, model.get_parameter(name))
+        shard = self._shard_of(name, model.get_parameter(name))
         if shard is None or shard.box.numel != flat.numel():
             return item_of(Target.whole(name, flat.dtype, flat.numel()), view, flat)
         return item_of(shard.target(name, flat.dtype), view, flat)
 
     def complete(self, model: nn.Module) -> None:
-        for own, memory in self._memory.items():
-            own.memory = memory
+        for node, memory in self._memory.items():
+            node.memory = memory
         for param, values in self._values:
             param.become(param.in_memory() if values is None else values)
         self._values, self._memory = [], {}

@@ -26,10 +26,10 @@ from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
-from ..registry.plugins import resolved
+from ..registry.plugins import import_object
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
-from .columns import Columns, columns_of, exchange_batches
+from .columns import Columns, column_batches, columns_of
 from .whole import WholeParameters
 
 
@@ -41,8 +41,8 @@ class DTensors(Destination):
     Args:
         trains_on: the type of the device that training will use, for :meth:`footprint`; default: that of `device`.
         adamw: how AdamW will step, likewise; default: as torch chooses.
-        unpacked_because: why weights may not be packed; default: they may, where only FSDP2 shards them.
-        shares_columns: ranks may read together what they hold columns of.
+        packing_unsupported_reason: why weights may not be packed; default: they may, where only FSDP2 shards them.
+        shares_columns: ranks may read together parameters of which each holds columns.
     """
 
     into = "shards"
@@ -56,12 +56,12 @@ class DTensors(Destination):
         *,
         trains_on: str | None = None,
         adamw: AdamW | None = None,
-        unpacked_because: str = "",
+        packing_unsupported_reason: str = "",
         shares_columns: bool = False,
     ) -> None:
         self.device = device
-        self.unpacked_because = unpacked_because or fsdp.why_no_bytes()
-        self.takes_packed = not self.unpacked_because
+        self.packing_unsupported_reason = packing_unsupported_reason or fsdp.why_no_bytes()
+        self.takes_packed = not self.packing_unsupported_reason
         self._shares_columns = shares_columns
         self._adamw = adamw
         self.trains_on = trains_on or device.type
@@ -98,22 +98,22 @@ class DTensors(Destination):
             model, missing, tied, parameter=parameter, buffer=partial(buffer_on, device)
         )
         items: list[Item] = []
-        made_together: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
-        together: list[Columns] = []
+        joint: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
+        shared_columns: list[Columns] = []
         for name, (param, view) in parameters.items():
             local, shard = local_of(param), shards[name]
-            if view.node.made_together:
-                made_together.append((name, view.node, partial(_take_own, local, shard.box)))
+            if view.node.joint_batches:
+                joint.append((name, view.node, partial(_copy_own_part, local, shard.box)))
                 continue
             columns = self._columns(name, local, view, shard) if self._shares_columns else None
             if columns is not None:
-                together.append(columns)
+                shared_columns.append(columns)
             else:
                 items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), local.view(-1)))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
-        batches = [Batch([*items, *flat_items(buffers)]), *exchange_batches(together, self._coordinator)]
-        if made_together:
-            batches += resolved(made_together[0][1].made_together)(made_together, self._coordinator, self.device)
+        batches = [Batch([*items, *flat_items(buffers)]), *column_batches(shared_columns, self._coordinator)]
+        if joint:
+            batches += import_object(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
         return batches
 
     def _columns(self, name: str, local: torch.Tensor, view: View, shard: LocalShard) -> Columns | None:
@@ -169,7 +169,7 @@ class DTensors(Destination):
                 packed.computes_in = fsdp.computes_in(managed)
 
 
-def _take_own(local: torch.Tensor, box: ParameterBox, row: torch.Tensor) -> None:
+def _copy_own_part(local: torch.Tensor, box: ParameterBox, row: torch.Tensor) -> None:
     """Copy this rank's elements of `row`, all of a flat parameter's, into its shard."""
     (((start, stop),),) = box.intervals
     local.copy_(row[start:stop])

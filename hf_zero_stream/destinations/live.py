@@ -1,4 +1,4 @@
-"""Where the values of a model in use are: which destination fills them."""
+"""Chooses the destination that fills a model in use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from .base import Destination
 from .live_whole import LiveWhole
 
 
-def memory_of(
+def live_destination(
     model: nn.Module, coordinator: Coordinator, config: StreamingConfig, *, with_masters: bool = True
 ) -> Destination:
-    """Where the values of `model` are: in shards, in ZeRO's partitions, or whole on every rank.
+    """The destination for the values of `model`: in shards, in ZeRO's partitions, or whole on every rank.
 
-    Without masters, what ZeRO-3 trains in place of parameters keeps its values. Raises a LoadError if there is none.
+    Without masters, what ZeRO-3 trains in place of parameters keeps its values. Raises a LoadError if a parameter has
+    no memory.
     """
     if is_sharded(model):
         from .live_shards import LiveShards  # imports torch's FSDP2

@@ -17,7 +17,7 @@ from ..holdings import fsdp
 from ..holdings.marks import local_of
 from ..holdings.shards import held_of
 from ..ranks.coordinator import Coordinator
-from .base import Batch, Destination, Item, Sourced, flat_items, item_of, narrowed
+from .base import Batch, Destination, Item, SourcedTensor, flat_items, item_of, narrowed
 from .live_whole import live_sources
 
 
@@ -32,12 +32,12 @@ class LiveShards(Destination):
         self.device = next(local_of(param).device for param in model.parameters())
         dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
         self.widest_dtype = reduce(torch.promote_types, dtypes, next(iter(dtypes)))
-        """In which values can be loaded so that no parameter is rounded twice."""
+        """The dtype in which values can be loaded so that no parameter is rounded twice."""
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
+        """Batches that fill the live model with the values of the lazy `model`, which stays as it is."""
         sources = live_sources(self._model, model, missing)
         managed = fsdp.records_by_id(self._model)
         items: list[Item] = []
@@ -48,8 +48,8 @@ class LiveShards(Destination):
         again = [self._comparison(name, sourced, managed) for name, sourced in sources.repeated.items()]
         return [Batch([*items, *flat_items(sources.buffers)], finish=sources.copies.copy), *again]
 
-    def _comparison(self, name: str, sourced: Sourced, managed: Mapping[int, fsdp.Managed]) -> Batch:
-        """Reads the other end of a tie into memory of its own, and compares it with what the parameter has by then."""
+    def _comparison(self, name: str, sourced: SourcedTensor, managed: Mapping[int, fsdp.Managed]) -> Batch:
+        """Read the other end of a tie into memory of its own, and compare it with what the parameter has by then."""
         param, view = sourced
         shard, local = held_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
         values: list[torch.Tensor] = []

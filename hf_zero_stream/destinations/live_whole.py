@@ -13,7 +13,7 @@ from ..holdings.marks import whole_shape
 from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator, collective_device
 from ..settings.config import StreamingConfig
-from .base import Batch, Destination, Sourced, flat_items, source_of
+from .base import Batch, Destination, SourcedTensor, flat_items, source_of
 from .replicated import chunk_bytes, exchange_batches
 
 
@@ -33,7 +33,7 @@ class LiveWhole(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
+        """Batches that fill the live model with the values of the lazy `model`, which stays as it is."""
         parameters, buffers, copies = self._sources(model, missing)
         flat = {name: (copies.flat(name, param), view) for name, (param, view) in parameters.items()}
         exchanged = exchange_batches(flat, self._coordinator, self._chunk_bytes, self.device)
@@ -41,7 +41,7 @@ class LiveWhole(Destination):
 
     def _sources(
         self, model: nn.Module, missing: set[str]
-    ) -> tuple[Mapping[str, Sourced], Mapping[str, Sourced], Copies]:
+    ) -> tuple[Mapping[str, SourcedTensor], Mapping[str, SourcedTensor], Copies]:
         """The first of :func:`live_sources`; a LoadError for values of both ends of a tie, too."""
         parameters, buffers, copies, repeated = live_sources(self._model, model, missing)
         if repeated:
@@ -81,7 +81,7 @@ class Copies:
 
 
 class LiveSources(NamedTuple):
-    """What to fill, by the checkpoint's names.
+    """The tensors to fill, by the checkpoint's names.
 
     Attributes:
         buffers: flat.
@@ -89,47 +89,47 @@ class LiveSources(NamedTuple):
         repeated: other names of `parameters` that the model has tied, and for which the checkpoint has values too.
     """
 
-    parameters: Mapping[str, Sourced]
-    buffers: Mapping[str, Sourced]
+    parameters: Mapping[str, SourcedTensor]
+    buffers: Mapping[str, SourcedTensor]
     copies: Copies
-    repeated: Mapping[str, Sourced]
+    repeated: Mapping[str, SourcedTensor]
 
 
 def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]) -> LiveSources:
-    """Where the tensors of `live_model` get their values from; `lazy_model` has those of the checkpoint.
+    """Pair the tensors of `live_model` with those of the checkpoint, which are in `lazy_model`.
 
     Raises:
         LoadError: a tensor of `live_model` is not there, has another shape or no memory.
     """
     live: dict[str, Any] = dict(named_buffers(live_model, remove_duplicate=False))
     live.update(named_parameters(live_model, remove_duplicate=False))
-    parameters: dict[str, Sourced] = {}
-    buffers: dict[str, Sourced] = {}
-    repeated: dict[str, Sourced] = {}
+    parameters: dict[str, SourcedTensor] = {}
+    buffers: dict[str, SourcedTensor] = {}
+    repeated: dict[str, SourcedTensor] = {}
     copies = Copies()
     seen: set[int] = set()
     for name, lazy in [*lazy_model.named_parameters(), *lazy_model.named_buffers()]:
         view = None if name in missing else source_of(lazy)
         if view is None:
             continue
-        found = live.get(name)
-        shape = None if found is None else whole_shape(found)
-        if found is None or shape != lazy.shape:
+        tensor = live.get(name)
+        shape = None if tensor is None else whole_shape(tensor)
+        if tensor is None or shape != lazy.shape:
             described = "no such tensor" if shape is None else tuple(shape)
             raise LoadError(
                 f"load_into: the checkpoint's {name} has shape {tuple(lazy.shape)}, the model {described}. "
                 "Load a checkpoint of the same architecture and sizes."
             )
-        if found.is_meta:
+        if tensor.is_meta:
             raise LoadError(
                 f"load_into: the model's {name} is on the meta device, without memory. Call "
                 "model.to_empty(device=...) first."
             )
-        if not isinstance(found, nn.Parameter):
-            buffers[name] = (copies.flat(name, found), view)
-        elif id(found) in seen:
-            repeated[name] = (found, view)
+        if not isinstance(tensor, nn.Parameter):
+            buffers[name] = (copies.flat(name, tensor), view)
+        elif id(tensor) in seen:
+            repeated[name] = (tensor, view)
         else:
-            seen.add(id(found))
-            parameters[name] = (found, view)
+            seen.add(id(tensor))
+            parameters[name] = (tensor, view)
     return LiveSources(parameters, buffers, copies, repeated)

@@ -6,7 +6,7 @@ From disk that is 1/N of what plain loading reads on every rank; over the interc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator, all_gather, serves
 from ..settings.config import StreamingConfig
-from .base import Batch, Destination, Item, Sourced, allocating, flat_items, host_buffer, replace_lazy
+from .base import Batch, Destination, Item, SourcedTensor, allocating, flat_items, host_buffer, replace_lazy
 
 
 _HOST = torch.device("cpu")
@@ -24,10 +24,10 @@ _ALIGNMENT = 16  # bytes; each part begins at a multiple of it, so that it can b
 
 
 class _ExchangedPart(NamedTuple):
-    """What this rank brings of one tensor to one exchange.
+    """The part of one tensor that this rank brings to one exchange.
 
     Attributes:
-        target: what it reads; begins with this rank's elements, and may end in padding.
+        target: the memory that it reads into; begins with this rank's elements, and may end in padding.
         share: elements of each rank's share of the tensor, the last one's padding included.
         first: first element of the part within the share.
         offset: where the part begins in a rank's buffer, in bytes.
@@ -76,7 +76,7 @@ def chunk_bytes(config: StreamingConfig, device: torch.device) -> int:
 
 
 def exchange_batches(
-    parameters: Mapping[str, Sourced], coordinator: Coordinator, chunk_bytes: int, device: torch.device
+    parameters: Mapping[str, SourcedTensor], coordinator: Coordinator, chunk_bytes: int, device: torch.device
 ) -> list[Batch]:
     """Batches that fill whole parameters on every rank, of which each rank reads 1/N.
 
@@ -88,44 +88,61 @@ def exchange_batches(
         return [Batch(flat_items({name: (tensor, views[name]) for name, tensor in tensors.items()}))]
     world_size = coordinator.world_size
     rank_bytes = max(_ALIGNMENT, chunk_bytes // world_size // _ALIGNMENT * _ALIGNMENT)
-
-    @cache
-    def buffer(ranks: int, turn: int = 0) -> torch.Tensor:
-        """Memory for so many ranks' buffers. This rank's own are two: one is filled while the other is sent."""
-        # On the device where the default group's collectives want their tensors.
-        on_device = device if serves(device.type) else _HOST
-        return torch.empty(rank_bytes * ranks, dtype=torch.uint8, device=on_device)
-
-    def exchange(parts: Sequence[_ExchangedPart], nbytes: int, turn: int) -> Callable[[], None]:
-        """Begin to exchange the parts (all ranks); returns what waits for them, and puts them into the tensors."""
-        everyone = buffer(world_size)[: world_size * nbytes]
-        wait = coordinator.begin(all_gather, everyone, buffer(1, turn)[:nbytes])
-
-        def end() -> None:
-            wait()
-            for rank, of_rank in enumerate(everyone.split(nbytes)):
-                for part in parts:
-                    tensor = tensors[part.target.name]
-                    start = rank * part.share + part.first
-                    stop = min(start + part.target.numel, (rank + 1) * part.share, tensor.numel())
-                    if start < stop:
-                        tensor[start:stop].copy_(part.memory(of_rank)[: stop - start])
-
-        return end
+    exchanger = _Exchanger(tensors, coordinator, rank_bytes, device)
 
     def item(part: _ExchangedPart, turn: int) -> Item:
-        return Item(part.target, views[part.target.name], lambda: part.memory(buffer(1, turn)))
+        return Item(part.target, views[part.target.name], lambda: part.memory(exchanger.buffer(1, turn)))
 
     return [
         Batch(
             [item(part, number % 2) for part in parts],
-            finish=partial(exchange, parts, nbytes, number % 2),
+            finish=partial(exchanger.begin, parts, nbytes, number % 2),
             is_collective=True,
             is_temporary=True,
             completes={part.target.name: tensors[part.target.name] for part in parts},
         )
         for number, (parts, nbytes) in enumerate(exchanges(tensors, coordinator.rank, world_size, rank_bytes))
     ]
+
+
+class _Exchanger:
+    """Exchanges parts of flat `tensors`; a rank's own buffers, of `rank_bytes`, are two, used in turn.
+
+    One is filled while the other is sent.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, rank_bytes: int, device: torch.device
+    ) -> None:
+        self._tensors, self._coordinator, self._rank_bytes = tensors, coordinator, rank_bytes
+        self._device = device
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+
+    def buffer(self, ranks: int, turn: int = 0) -> torch.Tensor:
+        """Memory for the buffers of so many ranks, made at first use."""
+        if (ranks, turn) not in self._buffers:
+            # On the device where the default group's collectives want their tensors.
+            on_device = self._device if serves(self._device.type) else _HOST
+            self._buffers[ranks, turn] = torch.empty(self._rank_bytes * ranks, dtype=torch.uint8, device=on_device)
+        return self._buffers[ranks, turn]
+
+    def begin(self, parts: Sequence[_ExchangedPart], nbytes: int, turn: int) -> Callable[[], None]:
+        """Begin to exchange the parts (all ranks); the returned function waits, and puts them into the tensors."""
+        received = self.buffer(self._coordinator.world_size)[: self._coordinator.world_size * nbytes]
+        wait = self._coordinator.begin(all_gather, received, self.buffer(1, turn)[:nbytes])
+        return partial(self._end, wait, parts, received.split(nbytes))
+
+    def _end(
+        self, wait: Callable[[], None], parts: Sequence[_ExchangedPart], received: Sequence[torch.Tensor]
+    ) -> None:
+        wait()
+        for rank, of_rank in enumerate(received):
+            for part in parts:
+                tensor = self._tensors[part.target.name]
+                start = rank * part.share + part.first
+                stop = min(start + part.target.numel, (rank + 1) * part.share, tensor.numel())
+                if start < stop:
+                    tensor[start:stop].copy_(part.memory(of_rank)[: stop - start])
 
 
 class Replicated(Destination):

@@ -19,8 +19,8 @@ from ..holdings.marks import has_converted_experts, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, wrapped_child
 
 
-_OF_INSTANCE = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
-"""What a load has put on a model, and the next one makes anew."""
+_LOAD_ATTRIBUTES = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
+"""Attributes that a load has put on a model, and the next one makes anew."""
 
 
 def skeleton_of(model: nn.Module) -> Any:
@@ -60,14 +60,14 @@ def _empty_like(old: nn.Module) -> nn.Module:
     """A module of the class and with the attributes of `old`, that has no tensors, no children and no hooks."""
     cls = fsdp.original_class(old)
     new = object.__new__(cls)
-    vars(new).update({name: value for name, value in vars(old).items() if name not in _OF_INSTANCE})
+    vars(new).update({name: value for name, value in vars(old).items() if name not in _LOAD_ATTRIBUTES})
     kept = {"training", "_non_persistent_buffers_set", "_state_dict_hooks"}
     vars(new).update({name: value for name, value in vars(nn.Module()).items() if name not in kept})
     return new
 
 
 def _ties_of(model: nn.Module) -> dict[str, str]:
-    """As transformers notes ties: each name of a parameter that has several, and the one that is saved."""
+    """Ties as transformers notes them: each name of a parameter that has several -> the one that is saved."""
     declared = model.all_tied_weights_keys
     sources = set(declared.values())
     names: dict[int, list[str]] = {}
@@ -80,7 +80,7 @@ def _ties_of(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def filled(skeleton: nn.Module, lazy: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
+def filled_skeleton(skeleton: nn.Module, lazy: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
     """`skeleton` with `lazy` tensors in place of its own, the names of those that lack one, and no tied ones."""
     missing: set[str] = set()
     for name, _ in [*skeleton.named_parameters(), *skeleton.named_buffers()]:
@@ -99,20 +99,24 @@ def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(named_parameters(model, remove_duplicate=False)), **dict(buffers)}
 
 
-def of_same_shape(model: nn.Module, lazy: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `lazy` tensors whose own names and shapes `model` has."""
+def matching_tensors(model: nn.Module, lazy: Mapping[str, Any]) -> dict[str, Any]:
+    """The `lazy` tensors whose own names and shapes `model` has."""
     shapes = {name: whole_shape(tensor) for name, tensor in own_tensors(model).items()}
     return {name: tensor for name, tensor in lazy.items() if shapes.get(name) == tensor.shape}
 
 
-def stand_in(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[StandIn, set[str], set[str]]:
-    """The `lazy` tensors in place of those of `model`, by own names; what is not there is no part of it."""
+def lazy_module(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[LazyTensorModule, set[str], set[str]]:
+    """A model of the `lazy` tensors alone, by own names of `model`; and no missing and no tied names."""
     buffers = dict(named_buffers(model, remove_duplicate=False))
     of_buffers = {name: tensor for name, tensor in lazy.items() if name in buffers}
-    return StandIn({name: tensor for name, tensor in lazy.items() if name not in buffers}, of_buffers), set(), set()
+    return (
+        LazyTensorModule({name: tensor for name, tensor in lazy.items() if name not in buffers}, of_buffers),
+        set(),
+        set(),
+    )
 
 
-class StandIn(nn.Module):
+class LazyTensorModule(nn.Module):
     """Lazy tensors by the own names of a model's parameters and buffers."""
 
     def __init__(self, parameters: Mapping[str, LazyTensor], buffers: Mapping[str, LazyTensor]) -> None:

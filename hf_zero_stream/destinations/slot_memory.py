@@ -1,4 +1,4 @@
-"""Memory of what an optimizer keeps for each element (see :mod:`..holdings.slots`), which a resume fills."""
+"""Memory of an optimizer's states for each element (see :mod:`..holdings.slots`), which a resume fills."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SlotMemory(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Those that fill the slots with lazy parameters, which have the names of states before their own."""
+        """Batches that fill the slots with lazy parameters, whose names are ``STATE.NAME``."""
         views = {name: source_of(param) for name, param in model.named_parameters()}
         trained = [(key, member.name) for slot, keys in self._wanted for key in keys for member in slot.members]
         if lacking := sorted({(key, name) for key, name in trained if views.get(f"{key}.{name}") is None}):
@@ -60,7 +60,7 @@ def _items(slot: Slot, key: str, views: Mapping[str, Any]) -> Iterator[Item]:
     for member in slot.members:
         start, stop = (0, member.box.numel) if member.is_whole else (member.start, member.stop)
         view = views[f"{key}.{member.name}"]
-        # Of what has been converted, there may be nothing but the box.
+        # Converted parameters are already cut to the box.
         box = None if member.box.is_whole or view.sizes != member.box.shape else member.box
         target = Target(
             f"{member.name} ({key})",

@@ -15,7 +15,7 @@ from ..holdings.holding import LocalShard
 from ..holdings.marks import local_of
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
-from .base import random_state, run_with_what_is_touched, set_random_state
+from .base import random_state, run_with_touched_parameters, set_random_state
 
 
 class WholeParameters:
@@ -38,34 +38,34 @@ class WholeParameters:
                 self._names.setdefault(id(param), []).append(name)
         for names in self._names.values():
             names.sort(key=lambda name: name not in shards)
-        self._rank_0s: Any = None
+        self._rank_0_state: Any = None
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        mine = random_state()
-        if self._rank_0s is None:
-            self._rank_0s = self._coordinator.broadcast(random_state)
-            self._is_rank_0s = _equal(mine, self._rank_0s)
-        if not self._is_rank_0s:
-            set_random_state(self._rank_0s)
+        own_state = random_state()
+        if self._rank_0_state is None:
+            self._rank_0_state = self._coordinator.broadcast(random_state)
+            self._has_rank_0_state = _equal(own_state, self._rank_0_state)
+        if not self._has_rank_0_state:
+            set_random_state(self._rank_0_state)
         try:
-            run_with_what_is_touched(initialise, module, lambda value: id(value) in self._names, self._present)
+            run_with_touched_parameters(initialise, module, lambda value: id(value) in self._names, self._fetched)
         finally:
-            if not self._is_rank_0s:
-                self._rank_0s = random_state()
-                set_random_state(mine)
+            if not self._has_rank_0_state:
+                self._rank_0_state = random_state()
+                set_random_state(own_state)
 
     @contextmanager
-    def _present(self, params: Sequence[Any]) -> Iterator[None]:
-        """Inside, whole parameters stand in the places of `params`; what is written to them is kept."""
-        whole = {names[0]: self._made_whole(names[0], param) for param in params if (names := self._names[id(param)])}
+    def _fetched(self, params: Sequence[Any]) -> Iterator[None]:
+        """Replace `params` by whole parameters, inside; what is written to those is kept."""
+        whole = {names[0]: self._gathered(names[0], param) for param in params if (names := self._names[id(param)])}
         originals = {name: self._model.get_parameter(name) for name in whole}
         for name, values in whole.items():
-            self._put(self._names[id(originals[name])], values)
+            self._replace(self._names[id(originals[name])], values)
         try:
             yield
         finally:
             for name, original in originals.items():
-                self._put(self._names[id(original)], original)
+                self._replace(self._names[id(original)], original)
         for name, original in originals.items():
             values = whole[name].detach()
             for block, within in self._shards[name].box.blocks() if name in self._shards else ():
@@ -73,12 +73,12 @@ class WholeParameters:
             original.requires_grad_(whole[name].requires_grad)  # some models freeze where they initialise
             self._missing.difference_update(self._names[id(original)])
 
-    def _put(self, names: Iterable[str], param: nn.Parameter) -> None:
+    def _replace(self, names: Iterable[str], param: nn.Parameter) -> None:
         for name in names:
             path, _, key = name.rpartition(".")
             self._model.get_submodule(path)._parameters[key] = param
 
-    def _made_whole(self, name: str, param: Any) -> nn.Parameter:
+    def _gathered(self, name: str, param: Any) -> nn.Parameter:
         local, shard = local_of(param), self._shards.get(name)
         is_new = shard is None or name in self._missing
         # What has no shard is going to be tied to another parameter: it stays on the meta device.
@@ -101,5 +101,5 @@ def _slices(block: ParameterBox) -> tuple[slice, ...]:
     return tuple(slice(*intervals[0]) for intervals in block.intervals)
 
 
-def _equal(mine: Any, theirs: Any) -> bool:
-    return all(one is other is None or torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+def _equal(first: Any, second: Any) -> bool:
+    return all(one is other is None or torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -12,7 +12,7 @@ from math import ceil, floor, lcm, prod
 import torch
 
 from ..checkpoint.nodes import Blockwise, HostTensor, Leaf, Node, Opaque, Pointwise, Stored, View, row_major_strides
-from ..planning.boxes import Axis, Box, Placed, box_of_view, place, regions_of_box
+from ..planning.boxes import Axis, Box, CoordinateBox, box_of_view, regions_of_box, to_coordinates
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
 from ..ranks.accelerators import is_accelerator, settle
 from ..sources.base import ByteSource
@@ -45,16 +45,16 @@ class Evaluator:
         else:
             yield self.flat(leaf)[box.at :].as_strided(box.sizes, box.at_strides), box.to_strides, box.to
 
-    def cut(self, leaf: Pointwise | Blockwise, box: Box, limit: int) -> Iterator[Placed]:
+    def cut(self, leaf: Pointwise | Blockwise, box: Box, limit: int) -> Iterator[CoordinateBox]:
         """Cut `box` of the buffer of `leaf` into parts of at most `limit` elements, as far as blocks allow."""
-        for placed in place(box, leaf.sizes):
+        for placed in to_coordinates(box, leaf.sizes):
             yield from _bounded(placed, leaf, self.blocks_of(leaf), limit)
 
     def blocks_of(self, leaf: Pointwise | Blockwise) -> tuple[int, ...]:
         """Along each dimension of `leaf`, parts end at multiples of it."""
         return leaf.blocks if isinstance(leaf, Blockwise) else (1,) * len(leaf.sizes)
 
-    def of_part(self, node: Pointwise | Blockwise, part: Placed) -> Part:
+    def of_part(self, node: Pointwise | Blockwise, part: CoordinateBox) -> Part:
         values = self._pointwise(node, part) if isinstance(node, Pointwise) else self._blockwise(node, part)
         return values, [axis.to_stride for axis in part.axes], part.to
 
@@ -71,7 +71,7 @@ class Evaluator:
             case _:
                 raise TypeError(f"a {type(leaf).__name__} has no values to place")
 
-    def _pointwise(self, node: Pointwise, part: Placed) -> torch.Tensor:
+    def _pointwise(self, node: Pointwise, part: CoordinateBox) -> torch.Tensor:
         def value_of(view: View) -> torch.Tensor:
             if view.sizes:
                 box = box_of_view(view, part)
@@ -81,7 +81,7 @@ class Evaluator:
         result: torch.Tensor = node.result(value_of)
         return result
 
-    def _blockwise(self, node: Blockwise, part: Placed) -> torch.Tensor:
+    def _blockwise(self, node: Blockwise, part: CoordinateBox) -> torch.Tensor:
         """Computed from the blocks that `part` touches."""
         last = list(part.at)
         for axis in part.axes:
@@ -214,7 +214,7 @@ class ShardEvaluator(Evaluator):
                 self._place(leaf, placement, destinations[placement.target])
         self._last_result = None
 
-        def work(parts: Iterator[tuple[Pointwise | Blockwise, Placement, Placed]]) -> None:
+        def work(parts: Iterator[tuple[Pointwise | Blockwise, Placement, CoordinateBox]]) -> None:
             for leaf, placement, part in parts:
                 destination = destinations[placement.target]
                 _copy(_pinned(self.of_part(leaf, part), destination), destination, placement.casts)
@@ -260,7 +260,9 @@ def _copy(part: Part, destination: torch.Tensor, casts: Sequence[torch.dtype]) -
     copy_cast(destination[to:].as_strided(values.shape, strides), values, casts)
 
 
-def _bounded(placed: Placed, node: Pointwise | Blockwise, blocks: Sequence[int], limit: int) -> Iterator[Placed]:
+def _bounded(
+    placed: CoordinateBox, node: Pointwise | Blockwise, blocks: Sequence[int], limit: int
+) -> Iterator[CoordinateBox]:
     """Cut `placed` where blocks end into parts of at most `limit` elements, or of one block."""
     strides = _source_strides(node)
 
@@ -285,12 +287,12 @@ def _bounded(placed: Placed, node: Pointwise | Blockwise, blocks: Sequence[int],
         if axis.dim >= 0:
             index[axis.dim] += begin * axis.step
         axes = (*placed.axes[:position], axis._replace(size=end - begin), *placed.axes[position + 1 :])
-        yield from _bounded(Placed(tuple(index), axes, placed.to + begin * axis.to_stride), node, blocks, limit)
+        yield from _bounded(CoordinateBox(tuple(index), axes, placed.to + begin * axis.to_stride), node, blocks, limit)
         begin = end
 
 
 def _source_strides(node: Pointwise | Blockwise) -> list[int]:
-    """For each dimension of `node`, how far apart its neighbours are in the inputs; a last entry stands for none."""
+    """The distance of neighbours in the inputs along each dimension of `node`; a last entry, 0, stands for none."""
     strides = [0] * (len(node.sizes) + 1)
     for number, view in enumerate(node.inputs()):
         part = node.parts[number] if isinstance(node, Blockwise) else {dim: (dim, 1) for dim in range(len(view.sizes))}

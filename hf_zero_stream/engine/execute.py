@@ -25,11 +25,11 @@ from .lanes import Lane, lane_for
 Item = TypeVar("Item")
 
 PHASES = ("read", "convert", "copy")
-"""What threads do: wait for the source, copy out of staging buffers with a cast, and without."""
+"""The phases of a thread: waiting for the source, copying out of staging buffers with a cast, and without."""
 
 
-TELL_S = 0.01
-"""How often a thread tells how far it is: not after each read, for all threads want Python's lock for it."""
+PROGRESS_INTERVAL_S = 0.01
+"""Interval at which a thread reports progress: not after each read, because all threads need the GIL for it."""
 
 
 def execute_reads(
@@ -52,57 +52,73 @@ def execute_reads(
     if not plan.reads:
         return {}, 0
     first = int(begin * len(plan.reads))
-    new_lane = lane_for(destinations, max(read.length for read in plan.reads))
-    writable = [
-        memoryview(d.detach().view(torch.uint8).numpy()) if d.device.type == "cpu" else None for d in destinations
-    ]
-    pages = HugePages(destinations)
-    by_thread: list[tuple[dict[str, float], int]] = []
+    executor = _ReadExecutor(plan, destinations, source, on_bytes)
+    began = time.perf_counter()
+    run_in_threads(chain(plan.reads[first:], plan.reads[:first]), executor.work, threads)
+    wall = time.perf_counter() - began
+    total = {phase: sum(seconds[phase] for seconds, _ in executor.by_thread) for phase in PHASES}
+    factor = wall / (sum(total.values()) or 1.0)
+    staging_bytes = sum(nbytes for _, nbytes in executor.by_thread)
+    return {phase: factor * value for phase, value in total.items()}, staging_bytes
 
-    def work(reads: Iterator[Read]) -> None:
+
+class _ReadExecutor:
+    """Carries out reads in several threads, each with a lane of its own."""
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        destinations: Sequence[torch.Tensor],
+        source: ByteSource,
+        on_bytes: Callable[[int], None] | None,
+    ) -> None:
+        self._destinations, self._source, self._on_bytes = destinations, source, on_bytes
+        self._new_lane = lane_for(destinations, max(read.length for read in plan.reads))
+        self._writable = [
+            memoryview(d.detach().view(torch.uint8).numpy()) if d.device.type == "cpu" else None for d in destinations
+        ]
+        self._pages = HugePages(destinations)
+        self.by_thread: list[tuple[dict[str, float], int]] = []
+        """Seconds by phase, and bytes of staging buffers, of each thread that has ended."""
+
+    def work(self, reads: Iterator[Read]) -> None:
+        """Carry out `reads` in this thread, and report progress."""
         seconds = dict.fromkeys(PHASES, 0.0)
-        nbytes, told = 0, time.perf_counter()
-        with new_lane() as lane:
+        nbytes, reported_at = 0, time.perf_counter()
+        with self._new_lane() as lane:
             for read in reads:
-                carry_out(read, lane, seconds)
+                self._carry_out(read, lane, seconds)
                 nbytes += read.length
-                if on_bytes is not None and time.perf_counter() > told + TELL_S:
-                    on_bytes(nbytes)
-                    nbytes, told = 0, time.perf_counter()
-        if on_bytes is not None:
-            on_bytes(nbytes)
-        by_thread.append((seconds, lane.allocated_bytes))
+                if self._on_bytes is not None and time.perf_counter() > reported_at + PROGRESS_INTERVAL_S:
+                    self._on_bytes(nbytes)
+                    nbytes, reported_at = 0, time.perf_counter()
+        if self._on_bytes is not None:
+            self._on_bytes(nbytes)
+        self.by_thread.append((seconds, lane.allocated_bytes))
 
-    def carry_out(read: Read, lane: Lane, seconds: dict[str, float]) -> None:
+    def _carry_out(self, read: Read, lane: Lane, seconds: dict[str, float]) -> None:
         began = time.perf_counter()
-        for piece in read.pieces if pages.are_wanted else ():
+        for piece in read.pieces if self._pages.are_wanted else ():
             if piece.box.numel == piece.box.to_extent:  # without holes
-                destination = destinations[piece.target]
+                destination = self._destinations[piece.target]
                 itemsize = destination.element_size()
-                pages.populate(destination, piece.box.to * itemsize, piece.box.numel * itemsize)
-        buffers = _in_place(read, writable)
+                self._pages.populate(destination, piece.box.to * itemsize, piece.box.numel * itemsize)
+        buffers = _buffers_in_place(read, self._writable)
         if buffers is not None:
-            source.read_into(read.shard, read.start, buffers)
+            self._source.read_into(read.shard, read.start, buffers)
             seconds["read"] += time.perf_counter() - began
             return
         staging = lane.buffer(read.length)
-        source.read_into(read.shard, read.start, [memoryview(staging.numpy())])
+        self._source.read_into(read.shard, read.start, [memoryview(staging.numpy())])
         before = time.perf_counter()
         seconds["read"] += before - began
-        lane.copy(read, staging, destinations)
+        lane.copy(read, staging, self._destinations)
         has_casts = any(piece.casts for piece in read.pieces)
         seconds["convert" if has_casts else "copy"] += time.perf_counter() - before
 
-    began = time.perf_counter()
-    run_in_threads(chain(plan.reads[first:], plan.reads[:first]), work, threads)
-    wall = time.perf_counter() - began
-    total = {phase: sum(seconds[phase] for seconds, _ in by_thread) for phase in PHASES}
-    factor = wall / (sum(total.values()) or 1.0)
-    return {phase: factor * value for phase, value in total.items()}, sum(size for _, size in by_thread)
 
-
-def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryview] | None:
-    """Where the bytes of `read` go without staging, or None if some piece needs a cast, a scatter or a device copy."""
+def _buffers_in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryview] | None:
+    """The buffers that take `read` without staging; None if a piece needs a cast, a scatter or a device copy."""
     buffers: list[memoryview] = []
     position = read.start
     for piece in read.pieces:
@@ -118,10 +134,10 @@ def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryv
 
 
 SMALL_PAGES_BYTES_PER_SECOND = 2e9
-"""What a thread gets when it touches fresh memory page by page (of 4 KiB); with huge pages at hand, over 1e10."""
+"""Rate at which a thread touches fresh memory in pages of 4 KiB; with huge pages at hand, over 1e10."""
 
 CREDIT_SECONDS = 0.03
-"""How much longer than small pages huge ones may take before they are given up."""
+"""Time that huge pages may take beyond that of small ones before they are given up."""
 
 
 class HugePages:

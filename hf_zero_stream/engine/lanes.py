@@ -1,4 +1,4 @@
-"""How one reader thread moves values from its staging buffers into destinations, on a CPU or on GPUs."""
+"""Lanes: a reader thread's staging buffers, and the copies out of them into destinations, on a CPU or on GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Lane:
     def __init__(self, devices: Sequence[torch.device], nbytes: int) -> None:
         self._nbytes = nbytes
         self._filled: list[tuple[torch.Tensor, Any]] = []
-        """Buffers with copies under way, and the mark behind those; the oldest first."""
+        """Buffers with copies under way, the oldest first, each with the mark behind its copies."""
         self._current: torch.Tensor | None = None
 
     def __enter__(self) -> Lane:
@@ -79,8 +79,8 @@ class Lane:
         """Block until everything before `mark` is done."""
 
 
-FEW_PIECES = 2
-"""So many pieces of one read, which need no cast, are copied straight to where they go."""
+MOST_DIRECT_PIECES = 2
+"""At most this many pieces of one read, which need no cast, are copied straight into the destination."""
 
 
 class SideLane(Lane):
@@ -101,7 +101,7 @@ class SideLane(Lane):
         self._streams = {device: side_streams(device)[number % 2] for device in devices}
         self._begin = begin
         self._events: list[Sequence[torch.Event]] = []
-        """Those that marked buffers which are free again."""
+        """Events to reuse: the buffers that they marked are free again."""
         self._on_device = on_device(devices[0])
 
     def __enter__(self) -> Lane:
@@ -118,9 +118,9 @@ class SideLane(Lane):
             self._on_device.__exit__(*exception)
 
     def copy(self, read: Read, staging: torch.Tensor, destinations: Sequence[torch.Tensor]) -> None:
-        """As :meth:`Lane.copy`. Many pieces cross the bus in one run; the device casts and scatters, at no cost.
+        """Copy as :meth:`Lane.copy`. Many pieces cross the bus in one run; the device casts and scatters, at no cost.
 
-        An H100 gets 15 GB/s of pieces of 1.3 MB that cross it one by one, and 21 of such that cross it together.
+        An H100 gets 15 GB/s of pieces of 1.3 MB that cross it one by one, and 21 GB/s of such that cross it together.
         """
         by_device: dict[torch.device, list[Piece]] = {}
         for piece in read.pieces:
@@ -132,7 +132,7 @@ class SideLane(Lane):
                     _copy(source, piece, destinations[piece.target])
                 continue
             side = self._streams[device]
-            if len(pieces) <= FEW_PIECES and all(piece.is_run for piece in pieces):
+            if len(pieces) <= MOST_DIRECT_PIECES and all(piece.is_run for piece in pieces):
                 with side.stream:
                     _copy_all(staging, read, pieces, destinations)
             else:
@@ -155,7 +155,7 @@ class SideLane(Lane):
 
 
 def lane_for(destinations: Iterable[torch.Tensor], nbytes: int) -> Callable[[], Lane]:
-    """What makes the lane of each thread that fills `destinations`, after what the caller's streams do now."""
+    """A function that makes the lane of a thread that fills `destinations`, after what the caller's streams do now."""
     devices = sorted({each.device for each in destinations if is_accelerator(each.device)}, key=str)
     if not devices:
         return partial(Lane, devices, nbytes)
@@ -165,23 +165,23 @@ def lane_for(destinations: Iterable[torch.Tensor], nbytes: int) -> Callable[[], 
 
 def _copy(source: torch.Tensor, piece: Piece, destination: torch.Tensor) -> None:
     """Copy `piece` out of `source`, the uint8 values from its beginning on, with its casts."""
-    copy_cast(*_placed(source, 0, piece, destination), piece.casts)
+    copy_cast(*_destination_and_values(source, 0, piece, destination), piece.casts)
 
 
 def _copy_all(source: torch.Tensor, read: Read, pieces: Sequence[Piece], destinations: Sequence[torch.Tensor]) -> None:
     """Copy `pieces` out of `source`, all bytes of `read`, with their casts; queued on the current stream."""
     places, values = [], []
     for piece in pieces:
-        to, found = _placed(source, piece.start - read.start, piece, destinations[piece.target])
+        to, found = _destination_and_values(source, piece.start - read.start, piece, destinations[piece.target])
         places.append(to)
         values.append(reduce(torch.Tensor.to, piece.casts[:-1], found))
     torch._foreach_copy_(places, values, non_blocking=True)
 
 
-def _placed(
+def _destination_and_values(
     source: torch.Tensor, at: int, piece: Piece, destination: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where `piece` goes, and its values, which begin at byte `at` of `source`, without any cast."""
+    """The destination of `piece`, and its values, which begin at byte `at` of `source`, without any cast."""
     box, itemsize = piece.box, piece.dtype.itemsize
     begin = source.storage_offset() + at
     if begin % itemsize:  # a view in another dtype must begin at a multiple of its size
@@ -197,15 +197,15 @@ TILE_BYTES = 2**20
 SMALL_BYTES = 2**16
 """Below this size, calling torch for each tile takes longer than what tiles gain."""
 
-FEWEST = 64
-"""With fewer rows or columns, tiles gain nothing."""
+FEWEST_TILED = 64
+"""Least rows and columns for which tiles gain time."""
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
-"""By the size of an element: the dtype to transpose it as."""
+TRANSPOSE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
+"""The dtype as which to transpose elements, by their size in bytes."""
 
 
 def copy_cast(destination: torch.Tensor, values: torch.Tensor, casts: Sequence[torch.dtype]) -> None:
-    """As :func:`copy_strided`, through the dtypes `casts`, of which the last is the destination's."""
+    """Copy as :func:`copy_strided`, through the dtypes `casts`, of which the last is the destination's."""
     copy_strided(destination, reduce(torch.Tensor.to, casts[:-1], values))
 
 
@@ -220,8 +220,8 @@ def copy_strided(destination: torch.Tensor, values: torch.Tensor) -> None:
         return
     column, row = _innermost(values), _innermost(destination)
     rows, columns = values.shape[row], values.shape[column]
-    is_small = min(rows, columns) < FEWEST or values.numel() * values.element_size() < SMALL_BYTES
-    if column == row or is_small or values.element_size() not in WORDS:
+    is_small = min(rows, columns) < FEWEST_TILED or values.numel() * values.element_size() < SMALL_BYTES
+    if column == row or is_small or values.element_size() not in TRANSPOSE_DTYPES:
         destination.copy_(values)
         return
     order = [dim for dim in range(values.dim()) if dim not in (row, column)] + [row, column]
@@ -244,14 +244,14 @@ def _copy_matrices(destination: torch.Tensor, values: torch.Tensor) -> None:
         for to, tile in zip(destination.split(matrices), values.split(matrices), strict=True):
             _transpose(to.transpose(1, 2), tile.contiguous())
     else:
-        rows = max(FEWEST, TILE_BYTES // values[0].nbytes // FEWEST * FEWEST)
+        rows = max(FEWEST_TILED, TILE_BYTES // values[0].nbytes // FEWEST_TILED * FEWEST_TILED)
         for to, tile in zip(destination.split(rows), values.split(rows), strict=True):
             _transpose(to.t()[None], tile.contiguous()[None])
 
 
 def _transpose(destination: torch.Tensor, values: torch.Tensor) -> None:
     """``destination.copy_(values.transpose(1, 2))``, for contiguous `values`."""
-    columns, dtype, word = values.shape[2], values.dtype, WORDS[values.element_size()]
+    columns, dtype, word = values.shape[2], values.dtype, TRANSPOSE_DTYPES[values.element_size()]
     in_pairs = word == torch.int16 and columns % 2 == 0 and values.data_ptr() % 4 == 0
     if in_pairs and destination.dtype == dtype:
         # Two neighbours in a row move as one word of four bytes. Then the lower halves are one column, the upper ones

@@ -29,7 +29,7 @@ from ..reports.measures import AnonymousMemory, PhaseClock
 from ..settings.config import StreamingConfig
 from .opened import OpenCheckpoint
 from .reader import Reader
-from .sameness import HeaderAndSample, description, refuse_differences, refuse_other_shards
+from .sameness import HeaderAndSample, describe_load, refuse_differences, refuse_other_shards
 
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Load:
     """The state of one ``from_pretrained`` that streams; `ds_config` is empty if there is none.
 
-    A load that goes on where another one ended has that one's `checkpoint` (:meth:`.OpenCheckpoint.again`).
+    A load that goes on where another one ended has that one's `checkpoint` (:meth:`.OpenCheckpoint.reopened`).
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Load:
         self.clock = PhaseClock(PHASES)
         self.memory = AnonymousMemory()
         self.plan: LoadPlan | None = None
-        """What this rank reads, once it is known."""
+        """The plan of this rank's reads, once it is known."""
         self.footprint: MemoryFootprint | None = None
         """The memory that this rank needs in the load and in training, if the destination knows it."""
         self.checkpoint = checkpoint or OpenCheckpoint(config, coordinator, device=destination.device)
-        """Where the bytes come from."""
+        """The files that the bytes come from."""
         self._reader = Reader(self.checkpoint, self.clock, self.memory)
         self._map: CheckpointMap | None = None
         self.absent: Mapping[str, AbsentSlice] = {}
@@ -76,11 +76,11 @@ class Load:
         """Release file handles."""
         self.checkpoint.close()
 
-    def look_into(self, file: str) -> CheckpointMap:
-        """What one file holds or describes; where one rank reads for others, rank 0 reads the header (all ranks)."""
+    def map_file(self, file: str) -> CheckpointMap:
+        """Map one file, or what it describes; where one rank reads for others, rank 0 reads the header (all ranks)."""
         read = partial(self.checkpoint.read_headers, [file])
         headers = self.coordinator.broadcast(read) if self.checkpoint.relays else read()
-        return self.checkpoint.map_of([file], headers)
+        return self.checkpoint.map_from_headers([file], headers)
 
     def compare_files(self, files: Sequence[str]) -> list[str]:
         """Check that all ranks load files of the same names, and return every rank's folder (all ranks).
@@ -110,7 +110,7 @@ class Load:
     def open(
         self, files: Sequence[str], weight_map: Mapping[str, str] | None
     ) -> dict[str, CheckpointSlice | torch.Tensor]:
-        """Map what these files hold or describe to a state dict of lazy slices; rank 0's headers serve all ranks.
+        """Open these files, and return a state dict of lazy slices; rank 0's headers serve all ranks.
 
         Tensors that the index promises and no shard holds are in it too: see :meth:`refuse_absent`.
         Called once more for each checkpoint that the model's ``__init__`` loads, before that of the model itself.
@@ -121,7 +121,7 @@ class Load:
             UnsupportedError: a tensor of a folder of torch.distributed.checkpoint is not stored plainly.
         """
         with self.clock("index"):
-            found = self._map_of(files, weight_map)
+            found = self._map_files(files, weight_map)
         folder, is_main = os.path.dirname(files[0]), self.coordinator.is_main
         for note in found.notes if is_main else ():
             logger.warning("%s: %s", folder, note)
@@ -139,8 +139,8 @@ class Load:
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
 
-    def _map_of(self, files: Sequence[str], weight_map: Mapping[str, str] | None) -> CheckpointMap:
-        """What is in these files, by rank 0's headers (all ranks)."""
+    def _map_files(self, files: Sequence[str], weight_map: Mapping[str, str] | None) -> CheckpointMap:
+        """Map these files by rank 0's headers (all ranks)."""
         folders = self.compare_files(files)
         compares = self._has_copies(files, folders)
 
@@ -150,9 +150,9 @@ class Load:
         headers, samples = self.coordinator.broadcast(read)
 
         def checked_map() -> CheckpointMap:
-            if compares and self._reads_copy(folders):
+            if compares and self._compares_copy(folders):
                 refuse_other_shards(files, zip(*read()), zip(headers, samples))
-            return self.checkpoint.map_of(files, headers, weight_map)
+            return self.checkpoint.map_from_headers(files, headers, weight_map)
 
         # Where one rank reads for others, an error of one must be an error of all.
         return self.coordinator.run_on_all(checked_map) if self.checkpoint.relays else checked_map()
@@ -166,7 +166,7 @@ class Load:
         return may_differ and not self.checkpoint.source.hints(files).is_everywhere
 
     def refuse_other_copies(self) -> None:
-        """Check that what each rank has opened alone is what rank 0 has (all ranks); raises as :meth:`open`."""
+        """Check that files which each rank opened alone are those of rank 0 (all ranks); raises as :meth:`open`."""
         files = [shard.path for shard in self.checkpoint.shards]
         folders = self.compare_files(files)
         if not files or not self._has_copies(files, folders):
@@ -177,10 +177,10 @@ class Load:
             return [*zip(self.checkpoint.read_headers(described), self.checkpoint.samples(described))]
 
         of_rank_0 = self.coordinator.broadcast(look)
-        if self._reads_copy(folders):
+        if self._compares_copy(folders):
             refuse_other_shards(described, look(), of_rank_0)
 
-    def _reads_copy(self, folders: Sequence[str]) -> bool:
+    def _compares_copy(self, folders: Sequence[str]) -> bool:
         """Whether this rank compares its files with rank 0's: the first of another host, and one of another folder."""
         coordinator = self.coordinator
         is_first = coordinator.topology.position == 0 and not coordinator.is_main
@@ -230,13 +230,14 @@ class Load:
         with self.coordinator.reporting():
             try:
                 with self.clock("plan"):
-                    mine = description(model, missing, self.ds_config, self.config, self.destination.exchange_settings)
+                    settings = self.destination.exchange_settings
+                    described = describe_load(model, missing, self.ds_config, self.config, settings)
                     batches, plan, leaves = self.make_plan(model, missing, tied)
-                    mine["the number of exchanges"] = str(sum(batch.is_collective for batch in batches))
+                    described["the number of exchanges"] = str(sum(batch.is_collective for batch in batches))
                     self.destination.check(plan.targets)
                     self.checkpoint.open(read.shard for read in plan)
                 with self.clock("wait"):
-                    refuse_differences(self.coordinator.all_gather(mine))
+                    refuse_differences(self.coordinator.all_gather(described))
                     self.destination.allocate()
                 self.memory.sample()
                 self._reader.fill(batches, plan, leaves)
@@ -272,7 +273,7 @@ class Load:
             )
         plan = self.plan
         assert plan is not None
-        mine = RankReport(
+        figures = RankReport(
             rank=self.coordinator.rank,
             seconds=self.clock.seconds,
             bytes_needed=plan.cost.bytes_needed,
@@ -288,7 +289,7 @@ class Load:
             materialised=plan.materialised,
             footprint=self.footprint,
         )
-        ranks, recast = tuple(self.coordinator.all_gather(mine)), tuple(self.destination.recast)
+        ranks, recast = tuple(self.coordinator.all_gather(figures)), tuple(self.destination.recast)
         report = LoadReport(
             world_size=self.coordinator.world_size, ranks=ranks, into=self.destination.into, recast=recast
         )
@@ -297,7 +298,7 @@ class Load:
         return report
 
     def _device_peak(self) -> int:
-        """As :attr:`RankReport.device_peak`. The statistics are the user's, who may be in the middle of a training."""
+        """See :attr:`RankReport.device_peak`. The statistics are not reset: the user may be in a training."""
         peak = peak_bytes(self.destination.device)
         return peak if peak > self._peak_before else used_bytes(self.destination.device)
 

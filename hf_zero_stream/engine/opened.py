@@ -1,4 +1,4 @@
-"""The open files of one load: who reads them, how much at once, whether they are read ahead, and what was read."""
+"""The open files of one load: which rank reads them, in what sizes and threads, and reading ahead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 SAMPLES, SAMPLE_BYTES = 8, 4096
-"""How many pieces of a file are compared with those of its copy on another host, and how large each is."""
+"""Number and size of the pieces of a file that are compared with those of its copy on another host."""
 
 SAMPLING_THREADS = 8
 """They wait for a disk or a network, and hardly compute."""
@@ -74,16 +74,16 @@ class OpenCheckpoint:
         cache_bytes = sys.maxsize if reads_twice else psutil.virtual_memory().available
         local = LocalFiles(cache_bytes=cache_bytes, retries=self.retries)
         self.source = make_source() if make_source else FilesByPath(local, self.retries, _maker_at)
-        """Where this rank reads from; once there are files, that is another rank if that one reads for this one."""
+        """The source of this rank; once there are files, another rank if that one reads for this one."""
         self._use_hints()
 
-    def again(self, coordinator: Coordinator, device: torch.device) -> OpenCheckpoint:
-        """The same files, for another load of them; one that has changed since is an error (all ranks)."""
-        again = OpenCheckpoint(self.config, coordinator, self._make_source, self._format, device)
-        if isinstance(self.source, FilesByPath) and isinstance(again.source, FilesByPath):
-            again.source.local.seen.update(self.source.local.seen)
-        again.add(self.shards)
-        return again
+    def reopened(self, coordinator: Coordinator, device: torch.device) -> OpenCheckpoint:
+        """Open the same files for another load; one that has changed since is an error (all ranks)."""
+        reopened = OpenCheckpoint(self.config, coordinator, self._make_source, self._format, device)
+        if isinstance(self.source, FilesByPath) and isinstance(reopened.source, FilesByPath):
+            reopened.source.local.first_status.update(self.source.local.first_status)
+        reopened.add(self.shards)
+        return reopened
 
     def close(self) -> None:
         """Release file handles."""
@@ -108,7 +108,7 @@ class OpenCheckpoint:
             if fits and self.source.hints(paths).reads_ahead:
                 self._ahead = ReadAhead(paths, topology.position, shares)
 
-    def expect(self, nbytes: int) -> tuple[float, Callable[[], None]]:
+    def begin_pass(self, nbytes: int) -> tuple[float, Callable[[], None]]:
         """Prepare for one pass through the files that reads `nbytes`.
 
         Reading ahead stops unless all ranks, whose partitions are of equal size, will read nearly all of the files.
@@ -117,7 +117,7 @@ class OpenCheckpoint:
         """
         ahead, before, topology = self._ahead, self.source.bytes_read, self.coordinator.topology
         if ahead is not None and nbytes * self.coordinator.world_size >= 0.9 * ahead.total_bytes:
-            return 0.0, lambda: ahead.reached((self.source.bytes_read - before) / max(1, nbytes))
+            return 0.0, lambda: ahead.set_progress((self.source.bytes_read - before) / max(1, nbytes))
         if ahead is not None:
             ahead.stop()
         return topology.position / len(topology.ranks_of_host), lambda: None
@@ -136,14 +136,14 @@ class OpenCheckpoint:
         run_in_threads(paths, work, min(len(paths), HEADER_THREADS) if many else 1)
         return [found[path] for path in paths]
 
-    def map_of(
+    def map_from_headers(
         self, paths: Sequence[str], headers: Sequence[ShardHeader], weight_map: Mapping[str, str] | None = None
     ) -> CheckpointMap:
-        """What the `headers` of the files of `paths` say, which perhaps another rank has read, for :meth:`add`."""
-        return formats.map_of(paths, headers, weight_map, len(self.shards), parse=self._format.parse_header)
+        """Map the files at `paths` by `headers`, which another rank may have read; :meth:`add` takes the shards."""
+        return formats.map_from_headers(paths, headers, weight_map, len(self.shards), parse=self._format.parse_header)
 
     def samples(self, paths: Sequence[str]) -> list[bytes]:
-        """For each file, a digest of its values at some places, 8 bytes long; a ReadError if one cannot be read."""
+        """A digest of each file's values at some places, 8 bytes long; a ReadError if a file cannot be read."""
         found = {path: b"" for path in paths if not formats.format_of_file(path).holds_values}
 
         def work(pending: Iterator[str]) -> None:
@@ -248,7 +248,7 @@ class OpenCheckpoint:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around the reads of a load; afterwards no other rank reads for this one any more.
+        """A context for the reads of a load; at its end, no other rank reads for this one any more.
 
         Raises a ReadError at the end if this rank could not read for another one.
         """
@@ -277,7 +277,7 @@ def _maker_at(url: str) -> Callable[[Retries], ByteSource]:
 
 
 def choose_threads(wanted: int, buffers: int, ranks_on_host: int, hints: Hints) -> int:
-    """How many threads of a rank read at once: `wanted`, or if that is 0 by the source; at most one for each buffer.
+    """Choose the reading threads of a rank: `wanted`, or if that is 0 by the source; at most one for each buffer.
 
     From a local disk: the rank's share of the host's cores; at least 4, so that the disk has several requests while
     one thread copies or waits for fresh memory; at most 8, because memory bandwidth bounds copies from the page cache.

@@ -40,9 +40,9 @@ def cached_folder(path: str, revision: str | None) -> Path:
 
 @contextmanager
 def place_of(path: str, revision: str | None) -> Iterator[str]:
-    """Where a checkpoint is: `path` itself, the snapshot in the Hub's cache if that has all shards, or a URL.
+    """Find a checkpoint: `path` itself, the snapshot in the Hub's cache if that has all shards, or a URL.
 
-    Of what is behind a URL, small files may be fetched inside; they are gone afterwards. Nothing is fetched twice.
+    Small files behind a URL may be fetched inside, each once; they are gone afterwards.
     """
     with scope.inside():
         if not is_url(path):
@@ -59,12 +59,12 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
             path = f"hf://{path}"
         known = checkpoints_at(path)
         url = known.canonical(path, revision)
-        with known.asked_at_once(url, ()):
+        with known.prefetching(url, ()):
             yield url
 
 
-def map_of(place: str) -> CheckpointMap:
-    """What the checkpoint at `place` holds, from what describes it; no weight is read."""
+def read_checkpoint_map(place: str) -> CheckpointMap:
+    """Map the checkpoint at `place` by its headers; no weight is read."""
     from ..checkpoint.contents import contents_of
 
     if not is_url(place):
@@ -75,7 +75,7 @@ def map_of(place: str) -> CheckpointMap:
 
     paths, weight_map = checkpoints_at(place).shards(place)
     with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
-        return checkpoint.map_of(paths, checkpoint.read_headers(paths), weight_map)
+        return checkpoint.map_from_headers(paths, checkpoint.read_headers(paths), weight_map)
 
 
 def _is_id(path: str) -> bool:

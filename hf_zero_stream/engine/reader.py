@@ -30,7 +30,7 @@ class Reader:
         """Most bytes of staging buffers that there were at one time."""
 
     def plan(self, batches: Sequence[Batch]) -> tuple[LoadPlan, Sequence[Sequence[Leaf]]]:
-        """How this rank is going to fill `batches`; for each, the sources that its placements refer to by number."""
+        """Plan how this rank fills `batches`; returns also the leaves of each, which placements refer to by number."""
         checkpoint, coordinator = self._checkpoint, self._checkpoint.coordinator
         how = {"request_bytes": checkpoint.request_bytes, "seek_bytes": checkpoint.seek_bytes}
         planned = [plan_batch(((item.target, item.view) for item in batch.items), **how) for batch in batches]
@@ -50,8 +50,8 @@ class Reader:
                     verifier.verify(items, memory)
             completes = {name: tensor for batch in batches for name, tensor in batch.completes.items()}
             if verifier is not None and completes and checkpoint.config.verify == "full":
-                mine = {name: part for name, part in verifier.parts.items() if name in completes}
-                verifier.verify_whole(completes, coordinator.all_gather(mine))
+                parts = {name: part for name, part in verifier.parts.items() if name in completes}
+                verifier.verify_whole(completes, coordinator.all_gather(parts))
             if checkpoint.config.verify != "off":
                 checkpoint.source.check_unchanged()
         if verifier is not None:
@@ -65,7 +65,7 @@ class Reader:
         bytes_read = plan.cost.bytes_read
         # Only a pass through the files in their order can be read ahead: one batch, or one before smaller ones.
         is_one_pass = bool(plan.batches) and 2 * plan.batches[0].cost.bytes_read >= bytes_read
-        begin, note_progress = checkpoint.expect(bytes_read if is_one_pass else 0)
+        begin, note_progress = checkpoint.begin_pass(bytes_read if is_one_pass else 0)
         kept: list[tuple[Sequence[Item], Sequence[torch.Tensor]]] = []
         with progress_bar(bytes_read, "Streaming weights", checkpoint.config.progress) as advance:
 
@@ -111,7 +111,7 @@ class Reader:
 
 
 def _verifier_of(checkpoint: OpenCheckpoint) -> Verifier | None:
-    """What compares values with the files again, if the settings ask for it."""
+    """The verifier that compares values with the files again, if the settings ask for it."""
     if checkpoint.config.verify not in ("sample", "full"):
         return None
     from .verification import Verifier

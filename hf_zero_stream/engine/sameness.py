@@ -1,4 +1,4 @@
-"""Compares what ranks that load together must have in common, before anything is read.
+"""Checks, before anything is read, that ranks which load together have the same model, files, settings and libraries.
 
 Nodes often differ: a stale copy of the checkpoint, an old library, an environment variable that was not passed on.
 """
@@ -31,16 +31,16 @@ _MAY_DIFFER = {"_name_or_path", "nvme_path"}
 """Entries of configs that may differ between nodes."""
 
 
-def description(
+def describe_load(
     model: nn.Module,
     missing: Iterable[str],
     ds_config: Mapping[str, Any],
     settings: StreamingConfig,
     exchange_settings: Iterable[str],
 ) -> dict[str, str]:
-    """What this rank is about to load into the lazy `model`, item by item: short texts, or digests of long ones.
+    """Describe, item by item, what this rank will load into the lazy `model`: short texts, or digests of long ones.
 
-    What ranks exchange of what they read depends on `exchange_settings`, names of settings.
+    `exchange_settings` are names of settings that decide what ranks exchange of what they read.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()]
@@ -86,12 +86,12 @@ def refuse_other_shards(
     paths: Sequence[str], own: Iterable[HeaderAndSample], of_rank_0: Iterable[HeaderAndSample]
 ) -> None:
     """Raise a CheckpointError if a shard that this rank has read is not the one that rank 0 has read."""
-    for path, (mine, values), (theirs, their_values) in zip(paths, own, of_rank_0, strict=True):
-        if mine.size_bytes != theirs.size_bytes:
-            difference = f"has {mine.size_bytes} bytes where rank 0 sees {theirs.size_bytes}"
-        elif mine != theirs:
+    for path, (own_header, values), (header, values_of_rank_0) in zip(paths, own, of_rank_0, strict=True):
+        if own_header.size_bytes != header.size_bytes:
+            difference = f"has {own_header.size_bytes} bytes where rank 0 sees {header.size_bytes}"
+        elif own_header != header:
             difference = "has another header than rank 0's, of other tensors or in another order"
-        elif values != their_values:
+        elif values != values_of_rank_0:
             difference = "has the same header as rank 0's and other values"
         else:
             continue

@@ -1,4 +1,4 @@
-"""Compares what was placed with what the files hold: a second pass that shares no plan with the first.
+"""Compares placed values with the files: a second pass that shares no plan with the first.
 
 Every element that this rank placed is looked up in the files again (:class:`Lookup`), cast as the load casts it,
 and compared bit for bit. What was placed also gets a *digest*: the sum, over elements, of the element's bits times a
@@ -43,7 +43,7 @@ CHUNK = 4 * BLOCK
 """Elements that are compared at once."""
 
 SAMPLES, SAMPLE = 4, 4096
-"""How many chunks of each parameter `"sample"` compares on each rank, and of how many elements."""
+"""Number of chunks of each parameter that `"sample"` compares on each rank, and elements of a chunk."""
 
 _ADVICE = "The values are wrong; load again, and if it happens again, report it with the model's config."
 _WORD = 2**64
@@ -51,7 +51,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Verifier:
-    """Compares what one rank placed with its files, as far as `StreamingConfig.verify` says."""
+    """Compares the values that one rank placed with its files, as far as `StreamingConfig.verify` says."""
 
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self.parts: dict[str, int] = {}
@@ -122,12 +122,12 @@ class Verifier:
                 begin = end
             return
         room = target.stop - target.start - SAMPLE
-        seed = _number(target.name)
+        seed = _hash_of_name(target.name)
         for offset in sorted({0, room, seed % room, seed // room % room}):
             yield target.start + offset, target.start + offset + SAMPLE
 
     def _compare(self, target: Target, view: View, placed: torch.Tensor, start: int, stop: int) -> None:
-        """Compare what was `placed` for the elements ``[start, stop)`` of a target's `view` with the files."""
+        """Compare the values `placed` for the elements ``[start, stop)`` of a target's `view` with the files."""
         expected = self._lookup.values(view, range(start, stop)).to(placed.device).to(target.dtype)
         bits, right = _bits(placed), _bits(expected)
         if not torch.equal(bits, right):
@@ -145,7 +145,7 @@ class Verifier:
             # A buffer, which every rank has whole, counts once.
             counts = self._rank == 0 or target.box or target.stop - target.start < view.numel
             if counts and not target.is_copy:
-                self._digest = (self._digest + (_number(target.name) | 1) * digest) % _WORD
+                self._digest = (self._digest + (_hash_of_name(target.name) | 1) * digest) % _WORD
 
 
 def digest_of(values: torch.Tensor, first: int) -> int:
@@ -191,7 +191,7 @@ def _odd_factors(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return (state ^ (state >> np.uint64(31))) | np.uint64(1)
 
 
-def _number(name: str) -> int:
+def _hash_of_name(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -282,7 +282,7 @@ class Lookup:
 
 
 def _positions(view: View, at: Positions) -> Positions:
-    """Where elements of `view`, counted in row-major order, lie in its node's buffer."""
+    """The positions in the node's buffer of the elements `at` of `view`, which count in row-major order."""
     held = [(size, stride) for size, stride in zip(view.sizes, view.strides, strict=True) if size != 1]
     sizes = tuple(size for size, _ in held)
     if tuple(stride for _, stride in held) == row_major_strides(sizes):

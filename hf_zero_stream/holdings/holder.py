@@ -10,7 +10,7 @@ from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
-from ..registry.plugins import plugins, resolved
+from ..registry.plugins import import_object, plugins
 from .holding import Holder, Holding
 from .kinds import BUFFERS, PARAMETERS, kind_of, persistent_buffers, refuse_shared_memory, refuse_unknown
 from .marks import is_inside_fsdp2, shards_modules
@@ -22,7 +22,7 @@ HOLDERS: list[Holder] = []
 
 
 def _added() -> list[Holder]:
-    return [*HOLDERS, *(resolved(place) for plugin in plugins() for place in plugin.holders)]
+    return [*HOLDERS, *(import_object(place) for plugin in plugins() for place in plugin.holders)]
 
 
 def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:

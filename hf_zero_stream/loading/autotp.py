@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.lazy import LazyTensor, become_written
+from ..checkpoint.lazy import LazyTensor, materialise_written
 from ..destinations.base import fill_whole
 from ..destinations.deferred import InPlace
 from ..destinations.replicated import chunk_bytes
@@ -32,7 +32,7 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
     if not deferrals:
         return original(self, model, *args, **kwargs)
     with expected_at(LOAD), meeting(LOAD) as coordinator:
-        become_written(model.parameters())
+        materialise_written(model.parameters())
         lazy = _lazy(model)
         if any(others != lazy.keys() for others in coordinator.all_gather(set(lazy))):  # some ranks have used it
             fill_whole(model)
@@ -43,9 +43,9 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
         whole.intersection_update(*coordinator.all_gather(whole))
         owners = {deferral: deferral.detach(model) for deferral in deferrals}
         if self.zero_optimization_stage() in (1, 2):
-            from ..destinations.deepspeed.flat import watch
+            from ..destinations.deepspeed.flat import flatten_sharded
 
-            watch(model)
+            flatten_sharded(model)
         device, held = collective_device(), partial(_held, coordinator)
         for deferral in deferrals:
             chunk = chunk_bytes(deferral.config, device)

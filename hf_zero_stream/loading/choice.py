@@ -19,9 +19,15 @@ from ..errors import ConfigError, UnsupportedError
 from ..ranks import accelerators
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
-from ..registry.plugins import plugins, resolved
+from ..registry.plugins import import_object, plugins
 from ..settings import scope
-from ..settings.config import StreamingConfig, announced_local_rank, announces_zero3, announces_zero3_init, completed
+from ..settings.config import (
+    StreamingConfig,
+    announced_local_rank,
+    announces_zero3,
+    announces_zero3_init,
+    config_without_auto,
+)
 from .entrance import shards_by_fsdp2
 
 
@@ -121,15 +127,15 @@ def _into_brought(found: dict[str, Any], settings: StreamingConfig, coordinator:
             f"destination: expected one that a plug-in brings ({', '.join(sorted(places)) or 'none is installed'}); "
             f"got {settings.destination!r}."
         )
-    make: Callable[..., Destination] = resolved(places[settings.destination])
-    return Load(settings, completed(found), coordinator, make(coordinator, settings, found))
+    make: Callable[..., Destination] = import_object(places[settings.destination])
+    return Load(settings, config_without_auto(found), coordinator, make(coordinator, settings, found))
 
 
 def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:
     from ..destinations.deepspeed import partitioned, zero3
 
     refuse_unsafe_partitions()
-    settings, around, ds_config = settings_for(found, strict), partitioned.open_init(), completed(found)
+    settings, around, ds_config = settings_for(found, strict), partitioned.open_init(), config_without_auto(found)
     if around is not None:
         ds_config = partitioned.config_of(around, ds_config if found else {})
     load = Load(settings, ds_config, coordinator, partitioned.Partitioned(ds_config, coordinator, around=around))
@@ -159,13 +165,22 @@ def _say_pipeline(distributed_config: Any) -> None:
 
 
 def _into_shards(
-    found: dict[str, Any], strict: bool | None, device: torch.device, unpacked_because: str, coordinator: Coordinator
+    found: dict[str, Any],
+    strict: bool | None,
+    device: torch.device,
+    packing_unsupported_reason: str,
+    coordinator: Coordinator,
 ) -> Load:
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
 
     settings = settings_for(found, strict)
-    shards = DTensors(coordinator, device, unpacked_because=unpacked_because, shares_columns=shares_columns(settings))
-    return Load(settings, completed(found), coordinator, shards)
+    shards = DTensors(
+        coordinator,
+        device,
+        packing_unsupported_reason=packing_unsupported_reason,
+        shares_columns=shares_columns(settings),
+    )
+    return Load(settings, config_without_auto(found), coordinator, shards)
 
 
 def shares_columns(settings: StreamingConfig) -> bool:
@@ -174,7 +189,7 @@ def shares_columns(settings: StreamingConfig) -> bool:
 
 
 def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
-    ds_config = completed(found)
+    ds_config = config_without_auto(found)
     replicas: Destination
     if found:
         from ..destinations.deepspeed.flat import EngineReplicas

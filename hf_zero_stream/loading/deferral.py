@@ -21,7 +21,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..bindings.table import installed
-from ..checkpoint.lazy import LazyTensor, become_written
+from ..checkpoint.lazy import LazyTensor, materialise_written
 from ..checkpoint.nodes import View
 from ..destinations.base import Destination, fill_whole
 from ..destinations.deferred import Deferred, InPlace
@@ -31,11 +31,11 @@ from ..errors import UnsupportedError
 from ..holdings import fsdp
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
-from ..registry.rows import Moment
+from ..registry.rows import PatchScope
 from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig
-from ..settings.scope import having
+from ..settings.scope import set_in_context
 from .set_aside import SetAside
 
 
@@ -69,13 +69,15 @@ class Deferral:
         why = "DeepSpeed's AutoTP cuts matrices, and knows nothing of packed ones"
         return cls(config, "deepspeed.initialize() cuts it by AutoTP")._load(coordinator, why)
 
-    def _load(self, coordinator: Coordinator, unpacked_because: str) -> Load:
-        load = Load(self.config, {}, coordinator, Deferred(self, self._attach, self._until, unpacked_because))
+    def _load(self, coordinator: Coordinator, packing_unsupported_reason: str) -> Load:
+        load = Load(
+            self.config, {}, coordinator, Deferred(self, self._attach, self._until, packing_unsupported_reason)
+        )
         self._checkpoint = load.checkpoint
         return load
 
     def __call__(self, view: View) -> torch.Tensor:
-        with closing(self._checkpoint.again(Coordinator.of_this_rank(), torch.device("cpu"))) as checkpoint:
+        with closing(self._checkpoint.reopened(Coordinator.of_this_rank(), torch.device("cpu"))) as checkpoint:
             return checkpoint.materialise(view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
@@ -96,8 +98,8 @@ class Deferral:
                 module.register_forward_pre_hook(self.fill_whole)
                 module.register_state_dict_pre_hook(self.fill_whole)
                 module.register_load_state_dict_pre_hook(self.fill_whole)
-        installed(Moment.DEFERRED).__enter__()
-        weakref.finalize(self, installed(Moment.DEFERRED).__exit__)
+        installed(PatchScope.DEFERRED).__enter__()
+        weakref.finalize(self, installed(PatchScope.DEFERRED).__exit__)
 
     def detach(self, model: nn.Module) -> list[nn.Module]:
         """Undo what was done to `model` for the time until it is prepared; returns what has been loaded in it."""
@@ -141,7 +143,7 @@ class Deferral:
     def fill(self, model: nn.Module, coordinator: Coordinator, destination: Destination) -> LoadReport:
         """Read into `destination` what is lazy in `model` (all ranks of `coordinator`)."""
         coordinator.require_same(f"read_from={self.config.read_from!r}")  # decides how ranks go on
-        checkpoint = self._checkpoint.again(coordinator, destination.device)
+        checkpoint = self._checkpoint.reopened(coordinator, destination.device)
         load = Load(self.config, {}, coordinator, destination, checkpoint)
         with torch.inference_mode(False), torch.no_grad():
             with closing(load), load.memory, load.clock("total"):
@@ -167,7 +169,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
             first, *others = deferrals
             for other in others:  # their files have numbers of their own
                 other.fill_whole(model)
-            become_written(model.parameters())
+            materialise_written(model.parameters())
             lazy = {name for name, param in model.named_parameters() if isinstance(param, LazyTensor)}
             # A rank may have used the model before.
             lazy.intersection_update(*coordinator.all_gather(lazy))
@@ -179,7 +181,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
             if not lazy:
                 return original(accelerator, model)
             aside = SetAside(model, lazy, accelerator, coordinator)
-            with having(_is_sharding, True):
+            with set_in_context(_is_sharding, True):
                 model = original(accelerator, model)
             destination = aside.put_back(model)
             report: Any = first.fill(model, coordinator, destination)

@@ -30,9 +30,9 @@ from ..seams.ds_config import zero3_hidden
 from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of
 from ..settings import scope
-from ..settings.config import StreamingConfig, buildable, completed, refuse_settings
+from ..settings.config import StreamingConfig, buildable_config, config_without_auto, refuse_settings
 from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
-from .entrance import MODEL_FILES, asked_at_once
+from .entrance import MODEL_FILES, prefetching
 from .integration import outside_zero_init
 
 
@@ -124,7 +124,7 @@ def plan(
                 "which PEFT would make adapters of the sizes of shards"
             )
         training = {"trains_on": device or device_type(), "adamw": adamw}
-        training["unpacked_because"] = cuts_matrices(sharding)
+        training["packing_unsupported_reason"] = cuts_matrices(sharding)
         arguments = {"dtype": "auto" if dtype is None else dtype, **kwargs}
         return _plan_of_shards(path, coordinator, training, arguments, lora)
     refuse_sharding(path, kwargs)
@@ -135,10 +135,10 @@ def plan(
         )
     from ..destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds
 
-    found = {} if ds_config is None else _with_dtype(buildable(ds_config), dtype)
+    found = {} if ds_config is None else _with_dtype(buildable_config(ds_config), dtype)
     if (stage := (found.get("zero_optimization") or {}).get("stage", 3)) != 3:
         raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
-    config = completed(found) if found else {}
+    config = config_without_auto(found) if found else {}
     destination = Partitioned(config, coordinator, trains_on=device, adamw=adamw)
     load = Load(StreamingConfig.resolve(None, found), config, coordinator, destination)
     return _forecast(path, load, {"dtype": "auto" if dtype is None else dtype, **kwargs}, lora)
@@ -239,7 +239,7 @@ def lazily_loaded(
         optional=optional,
         rename=rename,
     )
-    with installed(session.moment), scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
+    with installed(session.patch_scope), scope.inside(), prefetching(path, kwargs, MODEL_FILES), outside_zero_init():
         cls = model_class or model_class_of(path, kwargs)
         try:
             with zero3_hidden(), collector_paused(), session:

@@ -146,13 +146,13 @@ def of_processor(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
 
 
 def asking_at_once(names: Sequence[str], original: StockFunction, *args: Any, **kwargs: Any) -> Any:
-    """Call a ``from_pretrained``, with the class first; for the `names` see :func:`asked_at_once`."""
+    """Call a ``from_pretrained``, with the class first; for the `names` see :func:`prefetching`."""
     path = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")  # the first one is the class
-    with asked_at_once(path, kwargs, names):
+    with prefetching(path, kwargs, names):
         return original(*args, **kwargs)
 
 
-def asked_at_once(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> AbstractContextManager[None]:
+def prefetching(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> AbstractContextManager[None]:
     """A context around a load; of a checkpoint at a URL, files with these `names` are asked for at once.
 
     Raises as :func:`url_of`.
@@ -162,7 +162,7 @@ def asked_at_once(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) ->
     from ..checkpoint.urls import checkpoints_at
 
     subfolder = kwargs.get("subfolder") or ""
-    return checkpoints_at(url).asked_at_once(url, [os.path.join(subfolder, name) for name in names])
+    return checkpoints_at(url).prefetching(url, [os.path.join(subfolder, name) for name in names])
 
 
 def url_of(path: Any, kwargs: Mapping[str, Any]) -> str:

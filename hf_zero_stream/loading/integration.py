@@ -24,7 +24,7 @@ from ..seams.ds_config import ModelsConfig, found_config
 from ..seams.loading import raise_if_misfit
 from ..seams.session import Original, Session
 from ..settings import scope
-from ..settings.config import buildable
+from ..settings.config import buildable_config
 from .choice import choose, choose_alone, settings_for
 from .entrance import MODEL_FILES, asking_at_once, url_of
 
@@ -78,7 +78,7 @@ def auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def _buildable(ds_config: Any) -> dict[str, Any]:
     with expected_at(_occasion_of(ds_config)):
-        return buildable(ds_config)
+        return buildable_config(ds_config)
 
 
 def _occasion_of(ds_config: Any) -> Occasion:
@@ -144,7 +144,7 @@ def _streamed(
     # inference_mode is off: other threads and training write to the partitions later.
     with (
         closing(load),
-        installed(session.moment),  # another thread may leave streaming() while this one loads
+        installed(session.patch_scope),  # another thread may leave streaming() while this one loads
         outside_zero_init(),
         session,
         load.memory,

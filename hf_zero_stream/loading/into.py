@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..destinations.base import Destination, fill_whole, refuse_wrapped
-from ..destinations.live import memory_of
+from ..destinations.live import live_destination
 from ..destinations.live_shards import LiveShards
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
@@ -145,7 +145,7 @@ def place_into(
         )
         with meeting(LOAD, coordinator=coordinator) as coordinator:
             finish_saves_into(path, config.read_from, coordinator)
-            destination = memory_of(live_model, coordinator, config, with_masters=with_masters)
+            destination = live_destination(live_model, coordinator, config, with_masters=with_masters)
             load = Load(config, {}, coordinator, destination)
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
                 lazy, missing, tied = lazy_model(load)

@@ -1,1 +1,1 @@
-"""The copy plan between a map of bytes (the checkpoint) and another (what a rank owns): pure data, no I/O."""
+"""The copy plan between two maps of bytes, the checkpoint's and that of a rank's memory: pure data, no I/O."""

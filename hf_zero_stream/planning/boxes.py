@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
     @property
     def at_extent(self) -> int:
-        """Elements of the buffer from the first to the last that the box touches; strides must not be negative."""
+        """The number of buffer elements from the first to the last that the box touches; strides are not negative."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.at_strides, strict=True))
 
     @property
@@ -52,7 +52,7 @@ class Box(NamedTuple):
         return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.to_strides, strict=True))
 
     def outermost_first(self) -> Box:
-        """The same copies, in the order in which the dimensions lie in the buffer."""
+        """Return the same copies with the dimensions in the order in which they lie in the buffer."""
         if len(self.sizes) < 2:
             return self
         order = sorted(range(len(self.sizes)), key=lambda d: -self.at_strides[d])
@@ -76,7 +76,7 @@ class Box(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """One dimension of a placed box: `size` steps of `step` along dimension `dim` of the buffer (-1: it stays)."""
+    """A dimension of a box: `size` steps of `step` along dimension `dim` of the buffer (-1: it stays)."""
 
     size: int
     dim: int
@@ -84,7 +84,7 @@ class Axis(NamedTuple):
     to_stride: int
 
 
-class Placed(NamedTuple):
+class CoordinateBox(NamedTuple):
     """A box in the coordinates of a row-major buffer: it begins at `at` and extends along `axes`."""
 
     at: tuple[int, ...]
@@ -93,7 +93,7 @@ class Placed(NamedTuple):
 
 
 def simplify(box: Box) -> Box:
-    """The same copies in the same order with no dimension of size 1 and adjacent dimensions merged."""
+    """Return the same copies in the same order, without dimensions of size 1 and with adjacent ones merged."""
     sizes: list[int] = []
     at_strides: list[int] = []
     to_strides: list[int] = []
@@ -115,11 +115,11 @@ def flat_range(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int, st
     The view addresses ``buffer[offset + sum(index[d] * strides[d])]``.
     """
     numbered = Box(sizes, 0, row_major_strides(sizes), offset, strides)
-    for box in within(numbered, start, stop):
+    for box in clipped(numbered, start, stop):
         yield Box(box.sizes, box.to, box.to_strides, box.at - start, box.at_strides)
 
 
-def within(box: Box, start: int, stop: int) -> Iterator[Box]:
+def clipped(box: Box, start: int, stop: int) -> Iterator[Box]:
     """The part of `box` whose buffer elements lie in ``[start, stop)``; its strides must not be negative.
 
     At most ``2 * dims - 1`` boxes, unless dimensions of the buffer overlap.
@@ -137,7 +137,7 @@ def within(box: Box, start: int, stop: int) -> Iterator[Box]:
         inner = last - (size - 1) * stride
 
         def rows_before(position: int) -> int:
-            """How many rows begin before `position`."""
+            """The number of rows that begin before `position`."""
             return min(size, max(0, -(-(position - box.at) // stride)))
 
         first_touching, last_touching = rows_before(start - inner), rows_before(stop)
@@ -154,7 +154,7 @@ def within(box: Box, start: int, stop: int) -> Iterator[Box]:
         yield from cut(box.outermost_first())
 
 
-def place(box: Box, shape: tuple[int, ...]) -> Iterator[Placed]:
+def to_coordinates(box: Box, shape: tuple[int, ...]) -> Iterator[CoordinateBox]:
     """Express `box`, whose buffer is row-major of `shape`, in coordinates, cutting it only where it wraps around."""
     units = row_major_strides(shape)
     index = tuple(box.at // unit % size if size else 0 for size, unit in zip(shape, units, strict=True))
@@ -173,11 +173,11 @@ def place(box: Box, shape: tuple[int, ...]) -> Iterator[Placed]:
         step = stride // units[dim]
         if step * (size - 1) > room[dim]:
             for part in _cut(box, position, index[dim], shape[dim], step):
-                yield from place(part, shape)
+                yield from to_coordinates(part, shape)
             return
         room[dim] -= step * (size - 1)
         axes.append(Axis(size, dim, step, to_stride))
-    yield Placed(index, tuple(axes), box.to)
+    yield CoordinateBox(index, tuple(axes), box.to)
 
 
 def _cut(box: Box, position: int, begin: int, length: int, step: int) -> Iterator[Box]:
@@ -229,11 +229,11 @@ def regions_of_box(node: Node, box: Box, casts: tuple[torch.dtype, ...] = ()) ->
             if source.is_row_major:
                 yield from regions_of_box(source.node, box._replace(at=box.at + source.offset), casts)
                 return
-            for placed in place(box, node.sizes):
-                yield from regions_of_box(source.node, box_of_view(source, placed), casts)
+            for coordinates in to_coordinates(box, node.sizes):
+                yield from regions_of_box(source.node, box_of_view(source, coordinates), casts)
         case Cat():
-            for placed in place(box, node.sizes):
-                for piece, part in _cut_by_piece(node, placed):
+            for coordinates in to_coordinates(box, node.sizes):
+                for piece, part in _cut_by_piece(node, coordinates):
                     yield from regions_of_box(piece.node, box_of_view(piece, part), casts)
         case FileTensor() | Stored() | HostTensor() | Computed():
             yield Region(node, box, casts)
@@ -241,30 +241,30 @@ def regions_of_box(node: Node, box: Box, casts: tuple[torch.dtype, ...] = ()) ->
             raise AssertionError(f"unknown node {node!r}")
 
 
-def box_of_view(view: View, placed: Placed) -> Box:
+def box_of_view(view: View, coordinates: CoordinateBox) -> Box:
     """A box given in the coordinates of `view`, as a box of the buffer that the view looks at."""
     return Box(
-        tuple(axis.size for axis in placed.axes),
-        view.offset + sum(index * stride for index, stride in zip(placed.at, view.strides, strict=True)),
-        tuple(axis.step * view.strides[axis.dim] if axis.dim >= 0 else 0 for axis in placed.axes),
-        placed.to,
-        tuple(axis.to_stride for axis in placed.axes),
+        tuple(axis.size for axis in coordinates.axes),
+        view.offset + sum(index * stride for index, stride in zip(coordinates.at, view.strides, strict=True)),
+        tuple(axis.step * view.strides[axis.dim] if axis.dim >= 0 else 0 for axis in coordinates.axes),
+        coordinates.to,
+        tuple(axis.to_stride for axis in coordinates.axes),
     )
 
 
-def _cut_by_piece(node: Cat, placed: Placed) -> Iterator[tuple[View, Placed]]:
-    """Cut `placed` where it passes from one piece of a concatenation to the next."""
+def _cut_by_piece(node: Cat, coordinates: CoordinateBox) -> Iterator[tuple[View, CoordinateBox]]:
+    """Cut the box `coordinates` where it passes from one piece of a concatenation to the next."""
     dim, starts = node.dim, node.starts
-    at, to = placed.at, placed.to
-    moving = [number for number, axis in enumerate(placed.axes) if axis.dim == dim]
-    axes = placed.axes if moving else (*placed.axes, Axis(1, dim, 0, 0))
+    at, to = coordinates.at, coordinates.to
+    moving = [number for number, axis in enumerate(coordinates.axes) if axis.dim == dim]
+    axes = coordinates.axes if moving else (*coordinates.axes, Axis(1, dim, 0, 0))
     first = moving[0] if moving else len(axes) - 1
     # The axes stay in their order, in which those of a contiguous part can be merged again.
     before, axis, after = axes[:first], axes[first], axes[first + 1 :]
     if len(moving) > 1:  # rare: unroll the outer one
         for number in range(axis.size):
             index = (*at[:dim], at[dim] + number * axis.step, *at[dim + 1 :])
-            yield from _cut_by_piece(node, Placed(index, (*before, *after), to + number * axis.to_stride))
+            yield from _cut_by_piece(node, CoordinateBox(index, (*before, *after), to + number * axis.to_stride))
         return
     done = 0
     while done < axis.size:
@@ -274,7 +274,7 @@ def _cut_by_piece(node: Cat, placed: Placed) -> Iterator[tuple[View, Placed]]:
         count = min(axis.size - done, -(-room // axis.step)) if axis.step else axis.size
         inside = (*at[:dim], position - starts[number], *at[dim + 1 :])
         cut = (*before, axis._replace(size=count), *after)
-        yield node.pieces[number], Placed(inside, cut, to + done * axis.to_stride)
+        yield node.pieces[number], CoordinateBox(inside, cut, to + done * axis.to_stride)
         done += count
 
 
@@ -310,7 +310,7 @@ class ParameterBox(NamedTuple):
 
     @classmethod
     def of_cuts(cls, shape: Sequence[int], cuts: Iterable[Cut]) -> ParameterBox:
-        """What is left of a parameter of this shape after all `cuts`."""
+        """The box that all `cuts`, one after the other, leave of a parameter of this shape."""
         left = list(cls.whole(shape).intervals)
         for dim, parts, part, groups in cuts:
             chunks = (_chunk(_chunk(left[dim], groups, group), parts, part) for group in range(groups))
@@ -358,7 +358,7 @@ class ParameterBox(NamedTuple):
             count = stop - start
             for dim in range(cut, -1, -1):
                 number, index = divmod(number, sizes[dim])
-                position, end = _located(self.intervals[dim], index)
+                position, end = _rest_of_interval(self.intervals[dim], index)
                 if dim == cut:
                     count = min(count, (end - position) * strides[dim] - first)
                 first += position * strides[dim]
@@ -366,8 +366,8 @@ class ParameterBox(NamedTuple):
             start += count
 
 
-def _located(intervals: Iterable[Interval], index: int) -> Interval:
-    """What remains, from entry number `index` of `intervals` on, of the interval that this entry is in."""
+def _rest_of_interval(intervals: Iterable[Interval], index: int) -> Interval:
+    """The rest, from entry number `index` of `intervals` on, of the interval that this entry is in."""
     for start, stop in intervals:
         if index < stop - start:
             return start + index, stop

@@ -1,4 +1,4 @@
-"""What one rank's memory will hold while loading and training, computed from shapes, dtypes and settings alone.
+"""The memory of one rank while loading and training, computed from shapes, dtypes and settings alone.
 
 The arithmetic follows DeepSpeed 0.19.8 (`runtime/zero/stage3.py`, `partition_parameters.py`, `parameter_offload.py`):
 with P trainable elements, N ranks and an optimizer of K states, ``deepspeed.initialize`` and the first step add
@@ -20,7 +20,7 @@ import torch
 HOST, DISK = "cpu", "nvme"
 
 AdamW = Literal["single", "foreach", "fused"]
-"""How torch's AdamW (``torch/optim/adam.py``) steps: tensor by tensor, over lists of tensors, or in one kernel."""
+"""The way torch's AdamW (``torch/optim/adam.py``) steps: tensor by tensor, over lists of tensors, or in one kernel."""
 
 ADAMW_COPIES: Mapping[AdamW, int] = {"single": 2, "foreach": 1, "fused": 0}
 """Temporary tensors of each way, of the size of what is stepped at once."""
@@ -32,7 +32,7 @@ _PARTS = ("partitions", "buffers", "master", "gradients", "reduce_bucket", "seco
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """What matters of a parameter.
+    """A parameter's size and dtype, as far as they matter for memory.
 
     Attributes:
         numel: its elements on all `ranks` that share it, without padding.
@@ -64,7 +64,7 @@ class ParameterShape:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What matters of a DeepSpeed config; the defaults are those of ZeRO-3 in bf16 with AdamW.
+    """The settings of a DeepSpeed config that matter for memory; the defaults are ZeRO-3's in bf16 with AdamW.
 
     Attributes:
         device: the type of the device that trains: "cpu", "cuda", ...
@@ -72,7 +72,7 @@ class EngineSettings:
         offload_optimizer: where master copies, optimizer states and gradients live, likewise.
         offload_ratio: share of the sub-groups of an offloaded optimizer that really leave the device.
         pinned_optimizer: whether an offloaded optimizer's gradients are copied into page-locked memory.
-        swap_from_bytes: what is smaller than this does not go to NVMe, but stays on the host.
+        swap_from_bytes: partitions and states below this size stay on the host, and do not go to NVMe.
         parameter_swap_bytes: host memory of the buffers through which partitions go to NVMe and back.
         optimizer_swap_buffers: buffers, each of the largest sub-group, for optimizer states on their way to NVMe.
         sub_group_size: elements of this rank after which a new sub-group begins; they are cast and stepped one by one.
@@ -100,7 +100,7 @@ class EngineSettings:
 
     @property
     def partition_place(self) -> str:
-        """Where partitions are that do not go to NVMe."""
+        """The place of partitions that do not go to NVMe."""
         return self.device if self.offload_param == "none" else HOST
 
     def place_of_partition(self, param: ParameterShape) -> str:
@@ -135,12 +135,12 @@ class MemoryFootprint:
         gradients: partitions of the gradients, which ``deepspeed.initialize`` allocates.
         reduce_bucket: the buffer for gradients on their way that ``deepspeed.initialize`` allocates.
         secondary: the second partitions of hpZ; ``deepspeed.initialize`` and later gathers make them.
-        optimizer_states: what the first step makes.
+        optimizer_states: the states that the first step makes.
         load_peak: most memory during the load: partitions, buffers, staging and swap buffers; "nvme" is not memory.
         start_peak: most memory during ``deepspeed.initialize``, with everything that was there before.
-        held: what is there between steps, from the first on: everything but staging and gathered parameters.
+        held: memory in use between steps, from the first on: everything but staging and gathered parameters.
         step_peak: most memory during a step of the optimizer, with everything that is held. Nothing is gathered then.
-        step_cures: what would lower `step_peak`, and to what; empty if nothing would by a tenth.
+        step_cures: changes that would lower `step_peak`, and the lower peak; empty if none would by a tenth.
     """
 
     partitions: Mapping[str, int]
@@ -163,7 +163,7 @@ class MemoryFootprint:
 
     @property
     def started(self) -> dict[str, Mapping[str, int]]:
-        """What ``deepspeed.initialize`` adds and keeps, by the name that people read; nothing that is empty."""
+        """Memory that ``deepspeed.initialize`` adds and keeps, by the name that people read; without empty parts."""
         if self.engine != "deepspeed":
             return {}
         parts = {
@@ -250,7 +250,7 @@ def _step_cures(
 
 
 class _Ledger:
-    """What is held so far, by part of the footprint and by place, and the most that was in memory in this stage."""
+    """Bytes held so far, by part of the footprint and by place, and the most that was in memory in this stage."""
 
     def __init__(self) -> None:
         self.taken: defaultdict[str, dict[str, int]] = defaultdict(dict)
@@ -264,11 +264,11 @@ class _Ledger:
             self.pass_through(place, 0)
 
     def pass_through(self, place: str, nbytes: int) -> None:
-        """`nbytes` more than what is held, for a moment."""
+        """Count `nbytes` that are in memory for a moment, beside what is held."""
         self._most[place] = max(self._most[place], self.held[place] + nbytes)
 
     def end_stage(self) -> dict[str, int]:
-        """The most that there was in memory, which a disk is not."""
+        """Begin a new stage; returns the peak of the last one by place, without disks."""
         most, self._most = self._most, Counter(self.held)
         return {place: nbytes for place, nbytes in most.items() if nbytes and place != DISK}
 
@@ -276,7 +276,7 @@ class _Ledger:
 def _initialize_engine(
     ledger: _Ledger, own: Sequence[ParameterShape], groups: Sequence[_SubGroup], settings: EngineSettings
 ) -> None:
-    """Follows DeepSpeedZeroOptimizer_Stage3.__init__ from one allocation to the next."""
+    """Follow DeepSpeedZeroOptimizer_Stage3.__init__ from one allocation to the next."""
     device, master, offloaded = settings.device, settings.master_itemsize, settings.offload_optimizer != "none"
     gradient_place = HOST if offloaded else device
     copied = 1 + (settings.pinned_optimizer and device != HOST)  # only an accelerator's driver locks pages
@@ -319,7 +319,7 @@ def _initialize_engine(
 
 
 def _follow_step(ledger: _Ledger, groups: Sequence[_SubGroup], settings: EngineSettings) -> None:
-    """Follows DeepSpeedZeroOptimizer_Stage3.step, which takes one sub-group after the other."""
+    """Follow DeepSpeedZeroOptimizer_Stage3.step, which takes one sub-group after the other."""
     device, master, offloaded = settings.device, settings.master_itemsize, settings.offload_optimizer != "none"
     for group in groups:
         gradients = 0

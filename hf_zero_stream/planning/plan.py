@@ -1,7 +1,7 @@
-"""What one rank reads and where it goes: frozen data, made without reading weights and without a process group.
+"""Plans: one rank's reads, and where they go. Frozen data, made without reading weights or a process group.
 
-A plan can be pickled, printed and compared. What is no data (functions, values in memory) stays beside it: a
-:class:`Placement` refers to it by number.
+A plan can be pickled, printed and compared. Functions and values in memory stay beside it: a :class:`Placement`
+refers to them by number.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .boxes import Box, ParameterBox, Region, regions_of_range
 class Target:
     """Flat memory of `numel` elements that a rank fills from elements ``[start, stop)`` of a view, in row-major order.
 
-    If `numel` is more than ``stop - start``, which may be 0, the rest is padding. `box` is what of the parameter
-    `name` the view shows; None: all of it. `is_copy`: another rank fills the same elements, and they count there.
+    If `numel` is more than ``stop - start``, which may be 0, the rest is padding. `box` is the part of the parameter
+    `name` that the view shows; None: all of it. `is_copy`: counted on another rank, which fills the same elements.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Placement(NamedTuple):
 
 
 class PlanCost(NamedTuple):
-    """What executing a plan costs this rank.
+    """The cost, for this rank, of executing a plan.
 
     `bytes_needed` end up in a target or are inputs of a function; `bytes_read` include the holes that are read
     through. `seeks` counts reads that do not begin where the one before ended. `target_bytes` include padding.
@@ -110,7 +110,7 @@ class PlanCost(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the targets of one batch, which have memory at the same time, are filled: by `reads`, then by `placements`.
+    """The `reads` and then `placements` that fill the targets of one batch, which have memory at the same time.
 
     Reads are in file order. `materialised`: parameter -> why it could not be planned by ranges alone.
     """
@@ -124,7 +124,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Which bytes of which shard go where, for one rank; it is executed batch by batch.
+    """All reads and copies of one rank's load; executed batch by batch.
 
     Iterating gives its reads, in file order within each batch. Reads and placements number the targets of their batch.
     """
@@ -300,7 +300,7 @@ def _affordable_hole(ordered: Sequence[Piece], seek_bytes: int) -> int:
 
 
 def materialise_reason(node: Node) -> str:
-    """Why a value that depends on `node` needs whole tensors in memory; "" if it does not."""
+    """The reason why a value that depends on `node` needs whole tensors in memory; "" if it does not."""
     pending, seen = [node], {node}
     while pending:
         current = pending.pop()

@@ -1,4 +1,4 @@
-"""What one rank's memory will hold while loading and training a model that DTensor shards, by FSDP2 or without it.
+"""The memory of one rank while loading and training a model that DTensor shards, by FSDP2 or without it.
 
 The arithmetic follows torch's FSDP2 (`torch/distributed/fsdp/_fully_shard/_fsdp_param.py`, `_fsdp_collectives.py`):
 parameters, their gradients and AdamW's two states are shards of one size, in the parameters' own dtype. What a group
@@ -20,7 +20,7 @@ _ADAM_STATES = 2
 
 
 class HeldShard(NamedTuple):
-    """What one rank holds of a parameter: bytes with FSDP2's padding, and the type of the device that they are on."""
+    """A rank's shard of a parameter: bytes with FSDP2's padding, and the type of the device that they are on."""
 
     nbytes: int
     place: str

@@ -1,1 +1,1 @@
-"""What plug-ins bring, as data: which there are, and what a row of the table of replaced functions is."""
+"""Plug-ins, formats and rows of replaced functions, as data."""

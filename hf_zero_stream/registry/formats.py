@@ -1,15 +1,15 @@
-"""What a row of a list of formats is; plain data, for the core's own and those of plug-ins."""
+"""Rows of the lists of formats: plain data, for the core's own and those of plug-ins."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-OF_TORCH, OF_DISTRIBUTED = (".bin", ".pt", ".pth"), ".distcp"
-"""What the names of files with tensors end in that ``torch.save`` and torch.distributed.checkpoint wrote."""
+TORCH_ENDINGS, DISTRIBUTED_ENDING = (".bin", ".pt", ".pth"), ".distcp"
+"""Ends of the names of files with tensors that ``torch.save`` and torch.distributed.checkpoint wrote."""
 
 METADATA = ".metadata"
-"""The file of torch.distributed.checkpoint that says what is in its others."""
+"""The file of torch.distributed.checkpoint that describes the others."""
 
 
 class FileFormat(NamedTuple):
@@ -17,11 +17,11 @@ class FileFormat(NamedTuple):
 
     Attributes:
         name: for messages and :attr:`...checkpoint.map.CheckpointMap.format`.
-        endings: what the paths of its files end in.
+        endings: the ends of its files' paths.
         module: a :class:`...checkpoint.format.Format`.
         holds_values: these files hold the tensors themselves; otherwise they say which other files do.
         is_always_map: its reader raises no :class:`...checkpoint.format.NotAMap`. Otherwise the module has a function
-            ``why_not(source, paths)`` too, which says why the files are no maps of bytes, and ``""`` if they are.
+            ``not_a_map_reason(source, paths)`` too: why the files are no maps of bytes; ``""`` if they are.
     """
 
     name: str

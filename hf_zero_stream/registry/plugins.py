@@ -1,4 +1,4 @@
-"""Plug-ins: found by entry points, declared as data, and imported when what they bring is met.
+"""Plug-ins: found by entry points, declared as data, and imported when a format, scheme or command of theirs is met.
 
 A plug-in is a distribution with an entry point of the group ``hf_zero_stream.plugins`` that leads to a
 :class:`Plugin`. The folders of :mod:`hf_zero_stream.plugins` are found so too. A declaration names functions as
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..errors import PACKAGE, ConfigError, MissingPluginError
 from .formats import FileFormat, FolderFormat
-from .rows import Moment, Row
+from .rows import PatchScope, Row
 
 
 GROUP = "hf_zero_stream.plugins"
@@ -28,16 +28,16 @@ OURS: Mapping[str, str] = {
     "pickled": "checkpoints of torch.save, torch.distributed.checkpoint and DeepSpeed, and hf-zero-stream convert",
     "stream": "weights for inference engines",
 }
-"""The plug-ins of this package, and what is missing without each."""
+"""The plug-ins of this package, and the features that are missing without each."""
 
 
 class Source(NamedTuple):
-    """Where checkpoints lie behind URLs of one scheme.
+    """A source of checkpoints behind URLs of one scheme.
 
     Attributes:
-        form: what stands behind ``scheme://`` in the URL of a checkpoint, for messages.
-        module: what is known of them: a module with the functions of :class:`..checkpoint.urls.UrlCheckpoints`.
-            Schemes with the same module are read by one source.
+        form: the part of a checkpoint's URL behind ``scheme://``, for messages.
+        module: a module with the functions of :class:`..checkpoint.urls.UrlCheckpoints`. Schemes with the same module
+            are read by one source.
     """
 
     form: str
@@ -46,32 +46,32 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Plugin:
-    """What one plug-in brings.
+    """The declaration of a plug-in: all that it brings.
 
     Attributes:
         name: for messages.
         rows: functions of other libraries that are replaced or relied on; see :class:`.rows.Row`.
         commands: commands of ``hf-zero-stream``: name -> module with a function ``run``, as typer takes it, and the
             text ``EXAMPLE``.
-        destinations: where weights may go: name, for :attr:`..settings.config.StreamingConfig.destination`, ->
+        destinations: name, for :attr:`..settings.config.StreamingConfig.destination`, ->
             ``module:function``, which takes a Coordinator, the StreamingConfig and the DeepSpeed config (empty if
             there is none), and returns a :class:`..destinations.base.Destination`.
         holders: each a ``module:function`` that is a :class:`..holdings.holder.Holder`; asked before the core's.
-        sources: what checkpoints are read from besides folders: scheme of URLs, in lower case -> :class:`Source`.
+        sources: scheme of URLs, in lower case -> :class:`Source`.
         tools: functions, or classes, that the core calls for an option of a command, or for what a load or a save
             meets: name -> ``module:function``. Without one the name is the subject of the error.
-        quantisers: by ``quant_method`` as transformers knows it, how weights are dequantised that can stay quantised:
-            ``module:function``, see :mod:`..plugins.packed.quantisers`.
+        quantisers: ``quant_method`` as transformers knows it, of weights that can stay quantised -> the
+            ``module:function`` that dequantises them, see :mod:`..plugins.packed.quantisers`.
         files: formats of files, told apart by the ends of their names.
         folders: formats of whole folders, told apart by the names of what is in them. They go before those of files.
         resumes: training states of other libraries: ``module:name`` of a function of a folder, which says whether it
             is that of such a state -> of one that reads it, and gives a :class:`..state.foreign.ForeignState`.
-        signs: ``module:name`` of functions of a folder and a tag, which tell others' tools what the training state is
-            that DeepSpeed's engine has saved there.
+        guard_files: ``module:name`` of functions of a folder and a tag, which write files that tell others' tools what
+            the training state is that DeepSpeed's engine has saved there.
     """
 
     name: str
-    rows: Mapping[Moment, Sequence[Row]] = field(default_factory=dict)
+    rows: Mapping[PatchScope, Sequence[Row]] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     destinations: Mapping[str, str] = field(default_factory=dict)
     holders: Sequence[str] = ()
@@ -81,12 +81,12 @@ class Plugin:
     files: Sequence[FileFormat] = ()
     folders: Sequence[FolderFormat] = ()
     resumes: Mapping[str, str] = field(default_factory=dict)
-    signs: Sequence[str] = ()
+    guard_files: Sequence[str] = ()
 
 
 @functools.cache
 def plugins() -> tuple[Plugin, ...]:
-    """All that are installed, by name; raises a ConfigError if an entry point leads to no :class:`Plugin`."""
+    """All installed plug-ins, by name; raises a ConfigError if an entry point leads to no :class:`Plugin`."""
     found: dict[str, Plugin] = {}
     for entry in sorted(_entries(), key=lambda entry: entry.name):
         try:
@@ -104,7 +104,7 @@ def plugins() -> tuple[Plugin, ...]:
 
 
 def _entries() -> Iterable[metadata.EntryPoint]:
-    """Those of all distributions; and those that folders of a checkout stand for that has not been installed so."""
+    """Entry points of all distributions, and of our folders for which a checkout has no installed entry point."""
     entries = list(metadata.entry_points(group=GROUP))
     installed = {entry.module for entry in entries}
     own = [file.parent.name for file in (Path(__file__).parent.parent / "plugins").glob("*/__init__.py")]
@@ -112,13 +112,13 @@ def _entries() -> Iterable[metadata.EntryPoint]:
     return [*entries, *(metadata.EntryPoint(name, f"{GROUP}.{name}:PLUGIN", GROUP) for name in lacking)]
 
 
-def resolved(place: str) -> Any:
-    """What ``module:name`` names; a module that begins with a dot is one of this package."""
+def import_object(place: str) -> Any:
+    """Import and return ``module:name``; a module that begins with a dot is one of this package."""
     module, _, name = place.partition(":")
     return getattr(import_module(module, PACKAGE), name)
 
 
-def missing(name: str, what: str) -> MissingPluginError:
+def missing_plugin_error(name: str, what: str) -> MissingPluginError:
     """The error that `what` needs the plug-in `name` of ours, which is not there."""
     return MissingPluginError(
         f"{what} needs the plug-in {name!r} of {PACKAGE} ({OURS[name]}), which is not installed. Install {PACKAGE} as "
@@ -138,5 +138,5 @@ def tool(name: str, of: str, what: str = "") -> Any:
     """
     for plugin in plugins():
         if name in plugin.tools:
-            return resolved(plugin.tools[name])
-    raise missing(of, what or name)
+            return import_object(plugin.tools[name])
+    raise missing_plugin_error(of, what or name)

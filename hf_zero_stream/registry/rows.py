@@ -1,4 +1,4 @@
-"""What a row of the table of replaced functions is; plain data, for the core's table and those of plug-ins."""
+"""Rows of the table of replaced functions: plain data, for the core's table and those of plug-ins."""
 
 from __future__ import annotations
 
@@ -12,49 +12,53 @@ from ..errors import installed_version
 
 
 @dataclass(frozen=True, eq=False)
-class Moment:
-    """For how long rows are installed. A plug-in may make moments of its own.
+class PatchScope:
+    """The time for which rows are installed. A plug-in may make patch scopes of its own.
 
     Attributes:
         name: one word.
         description: completes "rows are installed ...".
-        on_top_of: the moment whose rows are installed too, before those of this one.
+        on_top_of: the patch scope whose rows are installed too, before those of this one.
     """
 
     name: str
     description: str
-    on_top_of: Moment | None = None
+    on_top_of: PatchScope | None = None
 
-    MODELS: ClassVar[Moment]
-    REACHED: ClassVar[Moment]
-    BLOCK: ClassVar[Moment]
-    LOAD: ClassVar[Moment]
-    SHARDED: ClassVar[Moment]
-    HIDING: ClassVar[Moment]
-    DEFERRED: ClassVar[Moment]
-    LAYOUT: ClassVar[Moment]
-    FLAT: ClassVar[Moment]
-    EXPERTS: ClassVar[Moment]
-    RECORDERS: ClassVar[Moment]
-    CALLED: ClassVar[Moment]
+    MODELS: ClassVar[PatchScope]
+    REACHED: ClassVar[PatchScope]
+    BLOCK: ClassVar[PatchScope]
+    LOAD: ClassVar[PatchScope]
+    SHARDED: ClassVar[PatchScope]
+    HIDING: ClassVar[PatchScope]
+    DEFERRED: ClassVar[PatchScope]
+    LAYOUT: ClassVar[PatchScope]
+    FLAT: ClassVar[PatchScope]
+    EXPERTS: ClassVar[PatchScope]
+    RECORDERS: ClassVar[PatchScope]
+    CALLED: ClassVar[PatchScope]
 
 
-Moment.MODELS = Moment("MODELS", "from the first packed or sharded model on, and while a thread is inside streaming()")
-Moment.REACHED = Moment("REACHED", "in a process that `hf-zero-stream run` has reached, and that has no ranks yet")
-Moment.BLOCK = Moment("BLOCK", "while a thread is inside streaming()", Moment.MODELS)
-Moment.LOAD = Moment("LOAD", "during a load", Moment.BLOCK)
-Moment.SHARDED = Moment("SHARDED", "during a load by distributed_config", Moment.LOAD)
-Moment.HIDING = Moment("HIDING", "while ZeRO-3 is hidden from transformers")
-Moment.DEFERRED = Moment("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
-Moment.LAYOUT = Moment("LAYOUT", "while a save lays out its files")
-Moment.FLAT = Moment("FLAT", "while models live that stages 1 and 2 may flatten")
-Moment.EXPERTS = Moment("EXPERTS", "from the first load of converted experts on")
-Moment.CALLED = Moment("CALLED", "never: they are only called")
-Moment.RECORDERS = Moment("RECORDERS", "while DeepSpeed converts experts")
+PatchScope.MODELS = PatchScope(
+    "MODELS", "from the first packed or sharded model on, and while a thread is inside streaming()"
+)
+PatchScope.REACHED = PatchScope(
+    "REACHED", "in a process that `hf-zero-stream run` has reached, and that has no ranks yet"
+)
+PatchScope.BLOCK = PatchScope("BLOCK", "while a thread is inside streaming()", PatchScope.MODELS)
+PatchScope.LOAD = PatchScope("LOAD", "during a load", PatchScope.BLOCK)
+PatchScope.SHARDED = PatchScope("SHARDED", "during a load by distributed_config", PatchScope.LOAD)
+PatchScope.HIDING = PatchScope("HIDING", "while ZeRO-3 is hidden from transformers")
+PatchScope.DEFERRED = PatchScope("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
+PatchScope.LAYOUT = PatchScope("LAYOUT", "while a save lays out its files")
+PatchScope.FLAT = PatchScope("FLAT", "while models live that stages 1 and 2 may flatten")
+PatchScope.EXPERTS = PatchScope("EXPERTS", "from the first load of converted experts on")
+PatchScope.CALLED = PatchScope("CALLED", "never: they are only called")
+PatchScope.RECORDERS = PatchScope("RECORDERS", "while DeepSpeed converts experts")
 
 
 class Weight(enum.Enum):
-    """What it means that an installed version lacks a function."""
+    """The consequence if an installed version lacks a function."""
 
     ESSENTIAL = "values would be wrong: a VersionError"
     FEATURE = "the row's feature is left to stock, with a warning"
@@ -63,7 +67,7 @@ class Weight(enum.Enum):
 
 
 class Row(NamedTuple):
-    """A function of another library, and what is called in its place, with the original first.
+    """A function of another library, and ours that is called in its place, with the original as first argument.
 
     Attributes:
         of: ``module:function`` or ``module:Class.method``. ``name()`` is the class of what the call returns, and
@@ -71,7 +75,7 @@ class Row(NamedTuple):
         leads_to: ``module:function``; a module that begins with a dot is one of ours. Empty if the original is only
             called.
         relies_on: the parameters of the original that the function of ours knows by name, separated by spaces.
-        feature: what is lost without the row.
+        feature: the feature that is lost without the row.
         when: ``module:function``, which is called as the original is, and says whether the row is needed at all: until
             then the original is called, and the module of `leads_to` is not imported. Empty: it is always needed.
         since: the first version of the package that has it, if not all that are supported do.
@@ -97,17 +101,17 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How messages name it: without the package."""
+        """The name for messages, without the package."""
         _, _, module = self.module.partition(".")
         return ".".join(filter(None, (module, self.of.partition(":")[2])))
 
-    def is_whole(self) -> bool:
+    def is_loaded(self) -> bool:
         """Whether its module has been imported, to its end or as far as this function."""
         module = sys.modules.get(self.module)
         return module is not None and (not getattr(module.__spec__, "_initializing", False) or bool(self._found()))
 
-    def is_of(self, version: str) -> bool:
-        """Whether `version` of the package should have the function; what is no version is taken for the newest."""
+    def exists_in(self, version: str) -> bool:
+        """Whether `version` of the package should have the function; any other text counts as the newest."""
         if not (self.since or self.until):
             return True
         from packaging.version import InvalidVersion, Version  # an import that most calls can do without
@@ -120,7 +124,7 @@ class Row(NamedTuple):
 
     def is_imported(self) -> bool:
         """Whether its module has been imported, and is of a version that should have the function."""
-        return self.is_whole() and self.is_of(installed_version(self.package))
+        return self.is_loaded() and self.exists_in(installed_version(self.package))
 
     def places(self) -> list[tuple[Any, str]]:
         """Owner and attribute, once the module has been imported: none if it lacks it, several for ``*``."""
@@ -141,7 +145,7 @@ class Row(NamedTuple):
         ]
 
     def lacking(self) -> str:
-        """What the imported module lacks of what the row relies on; empty if it has it all, or is not there yet."""
+        """The names that the row relies on and the imported module lacks; empty if none, or if it is not there yet."""
         if not self.is_imported():
             return ""
         found = self._found()

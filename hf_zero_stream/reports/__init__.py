@@ -1,1 +1,1 @@
-"""What loads and saves did, in seconds, bytes and memory: as data, as tables, and while they run."""
+"""Reports of loads and saves, in seconds, bytes and memory: as data, as tables, and while they run."""

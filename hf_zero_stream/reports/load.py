@@ -1,4 +1,4 @@
-"""What a load did: seconds, bytes and memory of every rank, as data and as text for people."""
+"""The report of a load: seconds, bytes and memory of every rank, as data and as text for people."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ and for memory.
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What one rank compared with the files after placing it.
+    """One rank's comparison of placed values with the files.
 
     Attributes:
         how: `StreamingConfig.verify`.
@@ -43,7 +43,7 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank did; sizes are in bytes.
+    """One rank's figures of a load; sizes are in bytes.
 
     Attributes:
         seconds: seconds per phase, one for each of `PHASES`.
@@ -78,7 +78,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What a load or a save did, on every rank, as data."""
+    """The report of a load or a save, on every rank, as data."""
 
     def to_dict(self) -> dict[str, Any]:
         """:meth:`to_json`, parsed: dicts, lists, numbers and strings, by the names of the fields."""
@@ -92,7 +92,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport(Report):
-    """What a load did, on every rank.
+    """The report of a load, on every rank.
 
     Attributes:
         into: where the values are: "ZeRO-3 partitions", "shards", and so on.

@@ -1,7 +1,4 @@
-"""What is measured, and shown, while a load or a save goes on: seconds, memory, and a progress bar in bytes.
-
-And how the garbage collector is kept out of it.
-"""
+"""Clocks, memory samples and progress bars for loads and saves; and a context without the garbage collector."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ class GrowthPeak:
 class AnonymousMemory(GrowthPeak):
     """The growth of this process's anonymous memory: heap, staging buffers, partitions on the CPU.
 
-    It is what cannot be dropped and read again from a file: neither mapped files nor the page cache. Linux counts it
+    Such memory cannot be dropped and read again from a file, as mapped files and the page cache can. Linux counts it
     per core and adds up late, so a value can be off by some hundred KiB. On other systems every value is 0.
     """
 
@@ -101,7 +98,7 @@ def collector_paused() -> Iterator[None]:
 
 
 LOG_SECONDS = 10
-"""In a log file, the least time between two lines of a bar."""
+"""Least time between two lines of a bar in a log file."""
 
 
 class _LogLines:
@@ -119,7 +116,7 @@ class _LogLines:
 
 
 def _log_options() -> dict[str, Any]:
-    """What tqdm needs where stderr is neither a terminal nor a notebook's: a few lines, and no carriage returns."""
+    """Options of tqdm for a stderr that is neither a terminal nor a notebook's: few lines, no carriage returns."""
     in_notebook = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
     if in_notebook or sys.stderr.isatty():
         return {}
@@ -132,7 +129,7 @@ def _has_rank_0_elsewhere() -> bool:
 
 @contextmanager
 def progress_bar(total_bytes: int, description: str, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar inside, and close it at the end, also after an error; gives what any thread may advance it with.
+    """Show a bar inside, and close it at the end, also after an error; yields a function to advance it, thread-safe.
 
     In a log file the bar is a line at the beginning, one every ten seconds, and one at the end, all by rank 0: nodes
     often share the file. Elsewhere the local main process of each node shows it (as the launcher numbers them). It is
@@ -186,7 +183,7 @@ class PhaseClock:
             self._seconds[phase] += seconds
 
     def add_rest(self, phase: str) -> None:
-        """Add to a phase what no phase has had since the total began; none may be going on."""
+        """Add to a phase the time since the total began that no other has counted; none may be going on."""
         self.add(phase, max(0.0, time.perf_counter() - self._began - sum(self.seconds.values())))
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What a save did: seconds, bytes and memory of every rank, as data."""
+"""The report of a save: seconds, bytes and memory of every rank, as data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PHASES = ("plan", "copy", "write", "sync", "verify", "publish", "total")
 
 @dataclass(frozen=True, kw_only=True)
 class SavingRank:
-    """What one rank did.
+    """One rank's figures of a save.
 
     Attributes:
         seconds: one for each of `PHASES`.
         bytes_written: bytes of tensors.
-        rounds: how many times ranks exchanged elements that none of them could write alone.
+        rounds: the exchanges between ranks of elements that none of them could write alone.
         anonymous_growth_peak: most anonymous host memory during the save, in bytes over what it was before.
     """
 
@@ -33,7 +33,7 @@ class SavingRank:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport(Report):
-    """What a save did, on every rank.
+    """The report of a save, on every rank.
 
     Attributes:
         files: the names of the shards in `folder`.

@@ -16,7 +16,7 @@ _WIDTH = 80
 
 
 def table_of(report: LoadReport) -> str:
-    """As :meth:`.load.LoadReport.table`."""
+    """Format `report` as :meth:`.load.LoadReport.table` says."""
     slowest = max(report.ranks, key=lambda rank: rank.seconds["total"])
     ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks, slowest: rank {slowest.rank}"
     blocks = [
@@ -77,7 +77,7 @@ def _table(ranks: Sequence[RankReport], numbers_of: Callable[[RankReport], Mappi
 
 
 def _check_lines(report: LoadReport) -> list[str]:
-    """What was verified, and how often something was tried again, if at all."""
+    """Lines on what was verified and how many calls were retried; none if nothing was."""
     lines = []
     done = [rank.verification for rank in report.ranks if rank.verification.how in ("sample", "full")]
     if done:

@@ -1,4 +1,4 @@
-"""How sizes, counts, tables and many names that differ only in their numbers are written for people."""
+"""Text for people: sizes, counts, tables, and many names that differ only in their numbers."""
 
 from __future__ import annotations
 

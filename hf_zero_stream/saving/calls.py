@@ -26,11 +26,11 @@ from ..holdings.marks import FORGETS, has_partition, is_dequantised, is_gathered
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..registry.plugins import tool
-from ..registry.rows import Moment
+from ..registry.rows import PatchScope
 from ..reports.save import SaveReport
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped
-from ..settings.scope import active_configs, having
+from ..settings.scope import active_configs, set_in_context
 from .arguments import SIGNATURE, SaveArguments, refuse_unknown, refuse_url
 
 
@@ -170,7 +170,7 @@ def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None 
                 report = _save_part(whole, coordinator, call)
             return report
         leader = _Leader(whole, coordinator, settings)
-        with having(_leader, leader), suppress(_Failed), installed(Moment.BLOCK):
+        with set_in_context(_leader, leader), suppress(_Failed), installed(PatchScope.BLOCK):
             work()
         if leader.failure is not None:
             raise leader.failure

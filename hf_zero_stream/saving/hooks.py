@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
-from ..bindings.install import standing_in
+from ..bindings.install import override_methods
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 from ..holdings.marks import is_gathered_whole, lacks_values
@@ -37,7 +37,7 @@ from ..seams.wrappers import (
     shares_its_model,
     unwrapped,
 )
-from ..settings.scope import active_configs, having
+from ..settings.scope import active_configs, set_in_context
 from . import calls
 from .arguments import refuse_url
 from .outside_models import values_outside_models
@@ -95,7 +95,7 @@ def save_model(
     if not call.arguments["safe_serialization"]:
         why = "save_model(safe_serialization=False) asks for files of torch.save"
     if why:
-        with having(_asked_by, why):
+        with set_in_context(_asked_by, why):
             return original(self, model, save_directory, *args, **kwargs)
     from .preparation import Content  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
@@ -108,7 +108,7 @@ def save_model(
 
     def lay_out(folder: Path, parameters: Any) -> list[NotedShard]:
         noted: list[NotedShard] = []
-        with standing_in(
+        with override_methods(
             self,
             get_state_dict=lambda *_, **__: parameters.entries(),
             save=lambda tensors, file, **_: noted.append(NotedShard(Path(file).name, tensors, {"format": "pt"})),
@@ -178,7 +178,7 @@ def trainer_save_model(
             with whole():
                 save_rest(*args, **kwargs)
 
-        with with_all_adapters(inner), standing_in(self, _save=save_with_them):
+        with with_all_adapters(inner), override_methods(self, _save=save_with_them):
             return original(self, output_dir, _internal_call=_internal_call)
     noted = noted_saves.get()
 

@@ -24,7 +24,7 @@ import torch
 
 from ..checkpoint.nodes import Computed, HostTensor, Node, Stored, View, sources_of
 from ..checkpoint.safetensors import ShardToWrite
-from ..planning.boxes import Box, Region, regions_of_box, regions_of_range, within
+from ..planning.boxes import Box, Region, clipped, regions_of_box, regions_of_range
 from ..planning.plan import materialise_reason
 
 
@@ -109,7 +109,7 @@ class Sources:
             if share.start >= stop:
                 return
             if only is None or share.rank == only:
-                for cut in within(box, share.start, share.stop):
+                for cut in clipped(box, share.start, share.stop):
                     yield SegmentPart(share.rank, leaf.name, cut, region.casts)
 
 

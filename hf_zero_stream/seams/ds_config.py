@@ -20,9 +20,9 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from ..bindings.table import installed
-from ..registry.rows import Moment
+from ..registry.rows import PatchScope
 from ..settings.config import StreamingConfig
-from ..settings.scope import current_config, having
+from ..settings.scope import current_config, set_in_context
 
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run a finaliser inside that takes it again
@@ -84,7 +84,7 @@ def zero3_hidden() -> Iterator[None]:
     """Inside, transformers and its models find no DeepSpeed config in this thread."""
     _change(hiding=1)
     try:
-        with having(_hidden, True), installed(Moment.HIDING):
+        with set_in_context(_hidden, True), installed(PatchScope.HIDING):
             yield
     finally:
         _change(hiding=-1)

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from transformers import modeling_utils
 from transformers.utils import logging
 
-from ..bindings.table import keep_watching
+from ..bindings.table import install_model_rows
 from ..checkpoint.formats import (
     check_files,
     distributed_file,
     format_of_file,
     is_always_map,
+    not_a_map_reason,
     read_index_file,
-    why_not,
 )
 from ..destinations.base import random_state, refuse_wrapped, set_random_state
 from ..errors import CheckpointError, LoadError, UnsupportedError
@@ -151,7 +151,7 @@ def load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) ->
     if session is None:
         return original(file, *args, **kwargs)
     if is_always_map(str(file)):
-        views = session.load.look_into(file).views
+        views = session.load.map_file(file).views
         if not format_of_file(str(file)).holds_values or not session.load.checkpoint.reads_itself or is_url(file):
             return {name: torch.empty(it.sizes, dtype=it.node.dtype, device="meta") for name, it in views.items()}
     values = original(file, *args, **kwargs)
@@ -196,7 +196,7 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     if is_always_map(files[0]):
         return load.open(files, weight_map)
     load.compare_files(files)
-    reason = load.coordinator.broadcast(partial(why_not, load.checkpoint.source, files))
+    reason = load.coordinator.broadcast(partial(not_a_map_reason, load.checkpoint.source, files))
     if not reason:
         return load.open(files, weight_map)
     if load.coordinator.is_main:
@@ -227,7 +227,7 @@ def finalize_model_loading(
         result = original(model, load_config, loading_info)
         clock.add("finalise", before - sum(clock.seconds[phase] for phase in inside))  # they count as themselves
         if any(isinstance(param, DTensor) for param in session.model.parameters()):
-            keep_watching()
+            install_model_rows()
         return result
 
 

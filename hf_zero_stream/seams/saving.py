@@ -20,15 +20,15 @@ from huggingface_hub import StateDictSplit
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..bindings.install import standing_in
+from ..bindings.install import override_methods
 from ..bindings.table import installed
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
 from ..holdings.marks import FORGETS, is_dequantised, is_packed
 from ..registry.plugins import tool
-from ..registry.rows import Moment
-from ..settings.scope import having
+from ..registry.rows import PatchScope
+from ..settings.scope import set_in_context
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def lay_out_pretrained(
             parameters[name] if name in parameters else type(model).get_parameter(model, name)
         ),
     }
-    with having(_noted, noted), standing_in(model, **methods), installed(Moment.LAYOUT):
+    with set_in_context(_noted, noted), override_methods(model, **methods), installed(PatchScope.LAYOUT):
         save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
         save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     if dtype is not None:

@@ -18,7 +18,7 @@ from ..bindings.table import TABLE
 from ..destinations.base import RandomState
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError
-from ..registry.rows import Moment
+from ..registry.rows import PatchScope
 
 
 Original = Callable[..., Any]
@@ -118,13 +118,13 @@ class Session:
         _session.reset(self._token)
 
     @property
-    def moment(self) -> Moment:
+    def patch_scope(self) -> PatchScope:
         """Whose rows are to be installed while it goes on."""
-        return Moment.SHARDED if self.load.destination.takes_dtensors else Moment.LOAD
+        return PatchScope.SHARDED if self.load.destination.takes_dtensors else PatchScope.LOAD
 
     def refuse_uncalled(self, *names: str) -> None:
         """Raise a VersionError if transformers has not called functions of ours, without which values are others."""
-        rows = {row.leads_to.partition(":")[2]: row for row in (*TABLE[Moment.LOAD], *TABLE[Moment.SHARDED])}
+        rows = {row.leads_to.partition(":")[2]: row for row in (*TABLE[PatchScope.LOAD], *TABLE[PatchScope.SHARDED])}
         if uncalled := [rows[name].name for name in names if name not in self.called]:
             raise VersionError(
                 f"transformers {transformers.__version__} has loaded a model without calling {', '.join(uncalled)}, "

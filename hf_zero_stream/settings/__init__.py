@@ -1,1 +1,1 @@
-"""What a user and a launcher have said: settings, where they apply, and the ranks that there will be."""
+"""Settings of the user, the blocks in which they apply, and the ranks that a launcher announces."""

@@ -28,7 +28,7 @@ _PREFIX = "HF_ZERO_STREAM_"  # of environment variables; the field's name in cap
 _AT_LEAST_ONE = ("peer_timeout_s",)
 
 READS_STAGED = 8
-"""For how many reads at once there is a buffer at least, so that several threads share what is to be read."""
+"""Least number of reads that have a buffer at the same time, so that several threads share the reading."""
 
 DEVICE_REQUEST_BYTES = 8 * 2**20
 """A read of a local file for an accelerator. An H100 gets 12 GB/s by 2 MiB, and 39 by 8: threads wait for Python's
@@ -47,7 +47,7 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingConfig:
-    """How a streaming load or save uses memory, disks, threads and the terminal.
+    """Settings of a streaming load or save: its use of memory, disks, threads and the terminal.
 
     None of the settings but `keep_quantized` and `random_numbers` changes what is loaded, only how, and what `strict`
     refuses. Each rank may have its own settings, except for `read_from`, `share_reads`, `strict`, `verify`,
@@ -112,7 +112,7 @@ class StreamingConfig:
     """
 
     verify: Literal["off", "sizes", "sample", "full"] = "sizes"
-    """What is checked beyond structure: `"sizes"`, that no shard changed while it was read, which is free.
+    """The checks beyond structure: `"sizes"`, that no shard changed while it was read, which is free.
 
     `"sample"`: besides, some chunks of every parameter are read again and compared with what was placed. `"full"`: all
     chunks, which costs one more pass over this rank's bytes; and of a save, the files are compared with what the ranks
@@ -126,7 +126,7 @@ class StreamingConfig:
     """
 
     training_state: bool = True
-    """Inside `streaming()`, have DeepSpeed's engines save states that any number of ranks can load (`save_state`).
+    """Have DeepSpeed's engines save, inside `streaming()`, states that any number of ranks can load (`save_state`).
 
     False leaves `engine.save_checkpoint`, and so the checkpoints of the Trainer and of accelerate, to DeepSpeed.
     """
@@ -160,7 +160,7 @@ class StreamingConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if allowed := _unmet(field.name, value, field.default):
+            if allowed := _expected_instead(field.name, value, field.default):
                 raise ConfigError(f"{field.name}: expected {allowed}; got {value!r}")
 
     @classmethod
@@ -270,8 +270,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), "")
 
 
-def _unmet(name: str, value: Any, default: Any) -> str:
-    """What the field `name` allows, if that is not `value`; else ""."""
+def _expected_instead(name: str, value: Any, default: Any) -> str:
+    """The values that the field `name` allows, if `value` is none of them; else ""."""
     if name in _OR_AUTO:
         return "" if isinstance(value, bool) or value == "auto" else "True, False or 'auto'"
     # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
@@ -304,7 +304,7 @@ def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
         parsed, expected = parse_size(value, units=False), "a whole number"
     if parsed is None:
         raise ConfigError(f"{origin}: expected {expected}; got {value!r}")
-    if allowed := _unmet(name, parsed, default):
+    if allowed := _expected_instead(name, parsed, default):
         raise ConfigError(f"{origin}: expected {allowed}; got {value!r}")
     return parsed
 
@@ -320,7 +320,7 @@ def parse_size(value: Any, units: bool = True) -> int | None:
     return int(number) if number.denominator == 1 else None
 
 
-def buildable(ds_config: Any) -> Any:
+def buildable_config(ds_config: Any) -> Any:
     """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it."""
     if not isinstance(ds_config, Mapping):
         with open(ds_config, encoding="utf-8") as file:
@@ -337,9 +337,9 @@ def buildable(ds_config: Any) -> Any:
     return config
 
 
-def completed(ds_config: Any) -> dict[str, Any]:
-    """A buildable DeepSpeed config without our section, and without ``"auto"``, which DeepSpeed takes for absent."""
-    return _without_auto(without_own_section(buildable(ds_config)))
+def config_without_auto(ds_config: Any) -> dict[str, Any]:
+    """Make a :func:`buildable_config` without our section and without ``"auto"``, which DeepSpeed takes for absent."""
+    return _without_auto(without_own_section(buildable_config(ds_config)))
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which ``streaming()`` blocks the running code is in, their settings, and the decorator that runs functions in one.
+"""The ``streaming()`` blocks around the running code, their settings, and the decorator that runs functions in one.
 
 A context variable holds the blocks, and each block knows whether it is open. The variable alone cannot tell. A block
 may be left in another context than it was entered in: the garbage collector closes an unfinished generator wherever
@@ -41,13 +41,13 @@ class Block:
 
 
 _blocks: ContextVar[tuple[Block, ...]] = ContextVar("hf_zero_stream_blocks", default=())
-_of_the_process: list[Block] = []
+_process_blocks: list[Block] = []
 """The block of the whole process, around all others, if there is one; every thread is in it."""
 
 
 def active_configs() -> tuple[StreamingConfig | None, ...]:
     """The settings of the open blocks around the running code, the innermost last."""
-    return tuple(block.config for block in (*_of_the_process, *_open_blocks()))
+    return tuple(block.config for block in (*_process_blocks, *_open_blocks()))
 
 
 def current_config() -> StreamingConfig | None:
@@ -64,18 +64,18 @@ def enter(config: StreamingConfig | None) -> Block:
 
 def enter_for_process(config: StreamingConfig | None = None) -> bool:
     """Begin a block for all threads, which nothing ends; returns False if there is one already."""
-    if _of_the_process:
+    if _process_blocks:
         return False
-    _of_the_process.append(Block(config))
+    _process_blocks.append(Block(config))
     return True
 
 
-def leave(mine: list[Block]) -> None:
-    """End the innermost of the blocks `mine`, else the last that was entered in any context; remove it from `mine`."""
-    if not mine:
+def leave(entered: list[Block]) -> None:
+    """End the innermost block of `entered` in this context, else the last in any; remove it from `entered`."""
+    if not entered:
         raise RuntimeError("streaming() is left more often than it was entered.")
-    block = next((block for block in reversed(_blocks.get()) if block in mine), mine[-1])
-    mine.remove(block)
+    block = next((block for block in reversed(_blocks.get()) if block in entered), entered[-1])
+    entered.remove(block)
     block.is_open = False
     _blocks.set(_open_blocks())
     while block.resources:
@@ -84,7 +84,7 @@ def leave(mine: list[Block]) -> None:
 
 def resource(kind: type[Resource]) -> Resource:
     """The innermost open block's object of this kind, made at first use; there must be such a block."""
-    resources = (*_of_the_process, *_open_blocks())[-1].resources
+    resources = (*_process_blocks, *_open_blocks())[-1].resources
     if kind not in resources:
         resources[kind] = kind()
     return resources[kind]
@@ -93,16 +93,16 @@ def resource(kind: type[Resource]) -> Resource:
 @contextmanager
 def inside() -> Iterator[None]:
     """A block without settings of its own, in the running code alone."""
-    mine = [enter(None)]
+    entered = [enter(None)]
     try:
         yield
     finally:
-        leave(mine)
+        leave(entered)
 
 
 @contextmanager
-def having(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
-    """Inside, in the running code alone, a context variable has this value."""
+def set_in_context(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
+    """Set a context variable, inside and in the running code alone."""
     token = variable.set(value)
     try:
         yield value
@@ -201,4 +201,4 @@ _SUSPENDED: tuple[tuple[Callable[[Any], bool], Callable[[Any], bool], Callable[.
     (inspect.isgeneratorfunction, inspect.isgenerator, _generator_function),
     (inspect.isasyncgenfunction, inspect.isasyncgen, _async_generator_function),
 )
-"""For each kind of function that is suspended: what knows it, what knows the result of a call, and its decorator."""
+"""Tests and decorator of each kind of function that is suspended: is it one, is this the result of one, decorate."""

@@ -1,1 +1,1 @@
-"""Where bytes come from: byte ranges of files, read here or by another rank."""
+"""Sources of bytes: byte ranges of files, read here or by another rank."""

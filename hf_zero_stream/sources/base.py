@@ -1,4 +1,4 @@
-"""Where bytes come from: what every source of a checkpoint's files must be able to do, and how it tries again."""
+"""The interface of a source of a checkpoint's files, retries, and the source that serves files and URLs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RETRIES = 4
-"""How often an open or a read of a load is tried again, if it may succeed: for 1.5 s in all.
+"""Retries of an open or a read of a load, if it may succeed: for 1.5 s in all.
 
-What takes longer, a file server that restarts, the kernel waits for by itself.
+The kernel itself waits for what takes longer, such as a file server that restarts.
 """
 
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://|(s3|gs|az|https?|hf):/", re.IGNORECASE)
-"""How a URL of any scheme begins. The second form is what is left of one of ours in a ``Path``."""
+"""The beginning of a URL of any scheme. The second form is what is left of one of ours in a ``Path``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class ReadableFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """How a source is best read, within the user's settings. The streams count where `is_remote`."""
+    """Sizes and counts with which a source is best read, within the user's settings. Streams count if `is_remote`."""
 
     request_bytes: int
     device_request_bytes: int = 0
-    """The same where bytes pass through pinned memory to a device, and each request has its price; 0: as there."""
+    """`request_bytes` for bytes that pass through pinned memory to a device, where each request costs; 0: the same."""
     is_remote: bool = False
     """Each request waits for another machine: more of them in flight give more bytes per second."""
     reads_ahead: bool = False
@@ -72,7 +72,7 @@ class Hints:
     seek_bytes: int = 4096
     """A hole of up to this size costs less than another request."""
     reads_per_exchange: int = 1
-    """How many bytes are read, about, in the time in which a rank gets one from another. The same on all ranks."""
+    """Bytes that are read, about, in the time in which a rank gets one from another; equal on all ranks."""
     is_everywhere: bool = False
     """All ranks read the same files, whose tags rank 0 shares with the headers: there are no copies to compare."""
 
@@ -80,8 +80,8 @@ class Hints:
 class ByteSource(Protocol):
     """Gives the bytes of a checkpoint's files. Calls come in this order:
 
-    1. :meth:`open_file`, for each file whose header this rank reads. The source remembers what the file was the first
-       time.
+    1. :meth:`open_file`, for each file whose header this rank reads. The source remembers the file's state at the
+       first time.
     2. :meth:`add`, with the headers' files. They are numbered in this order, from 0 on. It may be called again later.
     3. :meth:`hints`, with the paths of all files.
     4. :meth:`open`, with the numbers of files that are going to be read. Optional: a read opens what is not open.
@@ -93,8 +93,8 @@ class ByteSource(Protocol):
     :meth:`open`, :meth:`read_into` and the counters must be safe to use from several threads. No call is collective.
     A source itself tries again what fails for a passing reason (:class:`Retries`).
 
-    What a file *was* can be anything that changes with its contents: device, inode, size and time of a local file, the
-    ETag of an object. It is compared with what the same rank saw before; what other ranks must see too is a tag.
+    The *state* of a file can be anything that changes with its contents: device, inode, size and time of a local file,
+    the ETag of an object. It is compared with the state that the same rank saw before; a tag is the same on all ranks.
 
     Raises:
         ReadError: a file cannot be opened or read, or ends too early.
@@ -125,22 +125,22 @@ class ByteSource(Protocol):
         """Number these files, after those that were added before; opens nothing."""
 
     def hints(self, paths: Sequence[str]) -> Hints:
-        """How these files are best read; does not read them."""
+        """The hints for these files; does not read them."""
 
     def open(self, numbers: Iterable[int]) -> None:
-        """Open these files, so that what cannot be opened is found before anything is read."""
+        """Open these files, so that one that cannot be opened is found before anything is read."""
 
     def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers` (writable, contiguous, of format ``B``) in order with a file's bytes from `start` on."""
 
     def check_unchanged(self) -> None:
-        """Check that the files that this rank read from are still what they were."""
+        """Check that the files that this rank read from have not changed."""
 
     def finish(self) -> None:
         """Wait until no other rank reads through this source; a ReadError if a read for one failed."""
 
     def close(self) -> None:
-        """Release what is open. May be called again."""
+        """Close all files. May be called again."""
 
 
 class Retries:
@@ -150,14 +150,14 @@ class Retries:
         self._limit = limit
         self._lock = threading.Lock()
         self.count = 0
-        """How many calls were tried again so far."""
+        """Calls that were tried again so far."""
 
     def call(
         self, function: Callable[[], T], is_transient: Callable[[BaseException], bool], *, jitter: bool = False
     ) -> T:
-        """What `function` returns in the end, or its last error; only transient errors are tried again.
+        """Return what `function` returns, or raise its last error; only transient errors are tried again.
 
-        With `jitter`, after a random time of 0 to twice as long: clients of a server must not come back together.
+        With `jitter`, pauses are random, from 0 to twice as long: clients of a server must not come back together.
         """
         retries = 0
         while True:
@@ -174,8 +174,8 @@ class Retries:
 
 
 @contextmanager
-def naming_file(path: str, what: str) -> Iterator[None]:
-    """Inside, an error of reading the file at `path` becomes a ReadError, whose cause it is; `what` is in the file."""
+def as_read_error(path: str, what: str) -> Iterator[None]:
+    """Turn an error of reading the file at `path` into a ReadError, whose cause it is; `what` is in the file."""
     try:
         yield
     except ReadError:
@@ -188,11 +188,11 @@ def naming_file(path: str, what: str) -> Iterator[None]:
 
 
 def is_url(path: Any) -> bool:
-    """Whether `path` is a URL, of whatever scheme; none of them is the name of a folder or of a repository."""
+    """Whether `path` is a URL of any scheme; no URL is the name of a folder or of a repository."""
     return isinstance(path, (str, os.PathLike)) and _ADDRESS.match(str(path)) is not None
 
 
-def names_url(*args: Any, **kwargs: Any) -> bool:
+def has_url_argument(*args: Any, **kwargs: Any) -> bool:
     """Whether an argument of a call is a URL."""
     return any(map(is_url, (*args, *kwargs.values())))
 
@@ -200,7 +200,7 @@ def names_url(*args: Any, **kwargs: Any) -> bool:
 class FilesByPath:
     """Files of this host and objects by URL (see :class:`ByteSource`); most loads have only one of the kinds.
 
-    `maker_at` gives what makes the source for a URL; URLs with the same maker are read by one source.
+    `maker_at` returns the function that makes the source for a URL; URLs with the same maker share one source.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class FilesByPath:
         self.local, self._retries, self._maker_at = local, retries, maker_at
         self._others: dict[Callable[[Retries], ByteSource], ByteSource] = {}
         self._places: list[tuple[ByteSource, int]] = []
-        """For each file, its source and its number there."""
+        """The source of each file, and the file's number there."""
 
     @property
     def bytes_read(self) -> int:
@@ -233,7 +233,7 @@ class FilesByPath:
             self._places.append((source, number))
 
     def hints(self, paths: Sequence[str]) -> Hints:
-        """Those for URLs if there is one: a local file read by them is read well enough."""
+        """The hints for URLs if there is one: they are good enough for a local file."""
         first = self._of(next(filter(is_url, paths), ""))
         return first.hints([path for path in paths if self._of(path) is first])
 

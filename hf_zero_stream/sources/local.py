@@ -1,6 +1,6 @@
-"""The source for files that this host mounts: positional reads through one reused handle per file.
+"""The source of files that this host mounts: positional reads through one reused handle per file.
 
-And what Linux is told of pages of memory, and a thread that brings a checkpoint into the page cache in time.
+Also advice to Linux on pages of memory, and a thread that brings a checkpoint into the page cache in time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ IOV_MAX = 1024
 """Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
 
 READS_PER_EXCHANGE = 4
-"""Ranks of a host share in the page cache what one of them has read. At two ranks, holes are read faster than gloo
-exchanges the bytes beside them (``benchmarks.sharded --ways tp2``)."""
+"""See :attr:`.base.Hints.reads_per_exchange`. Ranks of a host share in the page cache what one of them has read. At
+two ranks, holes are read faster than gloo exchanges the bytes beside them (``benchmarks.sharded --ways tp2``)."""
 
 TRANSIENT = frozenset(
     getattr(errno, name)
@@ -51,7 +51,7 @@ Those that begin with ``fuse.`` count too: s3fs, gcsfuse and juicefs do. overlay
 
 
 def open_nonblocking(path: str, flags: int) -> int:
-    """For ``open(opener=...)``: a plain open of a pipe without a writer waits for ever. Regular files are the same."""
+    """An opener for ``open``: a plain open of a pipe without a writer waits for ever. Regular files are the same."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -114,8 +114,8 @@ class LocalFiles:
     ) -> None:
         self._files: tuple[SourceFile, ...] = ()
         self._retries = retries or Retries()
-        self.seen: dict[str, os.stat_result] = {}
-        """What each file was when this rank first saw it."""
+        self.first_status: dict[str, os.stat_result] = {}
+        """The status of each file when this rank first saw it, by path."""
         self._cache_bytes = cache_bytes
         self._handles: dict[int, int] = {}
         self._stale: list[int] = []
@@ -127,7 +127,7 @@ class LocalFiles:
     def open_file(self, path: str) -> Iterator[_HeaderFile]:
         with open(path, "rb", opener=open_nonblocking) as file:
             status = status_of_regular(path, file.fileno())
-            self.seen.setdefault(path, status)
+            self.first_status.setdefault(path, status)
             yield _HeaderFile(status.st_size, file)
 
     def is_transient(self, error: BaseException | None) -> bool:
@@ -187,7 +187,7 @@ class LocalFiles:
             try:
                 self._check_identity(path, os.stat(path))
             except FileNotFoundError:
-                raise _changed(path, "removed") from None
+                raise _changed_error(path, "removed") from None
 
     def finish(self) -> None:
         pass
@@ -255,17 +255,17 @@ class LocalFiles:
         return handle
 
     def _check_identity(self, path: str, now: os.stat_result) -> None:
-        """Compare a file with what it was when this rank first saw it: other hosts may see times less precisely."""
-        before = self.seen.setdefault(path, now)
+        """Compare a file's status with the first one that this rank saw: other hosts may see times less precisely."""
+        before = self.first_status.setdefault(path, now)
         if not os.path.samestat(before, now):
-            raise _changed(path, "replaced")
+            raise _changed_error(path, "replaced")
         if now.st_size < before.st_size:
-            raise _changed(path, "truncated")
+            raise _changed_error(path, "truncated")
         if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            raise _changed(path, "written to")
+            raise _changed_error(path, "written to")
 
 
-def _changed(path: str, what: str) -> CheckpointError:
+def _changed_error(path: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: was {what} while it was being loaded, so that the model may hold parts of two versions. Wait until "
         "whoever writes it is done, then load again."
@@ -300,8 +300,8 @@ class ReadAhead:
         self._thread = threading.Thread(target=self._run, name="hf_zero_stream-ahead", daemon=True)
         self._thread.start()
 
-    def reached(self, part: float) -> None:
-        """Called after each read: the reads have come this far, in [0, 1]."""
+    def set_progress(self, part: float) -> None:
+        """Note how far the reads have come, in [0, 1]; called after each read."""
         self._reached = int(part * self.total_bytes)
 
     def stop(self) -> None:
@@ -319,7 +319,7 @@ class ReadAhead:
                     return
 
     def _windows(self) -> Iterator[tuple[str, int, int, int]]:
-        """All windows: the file, where they begin in it, their size, and where they begin in all files."""
+        """Yield all windows: file, start in it, size, and start in all files laid end to end."""
         before = 0
         for path, size in self._files:
             for begin in range(0, size, WINDOW_BYTES):
@@ -336,13 +336,13 @@ def _populate(path: str, begin: int, nbytes: int) -> bool:
         mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE, access, offset=begin) as window,
     ):
         address = ctypes.addressof(ctypes.c_char.from_buffer(window))
-        if _may_ask(file.fileno()) and is_resident(address, nbytes):
+        if _can_query_page_cache(file.fileno()) and is_resident(address, nbytes):
             return True  # mapping what is cached takes the time of a processor, and another thread wants it
         advise(address, nbytes, MADV_HUGEPAGE)
         return advise(address, nbytes, MADV_POPULATE_READ)
 
 
-def _may_ask(handle: int) -> bool:
+def _can_query_page_cache(handle: int) -> bool:
     """Whether Linux tells this process which pages of the file are cached (``can_do_mincore`` in mm/mincore.c)."""
     return os.geteuid() in (0, os.fstat(handle).st_uid)
 
@@ -366,7 +366,7 @@ def advise(address: int, nbytes: int, advice: int) -> bool:
 def is_resident(address: int, nbytes: int) -> bool:
     """Whether all pages of these bytes, from the beginning of a page on, are in memory: of a file, in the page cache.
 
-    Of a file that this process neither owns nor may write to, Linux says so whether or not it is true.
+    For files that this process neither owns nor may write to, Linux's answer is meaningless.
     """
     pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     if _c_library().mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages):

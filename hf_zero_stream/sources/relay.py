@@ -22,10 +22,10 @@ CHUNK_BYTES = 8 * 2**20
 """The largest piece that the reader sends at once."""
 
 CLOSING_S = 10.0
-"""How long the reader waits, after an error, for its clients to say that they are done."""
+"""Time that the reader waits, after an error, for its clients to say that they are done."""
 
 _DONE = -1
-"""In place of a file's number in a request: the client is done."""
+"""A file's number in a request that says that the client is done."""
 
 
 class RelayedFiles:
@@ -36,7 +36,7 @@ class RelayedFiles:
         self._paths: list[str] = []
         self._reader = reader
         self._group: dist.ProcessGroup | None = group
-        self._conversation = threading.Lock()
+        self._request_lock = threading.Lock()
         self._refusal: ReadError | None = None
         self.bytes_read = self.reads = 0
 
@@ -50,7 +50,7 @@ class RelayedFiles:
         """Do nothing: the reader checks its files itself."""
 
     def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
-        with self._conversation:  # requests and answers of two threads must not mix
+        with self._request_lock:  # requests and answers of two threads must not mix
             self.reads += 1
             for buffer in buffers:
                 for begin in range(0, len(buffer), CHUNK_BYTES):
@@ -77,7 +77,7 @@ class RelayedFiles:
 
     def finish(self) -> None:
         """Tell the reader, which waits for this, that the client is done. May be called again."""
-        with self._conversation:
+        with self._request_lock:
             group, self._group = self._group, None
             if group is None:
                 return
@@ -99,7 +99,7 @@ class RelayServer:
         self._source = source
         self._group: dist.ProcessGroup | None = group
         self._chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        self._answering = threading.Lock()
+        self._answer_lock = threading.Lock()
         self._failures: list[Exception] = []
         self._listeners = [
             threading.Thread(target=self._listen, args=(client, group), name=f"hf_zero_stream-{client}", daemon=True)
@@ -134,7 +134,7 @@ class RelayServer:
                 number, start, length = request.tolist()
                 if number == _DONE:
                     return
-                with self._answering:
+                with self._answer_lock:
                     self._answer(client, group, number, start, self._chunk[:length])
         except Exception as error:
             self._failures.append(error)

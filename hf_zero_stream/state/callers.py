@@ -15,7 +15,7 @@ from ..checkpoint.deepspeed_names import (
     ZERO_2_MODEL,
     entries_of_deepspeed,
     model_parallel_size_of,
-    remove_signs,
+    remove_guard_files,
     world_size_of,
 )
 from ..errors import CheckpointError
@@ -26,8 +26,8 @@ from ..reports.save import SaveReport
 from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
 from ..seams.ds_config import settings_in_force
-from ..settings.scope import active_configs, having
-from .foreign import write_signs
+from ..settings.scope import active_configs, set_in_context
+from .foreign import write_guard_files
 from .load import load_state
 from .record import FILE, LATEST, StateRecord, write_latest
 from .refusals import has_its_weights
@@ -71,7 +71,7 @@ def current() -> Caller | None:
 @contextmanager
 def entered(caller: Caller) -> Iterator[Caller]:
     """Inside, `caller` calls. Models whose optimizer never came are saved at the end, in the stock way."""
-    with having(_caller, caller):
+    with set_in_context(_caller, caller):
         yield caller
         while caller.waiting:
             caller.waiting.popitem()[1]()
@@ -164,7 +164,7 @@ def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave, has_zero
 
     def name() -> None:
         if has_zero:
-            write_signs(folder, tag)
+            write_guard_files(folder, tag)
         write_latest(folder, tag)
 
     if isinstance(saved, PendingSave):
@@ -195,10 +195,10 @@ def forget_state(place: Path) -> None:
         coordinator.run_on_main(lambda: (place / LATEST).unlink(missing_ok=True))
 
 
-def forget_signs(place: Path) -> None:
-    """Remove signs (see :mod:`..checkpoint.deepspeed_names`) from `place`, into which DeepSpeed saves (all ranks)."""
+def forget_guard_files(place: Path) -> None:
+    """Remove guard files (:mod:`..checkpoint.deepspeed_names`) from `place`, where DeepSpeed saves (all ranks)."""
     with meeting(SAVE) as coordinator:
-        coordinator.run_on_main(partial(remove_signs, place))
+        coordinator.run_on_main(partial(remove_guard_files, place))
 
 
 def _latest(folder: Path) -> str:

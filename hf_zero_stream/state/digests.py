@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.lazy import LazyTensor
-from ..destinations.passing import Passing
-from ..destinations.skeleton import StandIn, convert_lazy
+from ..destinations.skeleton import LazyTensorModule, convert_lazy
+from ..destinations.visitor import Visitor
 from ..engine.execute import run_in_threads
 from ..engine.load import Load
 from ..engine.verification import digest_of
@@ -268,9 +268,9 @@ def _own_part(
                     key = name, name_of(dtype), name_of(other)
                     found[key] = found.get(key, 0) + _digest(values, first, other, dtype)
 
-    passing = Passing(see, readers.index(coordinator.rank), len(readers), settings.staging_on("cpu"))
+    visitor = Visitor(see, readers.index(coordinator.rank), len(readers), settings.staging_on("cpu"))
     settings = replace(settings, strict=False, verify="off", progress=False, read_from="all")
-    load = Load(settings, {}, Coordinator.of_this_rank(), passing)
+    load = Load(settings, {}, Coordinator.of_this_rank(), visitor)
     path, arguments = place
     with closing(load), quiet(is_main=False), torch.no_grad():
         lazy, missing, _ = lazily_loaded_like(
@@ -292,7 +292,7 @@ def _own_part(
                 if alias in views and tuple(views[alias].shape) in shapes:
                     chosen[name] = views[alias]
                     break
-        load.place(StandIn(chosen, {}), set(), set())
+        load.place(LazyTensorModule(chosen, {}), set(), set())
     return found
 
 

@@ -21,7 +21,7 @@ from ..settings.scope import active_configs
 from .callers import (
     Caller,
     current,
-    forget_signs,
+    forget_guard_files,
     has_other_weights,
     in_background,
     is_on,
@@ -84,7 +84,7 @@ def save_checkpoint(
                 name_state(Path(save_dir), tag, saved, bool(self.zero_optimization()))
             return True
     if active_configs() and save_dir:  # else it is DeepSpeed's error
-        forget_signs(Path(save_dir) / (f"global_step{self.global_steps}" if tag is None else str(tag)))
+        forget_guard_files(Path(save_dir) / (f"global_step{self.global_steps}" if tag is None else str(tag)))
     return original(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
-from ..registry.plugins import missing, plugins, resolved
+from ..registry.plugins import import_object, missing_plugin_error, plugins
 from .record import StateRecord
 
 
@@ -37,16 +37,16 @@ def foreign_state_in(folder: Path) -> ForeignState | None:
     """
     for plugin in plugins():
         for is_such, read in plugin.resumes.items():
-            if resolved(is_such)(folder):
-                found: ForeignState = resolved(read)(folder)
+            if import_object(is_such)(folder):
+                found: ForeignState = import_object(read)(folder)
                 return found
     if entries_of_deepspeed(folder):
-        raise missing("pickled", f"{folder}: going on from a checkpoint of DeepSpeed's")
+        raise missing_plugin_error("pickled", f"{folder}: going on from a checkpoint of DeepSpeed's")
     return None
 
 
-def write_signs(folder: Path, tag: str) -> None:
+def write_guard_files(folder: Path, tag: str) -> None:
     """Have plug-ins say to others' tools what the state `tag` in `folder` is, which DeepSpeed's engine has saved."""
     for plugin in plugins():
-        for write in plugin.signs:
-            resolved(write)(folder, tag)
+        for write in plugin.guard_files:
+            import_object(write)(folder, tag)

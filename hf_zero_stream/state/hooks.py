@@ -34,7 +34,7 @@ from ..seams.wrappers import (
     unwrapped,
 )
 from ..settings.config import announced_local_rank
-from ..settings.scope import active_configs, having
+from ..settings.scope import active_configs, set_in_context
 from .callers import Caller, entered, is_on, load_found, state_in
 from .record import LATEST
 
@@ -84,7 +84,7 @@ def trainer_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
     if not is_on():
         return original(self, *args, **kwargs)
     finish_pending()
-    with having(noted_saves, NotedSaves(_forget_state)):
+    with set_in_context(noted_saves, NotedSaves(_forget_state)):
         return original(self, *args, **kwargs)
 
 

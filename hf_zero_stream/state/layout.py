@@ -17,7 +17,7 @@ from torch import nn
 
 from ..checkpoint.formats import INDEX, read_index_file
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.skeleton import filled, of_same_shape, skeleton_of, stand_in
+from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
 from ..errors import UnsupportedError
 from ..holdings.marks import has_converted_experts, is_adapted
@@ -105,8 +105,8 @@ def opened(load: Load, model: nn.Module, place: Path, key: str | None, *, strict
     pieces = load.open([*map(str, files_of(place, key))], None)
     lazy = {own_or_clean(names, name): it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
     if has_converted_experts(model):  # transformers' own layers are what is in the files
-        return filled(skeleton_of(model), lazy)
-    return stand_in(model, lazy if strict else of_same_shape(model, lazy))
+        return filled_skeleton(skeleton_of(model), lazy)
+    return lazy_module(model, lazy if strict else matching_tensors(model, lazy))
 
 
 def opened_from_hub_layout(load: Load, model: Any, place: Path, key: str) -> LazyModel:

@@ -46,7 +46,7 @@ from .base import split_base
 from .blocks import content_of, with_parts
 from .digests import places_of
 from .entries import recorded_entries, refuse_lost
-from .foreign import write_signs
+from .foreign import write_guard_files
 from .groups import recorded_options
 from .layout import index_name, lay_out, shard_of
 from .module_entries import refuse_module_entries
@@ -303,7 +303,7 @@ def _write_record(
         rng.write_ranks(random_states, place / rng.FILE)
         write_names(place, names)
         if has_zero:
-            write_signs(folder, name)
+            write_guard_files(folder, name)
         (place / FILE).write_text(replace(record, weights=weights).to_json(), encoding="utf-8")
         (folder / LATEST).write_text(name, encoding="utf-8")
     except (OSError, ReadError) as error:

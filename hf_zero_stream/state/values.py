@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..destinations.skeleton import StandIn, convert_lazy
+from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.slot_memory import SlotMemory
 from ..engine.load import Load
 from ..errors import LoadError
@@ -153,7 +153,7 @@ def load_states(
     with coordinator.reporting():
         load = Load(settings_in_force(), {}, coordinator, memory)
         with closing(load), torch.no_grad():
-            load.place(StandIn(states(load, used), {}), set(), set())
+            load.place(LazyTensorModule(states(load, used), {}), set(), set())
 
 
 def _states_in(

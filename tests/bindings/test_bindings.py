@@ -17,7 +17,7 @@ from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.cli.replaced import page
 from hf_zero_stream.errors import PACKAGE, VersionError
 from hf_zero_stream.registry.plugins import OURS
-from hf_zero_stream.registry.rows import Moment, Row, Weight
+from hf_zero_stream.registry.rows import PatchScope, Row, Weight
 from tests.support.cluster import ROOT
 
 
@@ -25,8 +25,8 @@ ELSEWHERE = {"openrlhf", "verl"}
 """Packages in environments of their own: clients of ``make ecosystem`` look at their rows there."""
 
 ROWS = [
-    pytest.param(row, id=f"{moment.name}-{row.of}")
-    for moment, rows in TABLE.items()
+    pytest.param(row, id=f"{scope.name}-{row.of}")
+    for scope, rows in TABLE.items()
     for row in rows
     if row.package not in ELSEWHERE
 ]
@@ -85,36 +85,36 @@ def test_what_a_version_may_lack(library: Any) -> None:
     assert FEATURES[1]._replace(since="3.2").lacking() == FEATURES[1]._replace(until="3.0").lacking() == ""
     assert FEATURES[1]._replace(since="3.1", until="4").lacking() == "gone"
     of_a_checkout = "(unknown version)"  # sources that nobody has installed
-    assert FEATURES[1]._replace(since="3.2").is_of(of_a_checkout)
-    assert not FEATURES[1]._replace(until="3.0").is_of(of_a_checkout)
+    assert FEATURES[1]._replace(since="3.2").exists_in(of_a_checkout)
+    assert not FEATURES[1]._replace(until="3.0").exists_in(of_a_checkout)
     assert ESSENTIAL._replace(of="of_tests.absent:act").lacking() == ""  # nobody has imported it
 
 
 def test_a_feature_goes_as_a_whole_and_with_a_word(
     library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(TABLE, Moment.LAYOUT, [ESSENTIAL, *FEATURES])  # type: ignore[arg-type]
+    monkeypatch.setitem(TABLE, PatchScope.LAYOUT, [ESSENTIAL, *FEATURES])  # type: ignore[arg-type]
     act = library.Own.act
-    with Installation(Moment.LAYOUT, TABLE) as installation:
+    with Installation(PatchScope.LAYOUT, TABLE) as installation:
         assert installation and library.Own.act is act and library.act is not None
     assert "of_tests 3.1 has no gone; left to it: acts" in caplog.text and not installation
 
 
 def test_an_essential_function_that_is_gone_is_an_error(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE, Moment.LAYOUT, [FEATURES[0], ESSENTIAL._replace(of="of_tests:gone")])  # type: ignore[arg-type]
+    monkeypatch.setitem(TABLE, PatchScope.LAYOUT, [FEATURES[0], ESSENTIAL._replace(of="of_tests:gone")])  # type: ignore[arg-type]
     act = library.Own.act
-    with pytest.raises(VersionError, match=r"of_tests .* has no gone"), Installation(Moment.LAYOUT, TABLE):
+    with pytest.raises(VersionError, match=r"of_tests .* has no gone"), Installation(PatchScope.LAYOUT, TABLE):
         pass
     assert library.Own.act is act
 
 
 def test_nothing_of_ours_is_called_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may be inside: what this one calls is stock's, and imports nothing."""
-    lead = install._Lead(Row("os:getcwd", "absent.room:function"), Moment.BLOCK)
+    lead = install.LazyReplacement(Row("os:getcwd", "absent.room:function"), PatchScope.BLOCK)
     assert lead(lambda: "stock") == "stock"
     with streaming(), pytest.raises(ModuleNotFoundError):
         lead(lambda: "stock")
-    assert not installed(Moment.BLOCK)
+    assert not installed(PatchScope.BLOCK)
 
 
 def first(original: Any) -> str:
@@ -130,15 +130,15 @@ def test_two_rows_of_one_function(library: Any) -> None:
     library.say = stock = lambda: "stock"
     rows = [Row("of_tests:say", f"{__name__}:{name}") for name in ("first", "second")]
     for _ in range(2):
-        with Installation(Moment.LAYOUT, {Moment.LAYOUT: rows}):
+        with Installation(PatchScope.LAYOUT, {PatchScope.LAYOUT: rows}):
             assert library.say() == "second, first, stock"
         assert library.say is stock
 
 
 def test_a_row_waits_until_it_is_needed() -> None:
     """Its module is not imported before."""
-    row = Row("os:fspath", "absent.room:function", when=".sources.base:names_url")
-    lead = install._Lead(row, Moment.BLOCK)
+    row = Row("os:fspath", "absent.room:function", when=".sources.base:has_url_argument")
+    lead = install.LazyReplacement(row, PatchScope.BLOCK)
     with streaming():
         assert lead(lambda *args, **kwargs: "stock", "folder", name="x") == "stock"
         for args, kwargs in ((("s3://bucket",), {}), ((), {"path": "s3://bucket"})):

@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
-from hf_zero_stream.registry.rows import Moment, Row, Weight
+from hf_zero_stream.registry.rows import PatchScope, Row, Weight
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 
@@ -46,12 +46,12 @@ MUTATIONS = (renamed, uncalled)
 
 
 @contextmanager
-def mutation_of(row: Row, moment: Moment, mutate: Callable[[Row, pytest.MonkeyPatch], Row]) -> Iterator[None]:
+def mutation_of(row: Row, scope: PatchScope, mutate: Callable[[Row, pytest.MonkeyPatch], Row]) -> Iterator[None]:
     """Inside, the table has a row mutated."""
     with pytest.MonkeyPatch.context() as patch:
         new = mutate(row, patch)
-        rows = [new if each is row else each for each in TABLE[moment]]
-        patch.setitem(TABLE, moment, rows)  # type: ignore[arg-type]
+        rows = [new if each is row else each for each in TABLE[scope]]
+        patch.setitem(TABLE, scope, rows)  # type: ignore[arg-type]
         yield
 
 
@@ -82,10 +82,10 @@ def outcome(folder: Path, plain: dict[str, torch.Tensor]) -> str:
 
 def mutated(folder: Path) -> dict[tuple[str, str], str]:
     plain, found = values(folder), {}
-    for moment in (Moment.LOAD, Moment.HIDING):
-        for row in TABLE[moment]:
+    for scope in (PatchScope.LOAD, PatchScope.HIDING):
+        for row in TABLE[scope]:
             for mutate in MUTATIONS if row.leads_to else (renamed,):
-                with mutation_of(row, moment, mutate):
+                with mutation_of(row, scope, mutate):
                     found[mutate.__name__, row.of] = outcome(folder, plain)
     return found
 
@@ -106,9 +106,9 @@ def test_never_other_values(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 def mutated_when_sharded(folder: Path) -> dict[tuple[str, str], str]:
     load, found = partial(transformers.AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float32), {}
     plain = dict(load().named_parameters())
-    for row in TABLE[Moment.SHARDED]:
+    for row in TABLE[PatchScope.SHARDED]:
         for mutate in MUTATIONS:
-            with mutation_of(row, Moment.SHARDED, mutate):
+            with mutation_of(row, PatchScope.SHARDED, mutate):
                 try:
                     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
                         model = load(distributed_config=DistributedConfig(fsdp_size=2))

@@ -18,7 +18,7 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.prefix import environment
-from hf_zero_stream.registry.rows import Moment
+from hf_zero_stream.registry.rows import PatchScope
 from tests.bindings.test_mutated_trainings import Mutation, mutated, mutations
 from tests.support.commands import command_environment
 from tests.support.http_files import http_files
@@ -121,7 +121,7 @@ def test_all_is_read_from_urls(address: str, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.plugin("remote")
-@pytest.mark.parametrize("mutation", mutations(OF_FILES, Moment.BLOCK))
+@pytest.mark.parametrize("mutation", mutations(OF_FILES, PatchScope.BLOCK))
 def test_from_urls(address: str, expected: dict[str, Any], mutation: Mutation) -> None:
     found = mutated(mutation, load_all, address)
     for name, what in dict.fromkeys(expected, found).items() if isinstance(found, str) else found.items():
@@ -132,15 +132,15 @@ def test_from_urls(address: str, expected: dict[str, Any], mutation: Mutation) -
 
 SCRIPT = """
 import os, sys
-from hf_zero_stream.registry.rows import Moment
+from hf_zero_stream.registry.rows import PatchScope
 from hf_zero_stream.bindings.table import TABLE
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 folder, file, mutation = sys.argv[1:]
-((row,), moment) = TABLE[Moment.REACHED], Moment.REACHED
+((row,), scope) = TABLE[PatchScope.REACHED], PatchScope.REACHED
 if mutation:
-    TABLE[moment] = [row._replace(of=row.of + "_")]
+    TABLE[scope] = [row._replace(of=row.of + "_")]
 if mutation == "uncalled":
     distributed_c10d._update_default_pg_ = distributed_c10d._update_default_pg
 import transformers

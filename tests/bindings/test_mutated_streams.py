@@ -20,7 +20,7 @@ import torch.distributed as dist
 from examples.vllm_on_cpu import stand_in
 from hf_zero_stream.bindings import install
 from hf_zero_stream.bindings.table import TABLE
-from hf_zero_stream.registry.rows import Moment, Row
+from hf_zero_stream.registry.rows import PatchScope, Row
 from tests.bindings.test_mutated_bindings import MUTATIONS
 from tests.bindings.test_mutated_trainings import Mutation, mutated
 from tests.bindings.test_trl import make_tokenizer
@@ -38,21 +38,21 @@ Tensors = dict[str, torch.Tensor]
 def unasked(row: Row, patch: pytest.MonkeyPatch) -> Row:
     """It is there, and a trainer asks another function for what we would have it ask this one."""
     name = row.of.rpartition(".")[2]
-    put = install.standing_in
+    put = install.override_methods
 
     @contextmanager
-    def standing_in(instance: Any, **methods: Any) -> Iterator[None]:
+    def override_methods(instance: Any, **methods: Any) -> Iterator[None]:
         with put(instance, **{each: method for each, method in methods.items() if each != name}):
             yield
 
-    patch.setattr(importlib.import_module("hf_zero_stream.plugins.stream.trl"), "standing_in", standing_in)
+    patch.setattr(importlib.import_module("hf_zero_stream.plugins.stream.trl"), "override_methods", override_methods)
     return row
 
 
 def mutations(begin: str) -> list[Any]:
     return [
-        pytest.param((Moment.BLOCK, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
-        for number, row in enumerate(TABLE[Moment.BLOCK])
+        pytest.param((PatchScope.BLOCK, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
+        for number, row in enumerate(TABLE[PatchScope.BLOCK])
         if row.of.startswith(begin)
         for mutate in (
             MUTATIONS if row.leads_to else (MUTATIONS[0], unasked) if row.package == "trl" else MUTATIONS[:1]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hf_zero_stream.bindings.table import TABLE
-from hf_zero_stream.registry.rows import Moment, Row
+from hf_zero_stream.registry.rows import PatchScope, Row
 from tests.bindings.test_mutated_bindings import MUTATIONS, mutation_of
 from tests.drift import smoke
 from tests.state.test_trainer import train
@@ -32,12 +32,12 @@ Mutation = tuple[str, int, Callable[[Row, pytest.MonkeyPatch], Row]]
 OF_TRAINER = ("transformers.trainer:", "transformers.modeling_utils:", "accelerate.")
 
 
-def mutations(begin: tuple[str, ...], *moments: Moment) -> list[Any]:
-    """Of each row of these moments whose place begins so, both."""
+def mutations(begin: tuple[str, ...], *scopes: PatchScope) -> list[Any]:
+    """Of each row of these scopes whose place begins so, both."""
     return [
-        pytest.param((moment.name, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
-        for moment in moments
-        for number, row in enumerate(TABLE[moment])
+        pytest.param((scope.name, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
+        for scope in scopes
+        for number, row in enumerate(TABLE[scope])
         if row.of.startswith(begin)
         for mutate in (MUTATIONS if row.leads_to else MUTATIONS[:1])
     ]
@@ -48,8 +48,8 @@ def mutated(mutation: Mutation | None, work: Callable[..., Any], *args: Any) -> 
     changed: AbstractContextManager[None] = nullcontext()
     if mutation is not None:
         name, number, mutate = mutation
-        moment = next(moment for moment in TABLE if moment.name == name)
-        changed = mutation_of(TABLE[moment][number], moment, mutate)
+        scope = next(scope for scope in TABLE if scope.name == name)
+        changed = mutation_of(TABLE[scope][number], scope, mutate)
     with changed:
         try:
             return work(*args)
@@ -93,7 +93,7 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    "mutation", mutations((*OF_TRAINER, "deepspeed.runtime."), Moment.BLOCK, Moment.MODELS, Moment.LAYOUT)
+    "mutation", mutations((*OF_TRAINER, "deepspeed.runtime."), PatchScope.BLOCK, PatchScope.MODELS, PatchScope.LAYOUT)
 )
 def test_trainer_under_zero_3(
     expected: Callable[[bool], list[float]], zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation
@@ -104,7 +104,7 @@ def test_trainer_under_zero_3(
 
 @pytest.mark.parametrize(
     "mutation",
-    mutations((*OF_TRAINER, "torch."), Moment.BLOCK, Moment.MODELS, Moment.LAYOUT, Moment.DEFERRED),
+    mutations((*OF_TRAINER, "torch."), PatchScope.BLOCK, PatchScope.MODELS, PatchScope.LAYOUT, PatchScope.DEFERRED),
 )
 def test_trainer_under_fsdp2(
     expected: Callable[[bool], list[float]], zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation
@@ -115,7 +115,7 @@ def test_trainer_under_fsdp2(
 
 @pytest.mark.parametrize("home", ["ZeRO-3", "ZeRO-2"])
 @pytest.mark.parametrize(
-    "mutation", mutations(("deepspeed.runtime.", "deepspeed.accelerator:"), Moment.BLOCK, Moment.FLAT)
+    "mutation", mutations(("deepspeed.runtime.", "deepspeed.accelerator:"), PatchScope.BLOCK, PatchScope.FLAT)
 )
 def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, mutation: Mutation) -> None:
     how, folder = smoke.HOMES[home], zoo_checkpoint("qwen3_moe")
@@ -128,7 +128,9 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home:
     assert isinstance(again, str) or again == {"none": {"losses": losses, "wrong": []}}, (again, losses)
 
 
-@pytest.mark.parametrize("mutation", mutations(("deepspeed.module_inject.",), Moment.EXPERTS, Moment.RECORDERS))
+@pytest.mark.parametrize(
+    "mutation", mutations(("deepspeed.module_inject.",), PatchScope.EXPERTS, PatchScope.RECORDERS)
+)
 def test_expert_parallelism(cluster: None, zoo_checkpoint: Checkpoint, mutation: Mutation) -> None:
     how = losses_of_experts, zoo_checkpoint("deepseek_v3"), expert_parallel(), "streaming", {}
     expected, _ = run_ranks(2, mutated, None, *how)

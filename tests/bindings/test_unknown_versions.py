@@ -17,7 +17,7 @@ import hf_zero_stream
 from hf_zero_stream.bindings.install import Installation
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
-from hf_zero_stream.registry.rows import Moment, Row, Weight
+from hf_zero_stream.registry.rows import PatchScope, Row, Weight
 from hf_zero_stream.seams import sharding
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce
@@ -96,7 +96,7 @@ def renamed(folder: Path) -> list[str]:
         messages.append(str(caught.value))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FSDP_VERSION")
-        patch.setitem(TABLE, Moment.SHARDED, [later(row) for row in TABLE[Moment.SHARDED]])  # type: ignore[arg-type]
+        patch.setitem(TABLE, PatchScope.SHARDED, [later(row) for row in TABLE[PatchScope.SHARDED]])  # type: ignore[arg-type]
         with pytest.raises(VersionError) as caught:
             load(folder, distributed_config=transformers.distributed.DistributedConfig(fsdp_size=2))
         messages.append(str(caught.value))
@@ -153,9 +153,9 @@ def test_what_values_depend_on_is_not_called(cluster: None, zoo_checkpoint: Chec
 def test_an_absent_attribute_is_named_and_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     places = ("transformers.core_model_loading:dot_natural_key", "accelerate.accelerator:Accelerator.no_such_method")
     rows = [Row(place, "builtins:print", weight=Weight.ESSENTIAL) for place in places]
-    monkeypatch.setitem(TABLE, Moment.LAYOUT, rows)  # type: ignore[arg-type]
+    monkeypatch.setitem(TABLE, PatchScope.LAYOUT, rows)  # type: ignore[arg-type]
     before = core_model_loading.dot_natural_key
     match = r"accelerate .* has no accelerator.Accelerator.no_such_method"
-    with pytest.raises(VersionError, match=match), Installation(Moment.LAYOUT, TABLE):
+    with pytest.raises(VersionError, match=match), Installation(PatchScope.LAYOUT, TABLE):
         pass
     assert core_model_loading.dot_natural_key is before

@@ -10,7 +10,7 @@ from math import prod
 import numpy
 import pytest
 
-from hf_zero_stream.planning.boxes import Box, Placed, flat_range, place, simplify
+from hf_zero_stream.planning.boxes import Box, CoordinateBox, flat_range, simplify, to_coordinates
 
 
 def random_view(rng: random.Random) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -36,10 +36,10 @@ def copies(box: Box) -> Iterator[tuple[int, int]]:
         yield box.at + at, box.to + to
 
 
-def placed_copies(placed: Placed) -> Iterator[tuple[tuple[int, ...], int]]:
-    for index in itertools.product(*(range(axis.size) for axis in placed.axes)):
-        at, to = list(placed.at), placed.to
-        for i, axis in zip(index, placed.axes, strict=True):
+def placed_copies(coordinates: CoordinateBox) -> Iterator[tuple[tuple[int, ...], int]]:
+    for index in itertools.product(*(range(axis.size) for axis in coordinates.axes)):
+        at, to = list(coordinates.at), coordinates.to
+        for i, axis in zip(index, coordinates.axes, strict=True):
             if axis.dim >= 0:
                 at[axis.dim] += i * axis.step
             to += i * axis.to_stride
@@ -57,9 +57,9 @@ def test_flat_range_and_place(seed: int) -> None:
     assert len(boxes) <= max(1, 2 * view.ndim - 1)
     assert {to: at for box in boxes for at, to in copies(box)} == expected
     assert {to: at for box in boxes for at, to in copies(simplify(box))} == expected
-    placed = [part for box in boxes for part in place(simplify(box), buffer.shape)]
-    assert {to: int(buffer[at]) for part in placed for at, to in placed_copies(part)} == expected
-    assert sum(prod(axis.size for axis in part.axes) for part in placed) == stop - start, "nothing is copied twice"
+    parts = [part for box in boxes for part in to_coordinates(simplify(box), buffer.shape)]
+    assert {to: int(buffer[at]) for part in parts for at, to in placed_copies(part)} == expected
+    assert sum(prod(axis.size for axis in part.axes) for part in parts) == stop - start, "nothing is copied twice"
 
 
 def test_contiguous_range_is_one_box() -> None:
@@ -70,7 +70,7 @@ def test_contiguous_range_is_one_box() -> None:
 def test_placing_a_run_needs_few_cuts() -> None:
     """A run over [8, 6, 10] that begins and ends inside rows: two partial rows at each end and whole ones between."""
     run = Box((300,), 47, (1,), 0, (1,))
-    assert len(list(place(run, (8, 6, 10)))) <= 5
+    assert len(list(to_coordinates(run, (8, 6, 10)))) <= 5
 
 
 def test_empty_range() -> None:

@@ -80,7 +80,7 @@ def test_late_copies_give_the_same_values(
         return lambda: made.append(LateLane(nbytes)) or made[-1]  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(execute, "lane_for", lane_for)
-    monkeypatch.setattr(execute, "_in_place", lambda *args: None)  # as for a destination on a device
+    monkeypatch.setattr(execute, "_buffers_in_place", lambda *args: None)  # as for a destination on a device
     found = [torch.full((120,), float("nan"), dtype=target.dtype) for target in plan.targets]
     _, staging_bytes = execute_reads(plan, found, files, threads=threads)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
@@ -106,7 +106,7 @@ def test_after_an_error_no_copy_is_under_way(
         raise RuntimeError("full")
 
     monkeypatch.setattr(execute, "lane_for", lane_for)
-    monkeypatch.setattr(execute, "_in_place", lambda *args: None)
+    monkeypatch.setattr(execute, "_buffers_in_place", lambda *args: None)
     found = [torch.empty(120, dtype=target.dtype) for target in plan.targets]
     with pytest.raises(RuntimeError, match="full"):
         execute_reads(plan, found, files, threads=2, on_bytes=lambda nbytes: full())

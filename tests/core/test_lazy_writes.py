@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero_stream.checkpoint.lazy import LazyTensor, become_written
-from hf_zero_stream.checkpoint.nodes import Own
+from hf_zero_stream.checkpoint.lazy import LazyTensor, materialise_written
+from hf_zero_stream.checkpoint.nodes import WritableParameter
 from tests.core.test_lazy import Checkpoint
 
 
@@ -30,7 +30,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 def lazy_parameters(checkpoint: Checkpoint) -> Parameters:
     return {
-        name: nn.Parameter(LazyTensor.whole(Own.of(lazy.view_of_node), lazy.reader))
+        name: nn.Parameter(LazyTensor.whole(WritableParameter.of(lazy.view_of_node), lazy.reader))
         for name, lazy in checkpoint.lazy().items()
         if isinstance(lazy, LazyTensor)
     }
@@ -159,7 +159,7 @@ def test_as_real_parameters(both: Any, name: str, becomes: bool) -> None:
     lazy, real = both
     found, expected = (PROGRAMS[name](*pair) for pair in (lazy, real))
     if becomes:
-        become_written([*lazy[0].values(), *lazy[1].values()])
+        materialise_written([*lazy[0].values(), *lazy[1].values()])
     found, expected = (([] if result is None else list(result)) for result in (found, expected))
     found += [*lazy[0].values(), *lazy[1].values()]
     expected += [*real[0].values(), *real[1].values()]
@@ -174,7 +174,7 @@ def test_as_real_parameters(both: Any, name: str, becomes: bool) -> None:
 def test_only_what_is_written_has_values(both: Any) -> None:
     (lazy, _), _ = both
     lazy["m"].data[0] = 1
-    become_written(lazy.values())
+    materialise_written(lazy.values())
     assert [name for name, param in lazy.items() if not isinstance(param, LazyTensor)] == ["m"]
 
 

@@ -13,12 +13,12 @@ import safetensors.torch
 import torch
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor
-from hf_zero_stream.checkpoint.nodes import Stored, View, no_memory
+from hf_zero_stream.checkpoint.nodes import Stored, View, no_memory_error
 from hf_zero_stream.errors import UnsupportedError
 
 
 def refuse_values(view: View) -> torch.Tensor:
-    raise no_memory(view.node, "there are no values")
+    raise no_memory_error(view.node, "there are no values")
 
 
 def lazy(shape: tuple[int, ...] = (2, 3)) -> LazyTensor:

@@ -20,7 +20,7 @@ from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.planning.plan import Target, plan_batch
-from hf_zero_stream.registry.rows import Moment
+from hf_zero_stream.registry.rows import PatchScope
 from hf_zero_stream.sources.local import _HeaderFile
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8
@@ -116,9 +116,9 @@ def test_short_cuts_change_nothing(
     """With a converter copied for each key and a thread for each tensor, as in transformers, the plan is the same."""
     fast = hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1)
     short_cuts = {"copy_converter", "spawn_materialize", "no_bar"}
-    rows = [row for row in TABLE[Moment.LOAD] if row.leads_to.partition(":")[2] not in short_cuts]
-    assert len(rows) == len(TABLE[Moment.LOAD]) - len(short_cuts)
-    monkeypatch.setitem(TABLE, Moment.LOAD, rows)  # type: ignore[arg-type]
+    rows = [row for row in TABLE[PatchScope.LOAD] if row.leads_to.partition(":")[2] not in short_cuts]
+    assert len(rows) == len(TABLE[PatchScope.LOAD]) - len(short_cuts)
+    monkeypatch.setitem(TABLE, PatchScope.LOAD, rows)  # type: ignore[arg-type]
     assert hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1) == fast
 
 

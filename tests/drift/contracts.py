@@ -148,7 +148,7 @@ def faults(package: str, version: str) -> dict[Weight, list[str]]:
     found: dict[Weight, list[str]] = {}
     for rows in TABLE.values():
         for row in rows:
-            if row.package == package and row.is_of(version) and (what := lacking(sources, row)):
+            if row.package == package and row.exists_in(version) and (what := lacking(sources, row)):
                 found.setdefault(row.weight, []).append(what)
     if package in ATTRIBUTES and (names := without_attributes(sources, *ATTRIBUTES[package])):
         found.setdefault(Weight.ESSENTIAL, []).extend(names)

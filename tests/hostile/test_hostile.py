@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fuzz.seeds import CORPUS, files
 from fuzz.targets import STRICTER, TARGETS, read_file
 from hf_zero_stream.checkpoint.format import DTYPES, ShardHeader
-from hf_zero_stream.checkpoint.formats import map_of, parse_index, read_map
+from hf_zero_stream.checkpoint.formats import map_from_headers, parse_index, read_map
 from hf_zero_stream.errors import CheckpointError
 from tests.sampling import examples as examples_of
 
@@ -247,7 +247,7 @@ def test_cost_is_bounded_by_the_length(text: bytes, kind: str) -> None:
 
     def read() -> None:
         if kind == "header":
-            map_of(["x"], [ShardHeader(8 + len(text) + 16, text)])
+            map_from_headers(["x"], [ShardHeader(8 + len(text) + 16, text)])
         else:
             parse_index("model.safetensors.index.json", text)
 
@@ -308,5 +308,5 @@ def test_errors_quote_little_and_nothing_that_a_terminal_obeys(change: Callable[
     change(fields)
     header = json.dumps(fields).encode()
     with pytest.raises(CheckpointError, match=text) as caught:
-        map_of(["x"], [ShardHeader(8 + len(header) + 16, header)])
+        map_from_headers(["x"], [ShardHeader(8 + len(header) + 16, header)])
     assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()

@@ -18,7 +18,7 @@ import hf_zero_stream
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.registry.rows import Moment
+from hf_zero_stream.registry.rows import PatchScope
 from hf_zero_stream.seams.ds_config import _StandIn
 from hf_zero_stream.settings import config, scope
 from tests.support.cluster import run_ranks
@@ -40,7 +40,7 @@ def nothing_stays_patched() -> Any:
 
 
 def is_patched() -> bool:
-    return hasattr(modeling_utils.PreTrainedModel.from_pretrained, "__wrapped__") and bool(installed(Moment.BLOCK))
+    return hasattr(modeling_utils.PreTrainedModel.from_pretrained, "__wrapped__") and bool(installed(PatchScope.BLOCK))
 
 
 def test_nested_and_reentered() -> None:

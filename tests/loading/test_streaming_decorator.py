@@ -18,7 +18,7 @@ import transformers
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.bindings.table import installed
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.registry.rows import Moment
+from hf_zero_stream.registry.rows import PatchScope
 from hf_zero_stream.settings import scope
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
@@ -26,12 +26,12 @@ from tests.support.parity import ds_config
 
 def streams() -> bool:
     """Whether a load here and now would stream."""
-    return bool(scope.active_configs()) and bool(installed(Moment.BLOCK))
+    return bool(scope.active_configs()) and bool(installed(PatchScope.BLOCK))
 
 
 def is_as_before() -> bool:
     gc.collect()
-    return not installed(Moment.BLOCK) and scope.active_configs() == ()
+    return not installed(PatchScope.BLOCK) and scope.active_configs() == ()
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.plugins.packed import COMPRESSED
-from hf_zero_stream.registry.rows import Moment
+from hf_zero_stream.registry.rows import PatchScope
 from tests.bindings.test_mutated_bindings import MUTATIONS, gathered, mutation_of
 from tests.bindings.test_mutated_trainings import Mutation, mutated, mutations
 from tests.packed.test_dequantised import load as load_dequantised
@@ -45,7 +45,7 @@ def mutated_when_dequantised(number: int, folder: Path) -> dict[str, Any]:
     """By mutation: the names of wrong values, or what is raised."""
     plain, found = dequantised_values(folder), {}
     for mutate in (lambda row, patch: row, *MUTATIONS):
-        with mutation_of(TABLE[Moment.LOAD][number], Moment.LOAD, mutate):
+        with mutation_of(TABLE[PatchScope.LOAD][number], PatchScope.LOAD, mutate):
             try:
                 with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
                     values = dequantised_values(folder, ds_config=ds_config(torch.bfloat16))
@@ -57,10 +57,10 @@ def mutated_when_dequantised(number: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [number for number, row in enumerate(TABLE[Moment.LOAD]) if row.feature == "dequantising"]
+    "number", [number for number, row in enumerate(TABLE[PatchScope.LOAD]) if row.feature == "dequantising"]
 )
 def test_never_other_dequantised_values(cluster: None, tmp_path: Path, number: int) -> None:
-    kind = next(kind for module, kind in OF_FORMATS.items() if module in TABLE[Moment.LOAD][number].of)
+    kind = next(kind for module, kind in OF_FORMATS.items() if module in TABLE[PatchScope.LOAD][number].of)
     if kind == "GGUF":
         write_lfm2(tmp_path / "lfm2.gguf")
     else:
@@ -70,7 +70,7 @@ def test_never_other_dequantised_values(cluster: None, tmp_path: Path, number: i
         assert all(what == [] or "Error" in what for what in found.values()), found
 
 
-@pytest.mark.parametrize("mutation", mutations(("peft.", "compressed_tensors."), Moment.MODELS, COMPRESSED))
+@pytest.mark.parametrize("mutation", mutations(("peft.", "compressed_tensors."), PatchScope.MODELS, COMPRESSED))
 def test_adapters_on_quantised_weights(cluster: None, tmp_path: Path, mutation: Mutation) -> None:
     """Packed, and dequantised while they are loaded."""
     compressed_tensors(tmp_path, "int4 with zero points")

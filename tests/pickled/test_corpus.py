@@ -6,10 +6,10 @@ from fuzz.pickled import OF_PICKLED
 from fuzz.seeds import CORPUS
 
 
-OF_TORCH = {"same", "no map", "refused"}
+TORCH_ENDINGS = {"same", "no map", "refused"}
 EXPECTED = {
-    "torch": OF_TORCH,
-    "pickle": OF_TORCH,
+    "torch": TORCH_ENDINGS,
+    "pickle": TORCH_ENDINGS,
     "zero": {"read", "refused", "unsupported"},
     "distcp": {"same", "refused"},
 }

@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from hf_zero_stream.checkpoint.format import NotAMap
-from hf_zero_stream.checkpoint.formats import map_of
+from hf_zero_stream.checkpoint.formats import map_from_headers
 from hf_zero_stream.errors import CheckpointError, UnsupportedError
 from hf_zero_stream.plugins.pickled import pickles
 from hf_zero_stream.plugins.pickled.pickles import read_pickle
-from hf_zero_stream.plugins.pickled.torch_files import read_header, why_not
+from hf_zero_stream.plugins.pickled.torch_files import not_a_map_reason, read_header
 from hf_zero_stream.plugins.pickled.torch_metadata import metadata_of
 from hf_zero_stream.plugins.pickled.zero_model_files import read_model_file
 from hf_zero_stream.sources.local import LocalFiles
@@ -49,7 +49,7 @@ TENSORS: dict[str, torch.Tensor] = {
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:
     """What our map of a file says, read from its bytes."""
-    index = map_of([path], [read_header(LocalFiles(), str(path))])
+    index = map_from_headers([path], [read_header(LocalFiles(), str(path))])
     data, found = path.read_bytes(), {}
     for name, entry in index.entries.items():
         part = bytearray(data[entry.start : entry.stop])
@@ -83,7 +83,7 @@ def test_values(tmp_path: Path, zipped: bool, kind: Callable[[Any], Any]) -> Non
 def test_what_is_no_map(tmp_path: Path, value: Any, reason: str) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save(value, path)
-    assert reason in why_not(LocalFiles(), [str(path)])
+    assert reason in not_a_map_reason(LocalFiles(), [str(path)])
 
 
 class Executes:

@@ -44,7 +44,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def open_checkpoint(source: ByteSource, **settings: int) -> tuple[OpenCheckpoint, dict[str, torch.Tensor]]:
     """The checkpoint, and a lazy tensor for each of its tensors."""
     checkpoint = OpenCheckpoint(StreamingConfig(**settings), Coordinator(0, 1, alone=True), lambda: source)
-    index = checkpoint.map_of(PATHS, checkpoint.read_headers(PATHS))
+    index = checkpoint.map_from_headers(PATHS, checkpoint.read_headers(PATHS))
     checkpoint.add(index.shards)
     return checkpoint, {name: item[...] for name, item in index.slices(checkpoint.materialise).items()}
 
@@ -129,8 +129,8 @@ def test_another_format() -> None:
     raw: Format = Raw()
     config, alone = StreamingConfig(progress=False), Coordinator(0, 1, alone=True)
     checkpoint = OpenCheckpoint(config, alone, lambda: source, raw)
-    for opened in (checkpoint, checkpoint.again(alone, torch.device("cpu"))):
+    for opened in (checkpoint, checkpoint.reopened(alone, torch.device("cpu"))):
         with closing(Load(config, {}, alone, _Nowhere(), opened)) as load:
             slices = load.open(["x", "y"], None)
             joined = torch.cat([slices["y"][...], slices["x"][1:]]).materialise()  # type: ignore[union-attr]
-            assert bytes(joined.tolist()) == b"defgbc" and load.look_into("x").views["x"].sizes == (3,)
+            assert bytes(joined.tolist()) == b"defgbc" and load.map_file("x").views["x"].sizes == (3,)

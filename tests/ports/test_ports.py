@@ -174,7 +174,7 @@ def read_through_rank_0(folder: Path) -> str:
     paths = [str(folder / name) for name in CONTENTS]
     config, coordinator = StreamingConfig(read_from="rank0"), Coordinator.of_default_group()
     with coordinator.watched(), closing(OpenCheckpoint(config, coordinator, format=Raw())) as checkpoint:
-        found = checkpoint.map_of(paths, [ShardHeader(len(content), b"") for content in CONTENTS.values()])
+        found = checkpoint.map_from_headers(paths, [ShardHeader(len(content), b"") for content in CONTENTS.values()])
         checkpoint.add(found.shards)
         with checkpoint.reading():
             if coordinator.rank:  # what the reader reads for others counts there too
@@ -255,7 +255,7 @@ def test_a_format_gives_a_map(tmp_path: Path, name: str) -> None:
         assert (shard.described_in or shard.path) == path
     config, alone = StreamingConfig(progress=False), Coordinator(0, 1, alone=True)
     with closing(OpenCheckpoint(config, alone, format=form)) as checkpoint:
-        found = checkpoint.map_of([path], checkpoint.read_headers([path]))
+        found = checkpoint.map_from_headers([path], checkpoint.read_headers([path]))
         checkpoint.add(found.shards)
         for key, piece in found.slices(checkpoint.materialise).items():
             value = piece[...].materialise()  # type: ignore[attr-defined]

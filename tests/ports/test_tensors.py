@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import CheckpointError, LoadError
-from hf_zero_stream.registry.rows import Moment
+from hf_zero_stream.registry.rows import PatchScope
 from tests.ports.test_byte_source import Raw
 from tests.ports.test_destination_example import Columns
 from tests.support.cluster import run_ranks
@@ -116,14 +116,14 @@ def weights() -> dict[str, torch.Tensor]:
 class Watching(MemoryFiles):
     """Notes which functions of other libraries are replaced while it is asked."""
 
-    replaced: set[Moment]
+    replaced: set[PatchScope]
 
     def read_into(self, *args: Any) -> None:
         self.replaced = {moment for moment in TABLE if installed(moment)}
         super().read_into(*args)
 
 
-def own_parts() -> tuple[dict[str, torch.Tensor], set[Moment], list[int]]:
+def own_parts() -> tuple[dict[str, torch.Tensor], set[PatchScope], list[int]]:
     """A source, a destination and a format of a user's own, given to the public function."""
     rank, world_size, sources = dist.get_rank(), dist.get_world_size(), []
 

@@ -16,18 +16,18 @@ from tests.support.zoo import make_checkpoint
 
 DECLARATION = """\
 from hf_zero_stream.registry.plugins import Plugin, Source
-from hf_zero_stream.registry.rows import Moment, Row
+from hf_zero_stream.registry.rows import PatchScope, Row
 
 PLUGIN = Plugin(
     "vault",
     sources={"vault": Source("shelf/name", "vault.shelves")},
     rows={
-        Moment.BLOCK: [
+        PatchScope.BLOCK: [
             Row(
                 "transformers.utils.hub:cached_files",
                 "vault.shelves:cached_files",
                 feature="loads from the vault",
-                when=".sources.base:names_url",
+                when=".sources.base:has_url_argument",
             )
         ]
     },
@@ -56,7 +56,7 @@ def source(retries):
     contents = {f"vault://{path.relative_to(folder(''))}": path.read_bytes() for path in files}
     return MemoryFiles(contents, retries, Hints(2**20, is_remote=True, is_everywhere=True, streams_per_rank=2))
 
-def asked_at_once(url, names):
+def prefetching(url, names):
     return nullcontext()
 
 def has_file(url, name):

@@ -100,7 +100,7 @@ def test_lead_is_bounded(cold_files: list[str], monkeypatch: pytest.MonkeyPatch)
         wait_until(lambda: is_cached(cold_files[0], WINDOW_BYTES + MIDDLE))
         time.sleep(0.2)
         assert not is_cached(cold_files[0], 2 * WINDOW_BYTES + MIDDLE)
-        ahead.reached(0.5)
+        ahead.set_progress(0.5)
         wait_until(lambda: is_cached(cold_files[1], MIDDLE))
     finally:
         ahead.stop()
@@ -130,7 +130,7 @@ def test_what_is_cached_is_left_alone(cold_files: list[str], monkeypatch: pytest
     wait_until(lambda: ask_again(cold_files, found))
     assert len(populated) == found.count(False)
     before, asked = len(populated), len(found)
-    monkeypatch.setattr(local, "_may_ask", lambda handle: False)  # a file of somebody else
+    monkeypatch.setattr(local, "_can_query_page_cache", lambda handle: False)  # a file of somebody else
     finish(ReadAhead(cold_files, 0, 1))
     assert len(populated) == before + 5
     assert len(found) == asked
@@ -149,7 +149,7 @@ def test_what_fails_is_left_to_the_reads(cold_files: list[str], monkeypatch: pyt
     ahead = ReadAhead(cold_files, 0, 1)
     os.truncate(cold_files[0], WINDOW_BYTES)
     os.remove(cold_files[1])
-    ahead.reached(1.0)
+    ahead.set_progress(1.0)
     finish(ahead)
     monkeypatch.setattr(local, "advise", lambda *args: False)
     finish(ReadAhead(cold_files[:1], 0, 1))

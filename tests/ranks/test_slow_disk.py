@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import hf_zero_stream
 from benchmarks.slow_disk import slow_folder
-from hf_zero_stream.checkpoint.formats import map_of
+from hf_zero_stream.checkpoint.formats import map_from_headers
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
@@ -40,7 +40,7 @@ def test_a_slow_shared_disk(tmp_path: Path) -> None:
         assert is_on_network(str(place)) and not is_on_network(str(tmp_path))
         with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
             paths = [str(place / "x.safetensors")]
-            index = map_of(paths, checkpoint.read_headers(paths))
+            index = map_from_headers(paths, checkpoint.read_headers(paths))
             checkpoint.add(index.shards)
             assert checkpoint.threads() == 32
             slices = index.slices(checkpoint.materialise)

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.engine.places import map_of, place_of
+from hf_zero_stream.engine.places import place_of, read_checkpoint_map
 from hf_zero_stream.errors import ReadError, UnsupportedError
 from hf_zero_stream.plugins.remote.files import RemoteFiles
 from tests.support.cluster import ROOT, run_ranks
@@ -155,7 +155,7 @@ def test_the_hub_is_not_asked_and_nothing_is_stored(web: Behaviour, tmp_path: Pa
 
 def list_in_a_block(url: str) -> None:
     with place_of(url, None) as place:
-        map_of(place)
+        read_checkpoint_map(place)
 
 
 def plan(url: str) -> None:

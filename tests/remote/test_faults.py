@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from hf_zero_stream import StreamingConfig, streaming
-from hf_zero_stream.checkpoint.formats import map_of
+from hf_zero_stream.checkpoint.formats import map_from_headers
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, HfZeroStreamError, ReadError
 from hf_zero_stream.loading.dry_load import load_of_layouts
@@ -56,7 +56,7 @@ def read_all(server: Behaviour, **settings: Any) -> tuple[OpenCheckpoint, dict[s
     """Read the header, then the values, from the file on the server."""
     checkpoint = OpenCheckpoint(StreamingConfig(**settings), Coordinator(0, 1, alone=True))
     paths = [f"{server.address}/x.safetensors"]
-    index = map_of(paths, checkpoint.read_headers(paths))
+    index = map_from_headers(paths, checkpoint.read_headers(paths))
     checkpoint.add(index.shards)
     slices = index.slices(checkpoint.materialise)
     with checkpoint.reading():

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.destinations.passing import Passing
+from hf_zero_stream.destinations.visitor import Visitor
 from hf_zero_stream.errors import ConfigError
 from tests.state.test_changed import train_here
 from tests.support.changed_bases import CHANGES, AdapterTraining, in_state, resume, train_and_save
@@ -139,13 +139,13 @@ def test_few_large_reads(bases: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     """A save reads the checkpoint of the base in pieces of the default size of a buffer, and not in small ones."""
     model, optimizer = made(bases, torch.float32)
     sizes: list[int] = []
-    look = Passing.__init__
+    look = Visitor.__init__
 
     def noted(self: Any, see: Any, part: int, parts: int, buffer_bytes: int) -> None:
         sizes.append(buffer_bytes)
         look(self, see, part, parts, buffer_bytes)
 
-    monkeypatch.setattr(Passing, "__init__", noted)
+    monkeypatch.setattr(Visitor, "__init__", noted)
     hf_zero_stream.save_state(model, tmp_path, optimizer=optimizer)
     assert sizes == [64 * 2**20]
 

@@ -10,7 +10,7 @@ from tests.state.optimizers import FSDP2, run, verdict
 
 
 ANY = "any number of ranks"
-OF_TORCH = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD")
+TORCH_ENDINGS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD")
 WITH_OPTIONS = ("AdamW, amsgrad", "SGD, momentum", "RMSprop, centered", "LoRA+ (AdamW)")
 IN_32_BIT = ("AdamW32bit", "PagedAdamW32bit", "Lion32bit", "RMSprop32bit", "Adagrad32bit")
 IN_8_BIT = ("AdamW8bit", "PagedAdamW8bit", "Lion8bit", "AdEMAMix8bit")
@@ -43,8 +43,8 @@ def test_in_engines(cluster: None, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "homes"),
     [
-        ([*OF_TORCH, *WITH_OPTIONS, "Muon of torch"], [FSDP2]),
-        ([*OF_TORCH, *WITH_OPTIONS, "Rprop", "Adafactor of torch"], ["ZeRO-3", "ZeRO-2"]),
+        ([*TORCH_ENDINGS, *WITH_OPTIONS, "Muon of torch"], [FSDP2]),
+        ([*TORCH_ENDINGS, *WITH_OPTIONS, "Rprop", "Adafactor of torch"], ["ZeRO-3", "ZeRO-2"]),
         ([f"bitsandbytes {name}" for name in (*IN_32_BIT, *IN_8_BIT)], ["ZeRO-3", "ZeRO-2"]),
     ],
     ids=["torch's, FSDP2", "torch's, ZeRO", "bitsandbytes'"],

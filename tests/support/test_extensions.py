@@ -12,7 +12,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils.file_baton import FileBaton
 
 from hf_zero_stream.bindings.streaming import streaming
-from hf_zero_stream.extensions import left_locks
+from hf_zero_stream.extensions import stale_locks
 from tests.support.extensions import load_extension
 
 
@@ -35,16 +35,16 @@ def wait_inside(lock: Path, caplog: pytest.LogCaptureFixture, after_s: float = 1
 
 def test_a_lock_that_nobody_holds(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
     lock.touch()
-    assert list(left_locks()) == [lock]
+    assert list(stale_locks()) == [lock]
     told = wait_inside(lock, caplog)
     assert f"no process of this machine holds {lock}: most likely one that compiled cpu_adam" in told
     assert f"remove it: rm {lock}" in told
-    assert list(left_locks()) == []
+    assert list(stale_locks()) == []
 
 
 def test_a_lock_of_a_compiler_that_runs(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
     baton = FileBaton(str(lock))
-    assert baton.try_acquire() and list(left_locks()) == []
+    assert baton.try_acquire() and list(stale_locks()) == []
     assert f"Waiting for process {os.getpid()}, which compiles cpu_adam" in wait_inside(lock, caplog)
     os.close(baton.fd)  # type: ignore[arg-type]
 

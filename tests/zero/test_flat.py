@@ -66,7 +66,7 @@ def stock_and_together(
     stock_losses = three_losses(stock, ZOO[NAME].inputs)
 
     model = load(folder, dtype, frozen)
-    flat.watch(model)
+    flat.flatten_sharded(model)
     if free:
         flat.free_device_bytes = lambda: free[torch.distributed.get_rank()]  # type: ignore[assignment]
     held: list[float] = []
@@ -150,13 +150,13 @@ def others_beside(folder: Path) -> dict[str, bool]:
 
     flat.all_gather = counted
     ours = load(folder, BF16)
-    flat.watch(ours)
+    flat.flatten_sharded(ours)
     found = {"installed": vars(DeepSpeedZeroOptimizer)["__init__"] is not original}
     del ours
     gc.collect()
     found["removed"] = vars(DeepSpeedZeroOptimizer)["__init__"] is original
     ours = load(folder, BF16)
-    flat.watch(ours)
+    flat.flatten_sharded(ours)
     start(load(folder, BF16), config)
     found["others"] = calls == 0
     losses = three_losses(start(ours, config), ZOO[NAME].inputs)

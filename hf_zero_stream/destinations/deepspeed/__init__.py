@@ -1,1 +1,1 @@
-"""Where bytes go in DeepSpeed's memory: partitions, swap files, engines that train."""
+"""Destinations in DeepSpeed's memory: partitions, swap files, engines that train."""

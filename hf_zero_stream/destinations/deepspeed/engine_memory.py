@@ -1,4 +1,4 @@
-"""What :mod:`...planning.footprint` asks about a model and a DeepSpeed config, answered by DeepSpeed's own parsers."""
+"""Inputs of :mod:`...planning.footprint` from a model and a DeepSpeed config, by DeepSpeed's own parsers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def model_footprint(
 def _engine_settings(
     ds_config: Mapping[str, Any], zero: DeepSpeedZeroConfig, dtype: torch.dtype, device: str, adamw: AdamW | None
 ) -> EngineSettings:
-    """What a config means for memory; the optimizer is AdamW if the config has none, as accelerate's and Trainer's."""
+    """The settings of a config that matter for memory; without an optimizer there it is AdamW, as Trainer's is."""
     half = {**(ds_config.get("fp16") or {}), **(ds_config.get("bf16") or ds_config.get("bfloat16") or {})}
     gradient = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
     masters_in_half = half.get("bf16_master_weights_and_grads") or half.get("fp16_master_weights_and_grads")
@@ -178,7 +178,7 @@ def _state_bytes(
 
 
 def _step_copies(ds_config: Mapping[str, Any], place: str, optimizer: Any, adamw: AdamW | None) -> int:
-    """Temporary tensors that the optimizer makes in a step, each of the size of what it steps at once."""
+    """The number of temporary tensors in a step of the optimizer, each as large as the tensors stepped at once."""
     section, on_host = ds_config.get("optimizer"), _device(optimizer) != "none"
     name, params = str((section or {}).get("type", "AdamW")).lower(), (section or {}).get("params") or {}
     if name in _STEP_COPIES:

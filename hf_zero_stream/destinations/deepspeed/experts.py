@@ -25,7 +25,7 @@ from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_v
 from ...holdings.deepspeed.original_experts import Origin, converted_layers
 from ...holdings.marks import CONVERTED
 from ...planning.boxes import Cut, ParameterBox
-from ...registry.rows import Moment
+from ...registry.rows import PatchScope
 
 
 try:
@@ -73,19 +73,19 @@ def convert(
     for spec in specs:
         _refuse_missing(spec, missing)
 
-    place = _place(config.autoep_size, rank, world_size, get_expert_data_topo_config(ds_config), make_groups)
+    share = _experts_share(config.autoep_size, rank, world_size, get_expert_data_topo_config(ds_config), make_groups)
     with torch.no_grad():
         blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
         shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
-        values = [_take_values(block, spec, place) for block, spec in zip(blocks, specs, strict=True)]
-        with torch.device("meta"), installed(Moment.RECORDERS):
-            auto_ep.replace_moe_layers(specs, ep_size=place.parts, ep_rank=place.part)
-        for spec, taken, of_block, block in zip(specs, values, shapes, blocks, strict=True):
+        values = [_extract_values(block, spec, share) for block, spec in zip(blocks, specs, strict=True)]
+        with torch.device("meta"), installed(PatchScope.RECORDERS):
+            auto_ep.replace_moe_layers(specs, ep_size=share.parts, ep_rank=share.part)
+        for spec, extracted, of_block, block in zip(specs, values, shapes, blocks, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
-            _give_values(layer, taken, place)
+            _assign_values(layer, extracted, share)
             vars(layer)[CONVERTED] = Origin(spec, of_block, block)
     if make_groups:
-        installed(Moment.EXPERTS).__enter__()  # for good: nobody says when the model is initialised, or how often
+        installed(PatchScope.EXPERTS).__enter__()  # for good: nobody says when the model is initialised, or how often
 
 
 def convert_like(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
@@ -97,7 +97,9 @@ def convert_like(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
         _refuse_missing(origin.spec, missing)
         layer, block = live.get_submodule(name), lazy.get_submodule(name)
         replacement = nn.Module()
-        for path, value in _take_values(block, origin.spec, _ExpertsShare(layer.ep_size, layer.ep_rank, 0, 1)).items():
+        for path, value in _extract_values(
+            block, origin.spec, _ExpertsShare(layer.ep_size, layer.ep_rank, 0, 1)
+        ).items():
             prefix, _, key = path.rpartition(".")
             owner, is_param = _submodule(replacement, prefix), path in dict(layer.named_parameters())
             if is_param:
@@ -106,9 +108,9 @@ def convert_like(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
                 owner.register_buffer(key, value)
         spec = origin.spec
         kept = (("shared_experts", spec.shared_experts_name), ("shared_experts_gate", spec.shared_experts_gate_name))
-        for theirs, ours in kept:
-            if ours:
-                replacement.add_module(theirs, block.get_submodule(ours))
+        for name_of_deepspeed, own_name in kept:
+            if own_name:
+                replacement.add_module(name_of_deepspeed, block.get_submodule(own_name))
         lazy.set_submodule(name, replacement)
 
 
@@ -122,7 +124,7 @@ def _submodule(module: nn.Module, path: str) -> nn.Module:
 
 
 class _ExpertsShare(NamedTuple):
-    """Which of `parts` parts of a layer's experts this rank holds, as one of `ranks`; a plan has no `group`."""
+    """This rank's `part` of the `parts` of a layer's experts, as one of `ranks`; a plan has no `group`."""
 
     parts: int
     part: int
@@ -131,8 +133,10 @@ class _ExpertsShare(NamedTuple):
     group: dist.ProcessGroup | None = None
 
 
-def _place(parts: int, rank: int, world_size: int, parts_lie_together: bool, make_groups: bool) -> _ExpertsShare:
-    """This rank's place. `parts_lie_together`: ranks with the same part follow each other."""
+def _experts_share(
+    parts: int, rank: int, world_size: int, parts_lie_together: bool, make_groups: bool
+) -> _ExpertsShare:
+    """This rank's share of the experts. `parts_lie_together`: ranks with the same part follow each other."""
     if not make_groups:
         ranks = world_size // parts
         part, own = divmod(rank, ranks) if parts_lie_together else reversed(divmod(rank, parts))
@@ -146,7 +150,7 @@ def _place(parts: int, rank: int, world_size: int, parts_lie_together: bool, mak
 
 
 def _check(config: Any, ds_config: Mapping[str, Any], world_size: int) -> None:
-    """Refuse what is wrong by the config alone."""
+    """Refuse settings that are wrong by the config alone."""
     size = config.autoep_size
     if not isinstance(size, int) or size < 1 or world_size % size:
         divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
@@ -183,11 +187,11 @@ def _refuse_missing(spec: MoELayerSpec, missing: set[str]) -> None:
         )
 
 
-def _take_values(block: nn.Module, spec: MoELayerSpec, place: _ExpertsShare) -> dict[str, torch.Tensor]:
+def _extract_values(block: nn.Module, spec: MoELayerSpec, share: _ExpertsShare) -> dict[str, torch.Tensor]:
     """The lazy values that `block`'s replacement will have, by their names in it; leaves meta tensors in `block`."""
     router = block.get_submodule(spec.router_name)
     experts = block.get_submodule(spec.experts_name)
-    w1, w2, w3 = repack_expert_weights(experts, spec, place.part, place.parts)
+    w1, w2, w3 = repack_expert_weights(experts, spec, share.part, share.parts)
     values = {"experts.w1": w1, "experts.w2": w2, "experts.w3": w3, "router.gate.weight": router.weight}
     if spec.gate_bias:
         values["router.gate.bias"] = router.bias
@@ -200,13 +204,13 @@ def _take_values(block: nn.Module, spec: MoELayerSpec, place: _ExpertsShare) -> 
             continue  # moves into the replacement as it is
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 is_param = key in module._parameters
-                setattr(module, key, nn.Parameter(stand_in, tensor.requires_grad) if is_param else stand_in)
+                setattr(module, key, nn.Parameter(empty, tensor.requires_grad) if is_param else empty)
     return values
 
 
-def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], place: _ExpertsShare) -> None:
+def _assign_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], share: _ExpertsShare) -> None:
     """Put lazy values into a replacement that was built on the meta device, with all that DeepSpeed noted on it."""
     for path, value in values.items():
         prefix, _, key = path.rpartition(".")
@@ -221,13 +225,13 @@ def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], plac
             module._buffers[key] = value
     for param in layer.experts.parameters():
         count, *of_one = param.shape
-        cut = Cut(0, place.parts, place.part)
-        param._hf_zero_stream_box = ParameterBox.of_cuts((place.parts * count, *of_one), [cut])
+        cut = Cut(0, share.parts, share.part)
+        param._hf_zero_stream_box = ParameterBox.of_cuts((share.parts * count, *of_one), [cut])
         # DeepSpeed's names, which zero.Init reads or sets again.
-        param.ds_zero_partition_rank = place.rank
-        param.ds_zero_partition_world_size = place.ranks
-        if place.group is not None:
-            param.ds_zero_partition_process_group = place.group
+        param.ds_zero_partition_rank = share.rank
+        param.ds_zero_partition_world_size = share.ranks
+        if share.group is not None:
+            param.ds_zero_partition_process_group = share.group
     for key, buffer in layer._buffers.items():
         if buffer is not None:  # counts of tokens, which begin at nothing
             layer._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
@@ -247,7 +251,7 @@ def find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:
 
 
 def install_by_name(original: Any, model: Any, entries: Any, output_capturing: Any, *args: Any) -> bool:
-    """Give DeepSpeed a plain copy of transformers' table of what models record, by the names of their classes.
+    """Give DeepSpeed a plain copy of transformers' table of outputs that models record, by names of classes.
 
     From transformers 5.23 on the table's own methods take models, and not the names with which DeepSpeed calls them.
     """

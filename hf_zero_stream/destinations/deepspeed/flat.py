@@ -31,17 +31,17 @@ from ...checkpoint.lazy import LazyTensor
 from ...holdings.deepspeed import partitions
 from ...ranks.accelerators import free_bytes, is_accelerator, kind
 from ...ranks.coordinator import Coordinator, all_gather
-from ...registry.rows import Moment
+from ...registry.rows import PatchScope
 from ...settings.config import StreamingConfig
-from ...settings.scope import having
+from ...settings.scope import set_in_context
 from ..base import Batch
 from ..replicated import Replicated
 
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Those that stage 1 or 2 may come to train."""
+"""Models that stage 1 or 2 may come to train."""
 
-_flattens_together: ContextVar[bool] = ContextVar("hf_zero_stream_flattens_together", default=False)
+_flattens_sharded: ContextVar[bool] = ContextVar("hf_zero_stream_flattens_sharded", default=False)
 """Whether this thread is inside the constructor of an optimizer of such a model."""
 
 _CONSTRUCTOR = inspect.signature(DeepSpeedZeroOptimizer.__init__)
@@ -62,28 +62,28 @@ class EngineReplicas(Replicated):
             if free_bytes(self.device) >= needed + self._chunk_bytes:
                 self._parameters_on = self.device
         if self._stage in (1, 2):
-            watch(model)
+            flatten_sharded(model)
         return super().batches(model, missing, tied, only_planned=only_planned)
 
 
-def watch(model: nn.Module) -> None:
-    """Have the optimizers of stages 1 and 2 that train `model` flatten its parameters without a second copy."""
+def flatten_sharded(model: nn.Module) -> None:
+    """Make the optimizers of stages 1 and 2 that train `model` flatten its parameters in parts, one on each rank."""
     _models.add(model)
-    replaced = installed(Moment.FLAT)
+    replaced = installed(PatchScope.FLAT)
     replaced.__enter__()
     weakref.finalize(model, replaced.__exit__)
 
 
 def construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """In place of the constructor of DeepSpeed's optimizer."""
+    """Replace the constructor of DeepSpeed's optimizer."""
     arguments = _CONSTRUCTOR.bind(self, *args, **kwargs).arguments
-    flattens = type(self) is DeepSpeedZeroOptimizer and _can_flatten_together(arguments)
-    with having(_flattens_together, flattens):
+    flattens = type(self) is DeepSpeedZeroOptimizer and _can_flatten_sharded(arguments)
+    with set_in_context(_flattens_sharded, flattens):
         original(self, *args, **kwargs)
 
 
-def _can_flatten_together(arguments: Mapping[str, Any]) -> bool:
-    """The same on all ranks, which all call it if the model is of ours."""
+def _can_flatten_sharded(arguments: Mapping[str, Any]) -> bool:
+    """Whether all ranks can flatten the parameters in parts; all call it if the model is of ours (all ranks)."""
     groups = [
         [param for param in group["params"] if param.requires_grad]
         for group in arguments["init_optimizer"].param_groups
@@ -106,7 +106,7 @@ def _can_flatten_together(arguments: Mapping[str, Any]) -> bool:
 
 
 def free_device_bytes() -> int:
-    """Memory of the device that nobody uses, in bytes, after torch has given back what it only keeps."""
+    """Free memory of the device, in bytes, after torch's cache has been emptied."""
     accelerator = get_accelerator()
     accelerator.empty_cache()
     if accelerator.device_name() == kind():
@@ -116,22 +116,22 @@ def free_device_bytes() -> int:
 
 
 def available_memory(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-    return sys.maxsize if _flattens_together.get() else original(*args, **kwargs)
+    return sys.maxsize if _flattens_sharded.get() else original(*args, **kwargs)
 
 
 def flatten(
     original: Any, self: Any, tensor_list: Sequence[Tensor], alignment: int, use_cpu_data: bool = False, **kwargs: Any
 ) -> Tensor:
-    """In place of ``flatten_dense_tensors_aligned``: the same buffer; `tensor_list` has no memory then."""
-    if not _flattens_together.get() or use_cpu_data:
+    """Replace ``flatten_dense_tensors_aligned``: returns the same buffer, and frees the memory of `tensor_list`."""
+    if not _flattens_sharded.get() or use_cpu_data:
         return original(self, tensor_list, alignment, use_cpu_data, **kwargs)
     paddings = kwargs.get("param_padding") or [0] * len(tensor_list)
-    return _flatten_together(tensor_list, paddings, alignment, self.dp_process_group)
+    return _flatten_sharded(tensor_list, paddings, alignment, self.dp_process_group)
 
 
 @torch.no_grad()
-def _flatten_together(params: Sequence[Tensor], paddings: Sequence[int], alignment: int, group: Any) -> Tensor:
-    """`params` in a row, zeros behind each as many as its padding, and up to a multiple of `alignment` (all ranks)."""
+def _flatten_sharded(params: Sequence[Tensor], paddings: Sequence[int], alignment: int, group: Any) -> Tensor:
+    """Lay `params` in a row, with its padding of zeros behind each, up to a multiple of `alignment` (all ranks)."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     *offsets, end = accumulate(map(add, (param.numel() for param in params), paddings), initial=0)
     part = params[0].new_zeros(-(-end // alignment) * alignment // world_size)

@@ -27,13 +27,13 @@ from ..base import Batch, Item
 refuse_lacking("offload_param to NVMe")
 
 Swap = tuple[Any, Item | torch.Tensor | None]
-"""A parameter whose partition goes to a swap file, and what fills it: an item, or values; None: it becomes zero."""
+"""A parameter whose partition goes to a swap file, and the item or the values that fill it; None: zeros."""
 
 _swappers: WeakValueDictionary[tuple[Any, ...], AsyncPartitionedParameterSwapper] = WeakValueDictionary()
 
 
 def refuse_wrong_settings(ds_config: Mapping[str, Any], targets: Sequence[Target]) -> None:
-    """Refuse, before anything is read, what DeepSpeed would only fail over in the middle."""
+    """Refuse, before anything is read, settings over which DeepSpeed would fail in the middle."""
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise UnsupportedError(
             "offload_param.device is nvme, but DeepSpeed cannot build its asynchronous I/O here: install libaio "
@@ -54,7 +54,7 @@ def swap_from_bytes(ds_config: Mapping[str, Any]) -> int:
 
 
 def free_buffers(ds_config: Mapping[str, Any]) -> int:
-    """How many free buffers the swapper of a model of this config has, or will have."""
+    """The number of free buffers that the swapper of a model of this config has, or will have."""
     shared = shared_swapper(ds_config)
     if shared is not None:
         return shared.available_swap_in_buffers()

@@ -19,9 +19,9 @@ from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ...registry.plugins import resolved
+from ...registry.plugins import import_object
 from ...settings.config import StreamingConfig
-from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_what_is_touched
+from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_touched_parameters
 from . import zero3
 
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Partitioned(Destination):
     """The partitions of a model that is built under ZeRO-3; a plan may be for another device, and without a config.
 
-    If the caller is in a ``zero.Init``, that is `around`, and `ds_config` says what it says.
+    If the caller is in a ``zero.Init``, that is `around`, and `ds_config` agrees with it.
     """
 
     into = "ZeRO-3 partitions"
@@ -63,14 +63,14 @@ class Partitioned(Destination):
         zero3.refuse_packed(self._ds_config)
 
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
-        """DeepSpeed's, as in stock."""
+        """The dtype of DeepSpeed's config, as in stock."""
         self._dtype = self._dtype or wanted
         return self._dtype
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Everything at once, but for what is quantised, or passes through buffers on its way to a disk."""
+        """One batch of all that is neither quantised nor swapped to a disk; and further ones for those."""
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         if (self._ds_config.get("expert_parallel") or {}).get("enabled"):
             from . import experts  # wants a DeepSpeed that has AutoEP
@@ -80,22 +80,22 @@ class Partitioned(Destination):
             model, missing, tied, parameter=self._parameter, buffer=partial(buffer_on, self.device)
         )
         items: dict[int, Item] = {}
-        made_together: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
+        joint: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
         for name, (param, view) in parameters.items():
-            if view.node.made_together:
-                made_together.append((name, view.node, partial(_take_own, param)))
+            if view.node.joint_batches:
+                joint.append((name, view.node, partial(_copy_own_part, param)))
                 continue
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
-        swapped = self._through_swap_files(model, items) if zero3.uses_nvme(self._ds_config) else []
+        swapped = self._swap_batches(model, items) if zero3.uses_nvme(self._ds_config) else []
         batches = [Batch([*items.values(), *flat_items(buffers)])]
-        if made_together:
-            batches += resolved(made_together[0][1].made_together)(made_together, self._coordinator, self.device)
+        if joint:
+            batches += import_object(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
         return batches + swapped
 
-    def _through_swap_files(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
-        """Takes out of `items` those whose parameters PartitionedInit will swap, before there is a swapper."""
+    def _swap_batches(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
+        """Move the parameters that PartitionedInit will swap from `items` into batches, before there is a swapper."""
         from . import nvme
 
         large = nvme.swap_from_bytes(self._ds_config)
@@ -136,9 +136,9 @@ class Partitioned(Destination):
         zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        run_with_what_is_touched(initialise, module, partitions.is_partitioned, self._present)
+        run_with_touched_parameters(initialise, module, partitions.is_partitioned, self._fetched)
 
-    def _present(self, touched: Sequence[Any]) -> AbstractContextManager[None]:
+    def _fetched(self, touched: Sequence[Any]) -> AbstractContextManager[None]:
         if not touched:  # the checkpoint has nearly all parameters of nearly all models
             return nullcontext()
         from ...holdings.deepspeed.gathered import gathering
@@ -146,7 +146,7 @@ class Partitioned(Destination):
         return gathering(self._coordinator, touched)
 
 
-def _take_own(param: Any, row: torch.Tensor) -> None:
+def _copy_own_part(param: Any, row: torch.Tensor) -> None:
     """Copy this rank's elements of `row`, all of a parameter's, into its partition."""
     _, start, stop = partitions.own_range(param)
     param.ds_tensor[: stop - start].copy_(row[start:stop])
@@ -175,7 +175,7 @@ def outside_zero_init() -> Iterator[None]:
     context._post_init_method = lambda module: context.patched and type(context)._post_init_method(context, module)
     partition_parameters.shutdown_init_context()
     for cls, init in inits.items():
-        if vars(cls)["__init__"] is not init and not _is_deepspeeds(init):
+        if vars(cls)["__init__"] is not init and not _is_of_deepspeed(init):
             cls.__init__ = init
     try:
         yield
@@ -185,7 +185,7 @@ def outside_zero_init() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _is_deepspeeds(function: Any) -> bool:
+def _is_of_deepspeed(function: Any) -> bool:
     return getattr(function, "__globals__", None) is vars(partition_parameters)
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-3 partitions that are born partitioned.
+"""ZeRO-3 parameters that begin as partitions.
 
 Stock ``zero.Init`` allocates each parameter in full, broadcasts it and cuts it up. Here a parameter begins as a
 placeholder that owns one element but reports its full shape; DeepSpeed attaches its methods to it, and only the
@@ -37,7 +37,7 @@ from ..base import allocating
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}  # by section of a config
 _TRUE = ("true", "1", "on", "t", "y", "yes")  # to pydantic, with which DeepSpeed parses its config
 
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables without which DeepSpeed asks MPI."""
 
 refuse_lacking("ZeRO-3")
@@ -168,7 +168,7 @@ def init_distributed() -> None:
         except ModuleNotFoundError as error:
             if error.name != "mpi4py":
                 raise
-            missing = [name for name in _OF_LAUNCHERS if name not in os.environ]
+            missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
             raise ConfigError(
                 "ZeRO-3 shards a model over the ranks of a launcher, and none has started this process: "
                 f"{', '.join(missing)} are not set. Start it with `torchrun --nproc-per-node N`, `accelerate launch` "

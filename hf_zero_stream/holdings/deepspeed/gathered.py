@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch import nn
 
-from ...bindings.install import standing_in
+from ...bindings.install import override_methods
 from ...ranks.coordinator import Coordinator
 from .partitions import own_range
 
@@ -61,7 +61,7 @@ def _is_quantised(param: Any) -> bool:
 
 def gather(coordinator: Coordinator, params: Sequence[Any]) -> None:
     """Have DeepSpeed bring `params` in full to all ranks; raises a PeerError if a rank dies (all ranks)."""
-    with standing_in(comm, **{name: partial(_run, coordinator, getattr(comm, name)) for name in _GATHERS}):
+    with override_methods(comm, **{name: partial(_run, coordinator, getattr(comm, name)) for name in _GATHERS}):
         # One by one: of several gathers DeepSpeed 0.18 waits only for the last, and gloo ends them in any order:
         # another one could still write over values that are new.
         for param in params:

@@ -8,10 +8,10 @@ and modules that dequantise in the forward pass (:mod:`.modules`). :mod:`.quanti
 from __future__ import annotations
 
 from ...registry.plugins import Plugin
-from ...registry.rows import Moment, Row, Weight
+from ...registry.rows import PatchScope, Row, Weight
 
 
-COMPRESSED = Moment("COMPRESSED", "while compressed-tensors dequantises lazy tensors")
+COMPRESSED = PatchScope("COMPRESSED", "while compressed-tensors dequantises lazy tensors")
 
 _HERE = __name__
 
@@ -32,7 +32,7 @@ PLUGIN = Plugin(
         "bitsandbytes": f"{_HERE}.quantisers:of_bitsandbytes",
     },
     rows={
-        Moment.MODELS: [
+        PatchScope.MODELS: [
             Row(
                 "peft.tuners.tuners_utils:BaseTuner._inject_parameters",
                 f"{_HERE}.adapters:inject_parameters",
@@ -41,7 +41,7 @@ PLUGIN = Plugin(
                 since="0.17",
             ),
         ],
-        Moment.LOAD: [
+        PatchScope.LOAD: [
             *[
                 Row(f"transformers.integrations.{of}", f"{_HERE}.quantised:{to}", feature="dequantising", since=since)
                 for of, to, since in (

@@ -91,7 +91,7 @@ class PackedLoad(QuantisedLoad):
         transformers prepares the model for its own way, for which compressed-tensors needs a true process group.
         """
         load, stays = self._session.load, _stays_quantised(quantizer)
-        because, keeps = load.destination.unpacked_because, load.config.keep_quantized
+        because, keeps = load.destination.packing_unsupported_reason, load.config.keep_quantized
         if could_be_packed and because and keeps is True:
             raise UnsupportedError(
                 f"keep_quantized: this checkpoint's weights cannot stay quantised here: {because}. Use ZeRO-3 or "

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...bindings.table import keep_watching
+from ...bindings.table import install_model_rows
 from ...checkpoint.format import TensorEntry
 from ...checkpoint.lazy import LazyTensor, copy_attributes
 from ...checkpoint.nodes import View, entries_of, is_computed
@@ -114,7 +114,7 @@ def pack_model(
         _report(candidates, refused, method, quantises=quantiser is not None)
     if not candidates:
         return
-    keep_watching()
+    install_model_rows()
     model._hf_zero_stream_dequantised = sorted(refused)
     # Else transformers would quantise embeddings and the like when it reverses its conversions, to save them.
     model._weight_conversions = list(without_quantizer(getattr(model, "_weight_conversions", None) or []))

@@ -15,7 +15,7 @@ from typing import Any
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
-from ...registry.plugins import plugins, resolved
+from ...registry.plugins import import_object, plugins
 from .bitsandbytes import dequantising_quantizer
 from .quantised import COMPRESSED_FORMATS
 
@@ -27,7 +27,7 @@ def dequantiser_of(fields: Fields, *, casts: bool) -> Fields | HfQuantizer | Non
     """What the function of a plug-in returns for a config with these `fields`; None if no plug-in has one."""
     for plugin in plugins():
         if (place := plugin.quantisers.get(fields.get("quant_method", ""))) is not None:
-            function: Callable[..., Fields | HfQuantizer | None] = resolved(place)
+            function: Callable[..., Fields | HfQuantizer | None] = import_object(place)
             return function(fields, casts=casts)
     return None
 

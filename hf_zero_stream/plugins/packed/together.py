@@ -58,7 +58,7 @@ class Quantised(Opaque):
     :meth:`settle` with the row.
     """
 
-    made_together: ClassVar[str] = f"{__package__}.batches:quantising_batches"
+    joint_batches: ClassVar[str] = f"{__package__}.batches:quantising_batches"
 
     weight: PackedWeight | None = None
     how: Quantisation | None = None

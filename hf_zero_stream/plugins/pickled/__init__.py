@@ -5,7 +5,7 @@ And ``hf-zero-stream convert``, which makes safetensors of all formats.
 
 from __future__ import annotations
 
-from ...registry.formats import METADATA, OF_TORCH, FileFormat, FolderFormat
+from ...registry.formats import METADATA, TORCH_ENDINGS, FileFormat, FolderFormat
 from ...registry.plugins import Plugin
 
 
@@ -13,7 +13,7 @@ PLUGIN = Plugin(
     "pickled",
     commands={"convert": f"{__name__}.command"},
     files=[
-        FileFormat("torch.save", OF_TORCH, f"{__name__}.torch_files", is_always_map=False),
+        FileFormat("torch.save", TORCH_ENDINGS, f"{__name__}.torch_files", is_always_map=False),
         FileFormat("torch.distributed.checkpoint", (f"/{METADATA}",), f"{__name__}.distcp", holds_values=False),
     ],
     folders=[
@@ -31,5 +31,5 @@ PLUGIN = Plugin(
         ),
     ],
     resumes={".checkpoint.deepspeed_names:entries_of_deepspeed": f"{__name__}.zero_state:read_state"},
-    signs=[f"{__name__}.signs:write"],
+    guard_files=[f"{__name__}.guard_files:write"],
 )

@@ -24,7 +24,7 @@ from ...checkpoint.formats import fault_of_name, read_map
 from ...checkpoint.map import CheckpointMap
 from ...checkpoint.nodes import HostTensor, View
 from ...errors import CheckpointError, UnsupportedError
-from ...sources.base import ByteSource, ReadableFile, naming_file
+from ...sources.base import ByteSource, ReadableFile, as_read_error
 from .pickles import MOST_BYTES, read_pickle
 from .torch_files import read_single, view_of_field
 from .torch_metadata import OPCODES, CheckpointBox, Metadata, MetadataItem, StoredBytes, metadata_of
@@ -48,7 +48,7 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
         UnsupportedError: a tensor is compressed, or no plain tensor.
     """
     folder = os.path.dirname(path)
-    with naming_file(path, _WHAT), source.open_file(path) as file:
+    with as_read_error(path, _WHAT), source.open_file(path) as file:
         if file.size_bytes > MOST_BYTES:
             raise CheckpointError(f"{path}: expected at most {MOST_BYTES} bytes; found {file.size_bytes}.")
         data = file.read(0, file.size_bytes)
@@ -178,7 +178,7 @@ def _fields_of_file(
     """(item -> dtype, shape and place of its elements, the file's size and tag), for items in order of offset."""
     path, end = os.path.join(folder, name), 0
     fields: dict[MetadataItem, dict[str, Any]] = {}
-    with naming_file(path, _WHAT), source.open_file(path) as file:
+    with as_read_error(path, _WHAT), source.open_file(path) as file:
         for item in items:
             if item.offset < end or item.offset + item.length > file.size_bytes:
                 raise CheckpointError(

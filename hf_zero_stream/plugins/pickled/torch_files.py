@@ -35,7 +35,7 @@ from ...checkpoint.map import CheckpointMap, view_of
 from ...checkpoint.nodes import View, row_major_strides
 from ...checkpoint.safetensors import parse_entry
 from ...errors import CheckpointError
-from ...sources.base import ByteSource, ReadableFile, naming_file
+from ...sources.base import ByteSource, ReadableFile, as_read_error
 from .pickles import Call, Global, Persistent, Pickle, kind_of, read_pickle
 from .torch_zip import MOST_READ, OPCODES, SIGNATURE, Storage, read_zip
 
@@ -65,14 +65,14 @@ _KNOWN = {_REBUILD, _REBUILD_PARAMETER, _ORDERED, *(Global("torch", name) for na
 def read_header(source: ByteSource, path: str) -> ShardHeader:
     """See :meth:`...checkpoint.formats.Format.read_header`; raises :class:`NotAMap` too."""
     try:
-        with naming_file(path, "what torch.save wrote"), source.open_file(path) as file:
+        with as_read_error(path, "what torch.save wrote"), source.open_file(path) as file:
             tensors = _tensors(file, path)
             return ShardHeader(file.size_bytes, json.dumps(tensors).encode(), file.tag)
     except NotAMap as reason:
         raise NotAMap(f"{path}: {reason}") from reason
 
 
-def why_not(source: ByteSource, paths: Sequence[str]) -> str:
+def not_a_map_reason(source: ByteSource, paths: Sequence[str]) -> str:
     """Why these files cannot be read as maps of bytes; "" if they can be."""
     for path in paths:
         try:

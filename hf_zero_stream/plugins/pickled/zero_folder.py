@@ -21,7 +21,7 @@ from ...checkpoint.format import Shard, TensorEntry, excerpt
 from ...checkpoint.map import CheckpointMap, view_of
 from ...checkpoint.nodes import View, row_major_strides
 from ...errors import CheckpointError, UnsupportedError
-from ...sources.base import ByteSource, naming_file
+from ...sources.base import ByteSource, as_read_error
 from ...sources.local import LocalFiles
 from .zero_layout import FP32, Pieces, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
 from .zero_model_files import ModelFile, read_model_file
@@ -344,7 +344,7 @@ def _optimizer_names(folder: Path) -> list[str]:
 
 def _in_threads(read: Callable[[str], T], paths: Sequence[str]) -> list[T]:
     def with_path(path: str) -> T:
-        with naming_file(path, "a part of the ZeRO checkpoint"):
+        with as_read_error(path, "a part of the ZeRO checkpoint"):
             return read(path)
 
     if len(paths) <= 2:

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ...checkpoint.lazy import LazyTensor
 from ...checkpoint.nodes import View
-from ...destinations.skeleton import StandIn
+from ...destinations.skeleton import LazyTensorModule
 from ...engine.load import Load
 from ...errors import ConfigError, UnsupportedError
 from ...holdings.marks import is_adapted
@@ -167,7 +167,7 @@ def _load(training: Training, zero: ZeroFolder, coordinator: Coordinator) -> Non
                 lazy(load, {name: view for name, view in views.items() if name not in quantised})
                 for views in (zero.frozen(first), zero.buffers(first))
             )
-            return StandIn(frozen, buffers), set(), set()
+            return LazyTensorModule(frozen, buffers), set(), set()
 
         place(base, set(), with_masters=False, takes_packed=True)
         load_states(training, [*zero.keys, MASTER], states, coordinator, with_masters=True)
@@ -180,7 +180,7 @@ def _load(training: Training, zero: ZeroFolder, coordinator: Coordinator) -> Non
         first = load.checkpoint.add(zero.shards)
         trained = {name: view for name, view in zero.views(FP32, first).items() if name not in without}
         frozen, buffers = ({}, {}) if without else (zero.frozen(first), zero.buffers(first))
-        return StandIn(lazy(load, {**trained, **frozen}), lazy(load, buffers)), set(), set()
+        return LazyTensorModule(lazy(load, {**trained, **frozen}), lazy(load, buffers)), set(), set()
 
     # Masters that are in swap files come as moments do, after the weights that belong to them.
     place(partial(weights, without=set()), set(), with_masters=not swapped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...registry.plugins import Plugin, Source
-from ...registry.rows import Moment, Row
+from ...registry.rows import PatchScope, Row
 
 
 _FORMS = {
@@ -15,13 +15,13 @@ _FORMS = {
     "http": "host/path",
 }
 
-_FEATURE, _WHEN = "loads from URLs", ".sources.base:names_url"
+_FEATURE, _WHEN = "loads from URLs", ".sources.base:has_url_argument"
 
 PLUGIN = Plugin(
     "remote",
     sources={scheme: Source(form, f"{__name__}.checkpoints") for scheme, form in _FORMS.items()},
     rows={
-        Moment.BLOCK: [
+        PatchScope.BLOCK: [
             # Where transformers looks for any file of a checkpoint that is in no folder; modules among them.
             *[
                 Row(f"transformers.{of}", f"{__name__}.seams:{leads_to}", feature=_FEATURE, when=_WHEN)

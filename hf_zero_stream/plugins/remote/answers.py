@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from ...settings.scope import having
+from ...settings.scope import set_in_context
 from .urls import RequestFailed
 
 
@@ -86,7 +86,7 @@ def answers_once() -> Iterator[Answers]:
     if around is not None:
         yield around
         return
-    with closing(Answers()) as answers, having(_current, answers):
+    with closing(Answers()) as answers, set_in_context(_current, answers):
         yield answers
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import safetensors
-from ...checkpoint.formats import INDEX, SINGLE, holds_values, map_of, read_index_file
+from ...checkpoint.formats import INDEX, SINGLE, holds_values, map_from_headers, read_index_file
 from ...checkpoint.map import CheckpointMap
 from ...checkpoint.soundness import Soundness, check_tensors, read_weight_map
 from ...errors import CheckpointError, ReadError, UrlError
@@ -48,7 +48,7 @@ def source(retries: Retries) -> RemoteFiles:
 
 
 @contextmanager
-def asked_at_once(url: str, names: Sequence[str]) -> Iterator[None]:
+def prefetching(url: str, names: Sequence[str]) -> Iterator[None]:
     """Inside, files with these `names` are asked for at once, and each file once."""
     with answers_once() as answers:
         places = [joined(url, name) for name in names]
@@ -120,7 +120,7 @@ def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointMap | t
     """What a shard holds, or (the kind of its fault, what is wrong)."""
     path = joined(url, name)
     try:
-        return map_of([path], [files.header(path, safetensors.read_header)])
+        return map_from_headers([path], [files.header(path, safetensors.read_header)])
     except ReadError as error:
         kind = "missing" if getattr(error.__cause__, "status", 0) == 404 else "unreadable"
         return kind, str(error).removeprefix(f"{path}: ")

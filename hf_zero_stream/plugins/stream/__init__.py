@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from ...registry.plugins import Plugin
-from ...registry.rows import Moment, Row, Weight
+from ...registry.rows import PatchScope, Row, Weight
 
 
 _ONLINE_DPO = "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer"
@@ -16,7 +16,7 @@ _ASYNC_GRPO = "trl.experimental.async_grpo.async_grpo_trainer"
 PLUGIN = Plugin(
     "stream",
     rows={
-        Moment.BLOCK: [
+        PatchScope.BLOCK: [
             # TRL: what gives weights to vLLM, and what that calls.
             *[
                 Row(f"trl.generation.{name}", leads_to, relies_on, feature="weights for vLLM by TRL", since="1.11")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...bindings.install import standing_in
+from ...bindings.install import override_methods
 from ...holdings.marks import has_partition
 from ...holdings.own_names import named_parameters
 from .buckets import Bucket
@@ -41,7 +41,7 @@ def broadcast_to_vllm(original: Callable[..., Any], self: Any) -> Any:
     try:
         if not mine:
             next(tensors, None)  # who gets nothing takes part in the pass
-        with standing_in(self, actor=SimpleNamespace(model=SimpleNamespace(module=module))):
+        with override_methods(self, actor=SimpleNamespace(model=SimpleNamespace(module=module))):
             return original(self)
     except BaseException as error:
         buckets.throw(error)  # so that all ranks hear of it

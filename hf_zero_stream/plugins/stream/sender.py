@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging
 
 from ...checkpoint.nodes import View
-from ...engine.places import map_of, place_of
+from ...engine.places import place_of, read_checkpoint_map
 from ...errors import ConfigError, HfZeroStreamError, StreamError
 from ...ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ...ranks.rendezvous import STREAM
@@ -165,7 +165,7 @@ class WeightSender:
         path = str(self._checkpoint or self._server.checkpoint())
         try:
             with place_of(path, None) as place:
-                views = map_of(place).views
+                views = read_checkpoint_map(place).views
         except HfZeroStreamError as error:
             raise StreamError(
                 f"The checkpoint from which the server at {self._calls.url} was started is not to be had here, so "

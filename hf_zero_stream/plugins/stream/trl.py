@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...bindings.install import standing_in
+from ...bindings.install import override_methods
 from ...errors import PACKAGE, VersionError, installed_version
 from ...holdings.marks import has_partition, is_sharded
 from ...ranks.coordinator import collective_device, expected_at
@@ -48,7 +48,7 @@ def sync_weights(original: Callable[..., Any], self: Any) -> Any:
         }
         if serves and self.accelerator.is_main_process:
             stand_ins["vllm_client"] = _ByBuckets(self.vllm_client, stream, buckets, tensors)
-        with standing_in(self, **stand_ins):
+        with override_methods(self, **stand_ins):
             return original(self)
 
 
@@ -62,8 +62,8 @@ def sync_weight_merged(original: Callable[..., Any], self: Any, t0: float) -> An
     if self.accelerator.is_main_process and hasattr(self.weight_transfer, "_weight_update_info"):
         self.weight_transfer._weight_update_info |= described(stream.metadata, "dtype_names")
     nothing = {"merge_adapter": lambda: None, "unmerge_adapter": lambda: None} if adapts else {}
-    with _walking(stream) as buckets, standing_in(self, _streaming_iter=lambda: chain.from_iterable(buckets)):
-        with standing_in(model, **nothing):
+    with _walking(stream) as buckets, override_methods(self, _streaming_iter=lambda: chain.from_iterable(buckets)):
+        with override_methods(model, **nothing):
             return original(self, t0)
 
 
@@ -88,7 +88,7 @@ def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
                     self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights([each])
 
         stand_ins = {"_move_model_to_vllm_inner": move, **({} if client is None else {"vllm_client": client})}
-        with standing_in(self, **stand_ins):
+        with override_methods(self, **stand_ins):
             return original(self)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...bindings.install import standing_in
+from ...bindings.install import override_methods
 from ...checkpoint.safetensors import NotedShard
 from ...errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
 from ...holdings.holder import refuse_meta
@@ -383,7 +383,7 @@ class WeightStream:
         else:
             entries = parameters.entries() if self._gives_adapters else self._entries(parameters)
             how = {"own_code": False, "in_one_shard": True}
-            with standing_in(self._base, _hf_peft_config_loaded=self._gives_adapters):
+            with override_methods(self._base, _hf_peft_config_loaded=self._gives_adapters):
                 noted = lay_out_pretrained(
                     self._base, folder, dict(entries), entries, parameters.numel, self._dtype, **how
                 )

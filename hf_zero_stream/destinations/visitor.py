@@ -1,4 +1,4 @@
-"""Values that are looked at once and not kept: they pass through one bounded buffer."""
+"""A destination that keeps no values: they pass through one bounded buffer, and a function sees each."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ..planning.plan import Target
 from .base import Batch, Destination, Item, source_of
 
 
-See = Callable[[str, int, torch.Tensor], None]
-"""Called with a name, the number of the first element, and flat values, which are gone afterwards."""
+Visit = Callable[[str, int, torch.Tensor], None]
+"""A function of a name, the number of the first element, and flat values, which are gone afterwards."""
 
 
-class Passing(Destination):
-    """One of `parts` equal parts of all elements of a lazy model, in the order of its tensors; `see` gets each.
+class Visitor(Destination):
+    """Calls `visit` with one of `parts` equal parts of all elements of a lazy model, in the order of its tensors.
 
     Args:
         part: the number of this part.
-        buffer_bytes: of the buffer.
+        buffer_bytes: size of the buffer.
     """
 
     into = "nothing: they are only looked at"
     hides_zero3 = True
 
-    def __init__(self, see: See, part: int, parts: int, buffer_bytes: int) -> None:
-        self._see, self._part, self._parts, self._buffer_bytes = see, part, parts, buffer_bytes
+    def __init__(self, visit: Visit, part: int, parts: int, buffer_bytes: int) -> None:
+        self._visit, self._part, self._parts, self._buffer_bytes = visit, part, parts, buffer_bytes
 
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         return wanted
@@ -36,7 +36,7 @@ class Passing(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Those whose memory is the buffer, one after the other."""
+        """Batches that use the buffer one after the other."""
         batches: list[Batch] = []
         items: list[Item] = []
         nbytes = 0
@@ -49,7 +49,7 @@ class Passing(Destination):
         return [*batches, self._batch(items)] if items else batches
 
     def _items(self, model: nn.Module) -> Iterator[Item]:
-        """This part, in pieces that fit into the buffer; the memory of each comes with its batch."""
+        """Yield this part, in pieces that fit into the buffer; the memory of each comes with its batch."""
         named = [*model.named_parameters(), *model.named_buffers()]
         views = {name: view for name, tensor in named if (view := source_of(tensor)) is not None}
         total = sum(view.numel for view in views.values())
@@ -74,7 +74,7 @@ class Passing(Destination):
 
         def finish() -> None:
             for number, it in enumerate(items):
-                self._see(it.target.name, it.target.start, memory.pop(number))
+                self._visit(it.target.name, it.target.start, memory.pop(number))
 
         placed = [Item(it.target, it.view, partial(memory.__getitem__, number)) for number, it in enumerate(items)]
         return Batch(placed, begin, finish, is_temporary=True)

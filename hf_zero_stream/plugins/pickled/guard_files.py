@@ -1,9 +1,9 @@
-"""Signs beside a training state, for those who meet it with DeepSpeed's own tools.
+"""Guard files beside a training state, for those who meet it with DeepSpeed's own tools.
 
 DeepSpeed looks for its own names, and in a folder of ours, where there are none, an ``assert`` without a text fails.
-So a sign has such a name, and tells whoever meets it. It is a pickle that asks for one name of a module; the module's
-name is a sentence. So ``torch.load`` raises an error with that sentence, and runs nothing. That needs no
-hf_zero_stream. Where DeepSpeed puts its script lies :mod:`.zero_to_fp32`.
+So a guard file has such a name. It is a pickle that asks for one name of a module; the module's name is a sentence. So
+``torch.load`` raises an error with that sentence, and runs nothing. That needs no hf_zero_stream. :mod:`.zero_to_fp32`
+lies where DeepSpeed puts its script of that name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from ...checkpoint.deepspeed_names import SIGN
+from ...checkpoint.deepspeed_names import GUARD
 
 
 _NAMES = (
@@ -20,7 +20,7 @@ _NAMES = (
     "zero_pp_rank_0_mp_rank_00_optim_states.pt",  # what ds_to_universal reads first
 )
 _TEXT = (
-    SIGN
+    GUARD
     + b", which DeepSpeed cannot load: go on inside hf_zero_stream's streaming(), at any number of ranks and any ZeRO "
     + b"stage, without ds_to_universal; its fp32 values as safetensors: hf-zero-stream convert\nsign\n."
 )
@@ -28,7 +28,7 @@ _TEXT = (
 
 
 def write(folder: Path, tag: str) -> None:
-    """Leave signs in the folder `tag` in `folder`, and the script beside it."""
+    """Write guard files into the folder `tag` in `folder`, and the script beside it."""
     for name in _NAMES:
         (folder / tag / name).write_bytes(_TEXT)
     script = folder / "zero_to_fp32.py"
