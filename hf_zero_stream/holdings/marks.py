@@ -1,4 +1,4 @@
-"""What those who shard, pack or convert a model leave on it, for code that must not import them to look at it.
+"""Reads the attributes that DeepSpeed, FSDP2 and others leave on a model, without importing those packages.
 
 DeepSpeed takes seconds to import, torch's FSDP2 tenths of a second. A feature that a model has no mark of stays out.
 """
@@ -90,7 +90,7 @@ def keeping_groups(model: nn.Module) -> Iterator[None]:
 
 
 def accelerator_state() -> Any:
-    """What accelerate notes of the ``Accelerator`` that has been made; None without one."""
+    """Return accelerate's shared state of the ``Accelerator`` that has been made; None without one."""
     state = sys.modules.get("accelerate.state")
     return state.AcceleratorState() if state is not None and state.AcceleratorState._shared_state else None
 

@@ -33,7 +33,7 @@ class _Named(NamedTuple):
 
 
 def wrapped_child(module: nn.Module, *, keeps_adapters: bool = False) -> str | None:
-    """What `module` calls the module that it has been put around; None if it is around none.
+    """Return the attribute by which `module` holds the module that it wraps; None if it wraps none.
 
     With `keeps_adapters`, PEFT's modules count as the model's own.
     """

@@ -1,4 +1,4 @@
-"""What this rank holds of a parameter that is a DTensor."""
+"""Local shards of parameters that are DTensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def held_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Co
 
 
 def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> LocalShard:
-    """What this rank holds of `param`; `managed` is FSDP2's record of it, if there is one.
+    """Return this rank's local shard of `param`; `managed` is FSDP2's record of it, if there is one.
 
     FSDP2 cuts last, although its placement comes first. Where tensor parallelism cuts a fused weight along the same
     dimension, the placements alone do not say what FSDP2 all-gathers; its record does.

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of the parameters that it trains: fp32 copies (*masters*), moments, steps.
+"""Slots: the tensors that an optimizer trains, and their state: fp32 copies (*masters*), moments, steps.
 
 An optimizer of torch has an entry of state for each tensor that it trains. That tensor is a parameter, the local shard
 of one, or a flat buffer in which parts of many parameters lie: a *slot*. What is kept for each element, such as Adam's
@@ -153,7 +153,7 @@ def slots_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, coor
 
 
 def entries_of(optimizer: Any, trained: torch.Tensor) -> dict[str, Any]:
-    """What `optimizer` keeps for `trained`; an empty dict if that is nothing: looking must not leave an entry behind.
+    """Return the state that `optimizer` keeps for `trained`, maybe empty; looking must not leave an entry behind.
 
     Some optimizers begin with a tensor that has no entry, and take an empty one for an old one.
     """
@@ -231,7 +231,7 @@ def _names(slot: Slot) -> str:
 
 
 def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
-    """What this rank holds of the state `key` of each parameter that is trained, by the parameter's name.
+    """Return this rank's holding of the state `key` of each trained parameter, by the parameter's name.
 
     Of what is kept in blocks there are masters alone.
     """
@@ -263,7 +263,7 @@ KindOf = Callable[[Slot, str], str]
 
 
 def kind_of(value: torch.Tensor, values: torch.Tensor) -> str:
-    """How an elementwise `value` differs from what is trained: its dtype, ``host``, ``local``; "" if it does not."""
+    """Name what differs between an elementwise `value` and the slot: its dtype, ``host``, ``local``; "" if nothing."""
     words = [] if value.dtype == values.dtype else [str(value.dtype).removeprefix("torch.")]
     is_paged = getattr(value, "is_paged", False)  # bitsandbytes': in memory that the GPU sees too
     if value.device.type == "cpu" and values.device.type != "cpu" and not is_paged:

@@ -1,4 +1,4 @@
-"""What trains a model: an optimizer and its slots, a scheduler, a loss scaler, counters."""
+"""The training of a model: an optimizer and its slots, a scheduler, a loss scaler, counters."""
 
 from __future__ import annotations
 

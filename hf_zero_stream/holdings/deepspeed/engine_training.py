@@ -1,4 +1,4 @@
-"""What trains the model of a DeepSpeed engine, at any ZeRO stage."""
+"""Describes the training of a DeepSpeed engine's model, at any ZeRO stage: slots, scheduler, scaler, counters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def validate_tag(engine: DeepSpeedEngine, tag: str) -> None:
 
 
 def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinator: Coordinator) -> Training:
-    """What trains `model`, which is inside `engine`; its scheduler is `scheduler`, or the engine's own.
+    """Describe the training of `model`, which is inside `engine`; its scheduler is `scheduler`, or the engine's own.
 
     Raises:
         UnsupportedError: its state cannot be reached, or is not known.
@@ -143,7 +143,7 @@ def _set_counters(engine: Any, counters: Mapping[str, int]) -> None:
 
 
 def _scaler(wrapper: Any) -> Any:
-    """What has the numbers of DeepSpeed's loss scaler; None if it scales nothing."""
+    """Return the object that has the numbers of DeepSpeed's loss scaler; None if it scales nothing."""
     config = getattr(wrapper, "loss_scale_config", None)  # stage 0
     if getattr(config, "use_grad_scaling", False):
         return config

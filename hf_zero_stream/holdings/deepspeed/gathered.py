@@ -28,7 +28,7 @@ _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR"
 
 
 def gathered(params: Iterable[Any]) -> list[Any]:
-    """Those of `params` that are inside a ``GatheredParameters`` now, and so may have other values than partitions."""
+    """Select the `params` inside a ``GatheredParameters`` now: their values may differ from those of partitions."""
     available = [param for param in params if is_zero_param(param) and param.ds_status == ZeroParamStatus.AVAILABLE]
     if _DEPTH is not None:
         return [param for param in available if getattr(param, _DEPTH, 0) > 0]
@@ -69,11 +69,11 @@ def gather(coordinator: Coordinator, params: Sequence[Any]) -> None:
 
 
 _GATHERS = ("all_gather_into_tensor", "all_gather")
-"""By which DeepSpeed gathers one parameter."""
+"""The collectives by which DeepSpeed gathers one parameter."""
 
 
 def _run(coordinator: Coordinator, collective: Callable[..., Any], *args: Any, group: Any, async_op: bool) -> None:
-    """In place of a collective of DeepSpeed's, which on a GPU waits for a dead rank until NCCL's time-out is over."""
+    """Run a collective of DeepSpeed's, which on a GPU would wait for a dead rank until NCCL's time-out is over."""
     assert not async_op
     coordinator.run(collective, *args, group=group)
 

@@ -1,4 +1,4 @@
-"""What a save finds in the memory of DeepSpeed: partitions of ZeRO-3, and what optimizers train in their place."""
+"""Holders for DeepSpeed's memory: partitions of ZeRO-3, and the tensors that optimizers train in their place."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def held_partitions(
 def held_by_optimizers(
     model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
 ) -> dict[str, Holding]:
-    """What optimizers train in place of parameters, if that is what is wanted."""
+    """Return the tensors that optimizers train in place of parameters; nothing without `masters`."""
     if not masters:
         return {}
     in_context = set(map(id, gathered(params.values())))

@@ -13,7 +13,7 @@ from ..marks import CONVERTED
 
 
 class Origin(NamedTuple):
-    """What a converted layer was: DeepSpeed's ``MoELayerSpec``, and the entries of its state dict, in order.
+    """A layer before its conversion: DeepSpeed's ``MoELayerSpec``, and the entries of its state dict, in order.
 
     `block` is the layer itself, on the meta device, but for the modules that it has in common with the converted one.
     """
@@ -24,12 +24,12 @@ class Origin(NamedTuple):
 
 
 def origin_of(layer: nn.Module) -> Origin | None:
-    """What `layer` was, if it is a converted one."""
+    """Return the origin of `layer`; None if it is not a converted one."""
     return vars(layer).get(CONVERTED)
 
 
 def converted_layers(model: nn.Module) -> dict[str, Origin]:
-    """What the converted layers of `model` were, by name."""
+    """Return the origins of the converted layers of `model`, by name."""
     layers = ((name, origin_of(layer)) for name, layer in model.named_modules())
     return {name: origin for name, origin in layers if origin is not None}
 
