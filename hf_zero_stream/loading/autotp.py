@@ -64,7 +64,7 @@ def configure_model(original: Callable[..., Any], self: Any, model: nn.Module, *
 
 
 def _held(coordinator: Coordinator, name: str, param: torch.Tensor) -> LocalShard | None:
-    """What the lazy `param` is a part of, or all; None if DeepSpeed's map does not say."""
+    """Return the local shard of parameter `name` that the lazy `param` is; None if DeepSpeed's map does not say."""
     try:
         return held_of(name, param, None, coordinator)
     except UnsupportedError:

@@ -101,7 +101,7 @@ def _will_cut(ds_config: Mapping[str, Any]) -> bool:
 def choose_alone(
     path: Any, kwargs: Mapping[str, Any], found: dict[str, Any], strict: bool | None
 ) -> Callable[[Coordinator], Load]:
-    """How a rank loads alone what stock cannot: a whole model from a URL.
+    """Return the function that loads without other ranks what stock cannot: a whole model from a URL.
 
     Raises an UnsupportedError if the call asks for more than a whole model in host memory.
     """
@@ -219,7 +219,7 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _more_than_plain(kwargs: Mapping[str, Any]) -> str:
-    """What asks for more than the whole model in host memory; "" if nothing does."""
+    """Name the argument or setting that asks for more than the whole model in host memory; "" if none does."""
     for name in ("device_map", "state_dict"):
         if kwargs.get(name) is not None:
             return f"{name}="

@@ -46,7 +46,7 @@ _MARK = "_hf_zero_stream_deferral"
 
 
 class Deferral:
-    """What is needed to read a lazy model's values later. When it is called, it reads those of one view.
+    """Reads a lazy model's values after the load. When it is called, it reads those of one view.
 
     The model, its hooks and its lazy parameters keep it alive, and it keeps none of them.
     """
@@ -151,7 +151,7 @@ class Deferral:
 
 
 def deferrals_of(model: nn.Module) -> list[Deferral]:
-    """Those of `model` and of its parts, in an order that is the same on all ranks."""
+    """Return the deferrals of `model` and of its parts, in an order that is the same on all ranks."""
     marks = [vars(module).get(_MARK) for module in model.modules()]
     readers = [param.reader for param in model.parameters() if isinstance(param, LazyTensor)]
     return [each for each in dict.fromkeys([*marks, *readers]) if isinstance(each, Deferral)]
@@ -206,7 +206,7 @@ def prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: An
 
 
 def make_record(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-    """Of a lazy parameter that somebody else's ``fully_shard`` cuts, for instance TRL's of a reference model."""
+    """Read a lazy parameter that somebody else's ``fully_shard`` cuts, for instance TRL's of a reference model."""
     if isinstance(param, LazyTensor):
         param.become(param.in_memory())
     original(self, param, *args, **kwargs)

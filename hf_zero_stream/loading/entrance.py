@@ -1,4 +1,4 @@
-"""Where calls of ``from_pretrained`` come to us, and what is left to transformers with nothing but light imports.
+"""Receives the calls of ``from_pretrained``, and leaves some to transformers with nothing but light imports.
 
 Most blocks on one rank, outside ZeRO-3, only load models as transformers loads them. They must not wait for the import
 of what streams, which takes longer than such a load.
@@ -54,10 +54,10 @@ _OF_CHECKPOINT = (
     *("revision", "subfolder", "variant", "cache_dir", "local_files_only"),
     *("key_mapping", "use_safetensors", "gguf_file", "weights_only"),
 )
-"""Those that say which checkpoint is loaded."""
+"""Arguments of ``from_pretrained`` that say which checkpoint is loaded."""
 
 _LOADS = f"{__package__}.integration"
-"""What streams. Once it is there, a load may be inside another one."""
+"""The module that streams. Once it is imported, a load may be inside another one."""
 
 
 def of_model(original: StockFunction, cls: Any, *args: Any, **kwargs: Any) -> Any:

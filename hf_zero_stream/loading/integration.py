@@ -82,7 +82,7 @@ def _buildable(ds_config: Any) -> dict[str, Any]:
 
 
 def _occasion_of(ds_config: Any) -> Occasion:
-    """What ranks come together for under `ds_config`, which is not validated yet; ZeRO-3's load if in doubt."""
+    """Return the kind of meeting for a load under `ds_config`, not validated yet; ZeRO-3's load if in doubt."""
     if is_inside_zero_init():
         return LOAD
     zero = ds_config.get("zero_optimization", {}) if isinstance(ds_config, Mapping) else None

@@ -17,14 +17,14 @@ from ..seams.wrappers import ignored_by_fsdp2
 
 
 class _ModuleKey(NamedTuple):
-    """Where a module keeps a tensor."""
+    """The place of a tensor: a module, and the key of its parameters or buffers."""
 
     module: nn.Module
     key: str
 
 
 class _Source(NamedTuple):
-    """Where the values of one parameter come from, and all places where it is."""
+    """The origin of one parameter's values, and all places where the parameter is."""
 
     values: LazyTensor
     places: list[_ModuleKey]
