@@ -19,7 +19,7 @@ from ..holdings.own_names import adapter_names, named_parameters
 def lay_out_adapters(
     model: Any, folder: Path, entries: Mapping[str, torch.Tensor], adapters: Collection[str] | None = None
 ) -> list[NotedShard]:
-    """What ``model.save_pretrained`` saves of its `adapters`, with the lazy `entries` of the model's state dict.
+    """Lay out the shards of `adapters` as ``model.save_pretrained`` does, from the lazy `entries` of its state dict.
 
     As PEFT does it, those of another name than "default" get folders of their names.
     """

@@ -1,4 +1,4 @@
-"""How a load has transformers build the model; and what a user's ``__init__`` makes of it under ZeRO-3.
+"""Has transformers build the model of a load; keeps what a user's ``__init__`` makes of it under ZeRO-3.
 
 Stock fills the parameters that it has made. Here others take their place, and get what it gave to those: values,
 names, attributes and hooks.

@@ -66,7 +66,7 @@ class ModelsConfig(HfDeepSpeedConfig):
 
 
 def _set_config(config: Any) -> None:
-    """In place of transformers' ``set_hf_deepspeed_config``, which every new config object calls."""
+    """Replace transformers' ``set_hf_deepspeed_config``, which every new config object calls."""
     # A user's config replaces the user's earlier one, but no model's.
     _change(keep=lambda other: isinstance(config, ModelsConfig) or isinstance(other, ModelsConfig), new=config)
 

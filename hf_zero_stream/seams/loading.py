@@ -41,7 +41,7 @@ logger = logging.get_logger(__name__)
 def get_hf_quantizer(
     session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """What is quantised, or shall be, is a matter of plug-ins; versions that give no `gguf_file` here make values."""
+    """Leave quantised loads to a plug-in; versions that pass no `gguf_file` here make values of such a file."""
     session.quantised, file = None, kwargs.get("gguf_file")
     holders = [config, config.get_text_config(decoder=True)]
     configs = [quantization_config, *(getattr(each, "quantization_config", None) for each in holders)]

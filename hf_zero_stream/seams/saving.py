@@ -112,7 +112,10 @@ def lay_out_pretrained(
 
 
 def _taken_out(model: PreTrainedModel, state_dict: dict[str, Any]) -> Mapping[str, tuple[TensorEntry, LazyTensor]]:
-    """What packed weights hold, taken out of `state_dict`; and off the model, what a quantizer has left behind."""
+    """Take the packed weights out of `state_dict`, and return the tensors that they hold.
+
+    Of a dequantised model, take off the attributes that a quantizer has left.
+    """
     if is_dequantised(model):
         tool(FORGETS, "packed")(model)
     taken: Mapping[str, tuple[TensorEntry, LazyTensor]] = {}

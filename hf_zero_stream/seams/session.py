@@ -1,4 +1,4 @@
-"""What the seams of one load share, how a function becomes a seam, and the first of them: the model is built."""
+"""The session: data that the seams of one load share; and how a function becomes a seam."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LazyModel = tuple[PreTrainedModel, set[str], set[str]]
 
 
 class QuantisedLoad(Protocol):
-    """What a plug-in does in a load with a quantization config. All ranks call the same methods, in this order."""
+    """The part of a plug-in in a load with a quantization config. All ranks call the same methods, in this order."""
 
     def quantizer(self, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
         """``get_hf_quantizer``: the quantizer, the config of the model, and the device map."""
@@ -55,7 +55,7 @@ class QuantisedLoad(Protocol):
         ...
 
     def converting(self, hf_quantizer: Any) -> AbstractContextManager[None]:
-        """Where transformers converts lazy tensors by the quantizer."""
+        """Return a context in which transformers converts lazy tensors by the quantizer."""
         ...
 
     def pack(self, model: PreTrainedModel, dtype: torch.dtype | None, loading_info: Any) -> None:
@@ -65,7 +65,7 @@ class QuantisedLoad(Protocol):
 
 @dataclass(eq=False)
 class Session:
-    """What the seams of one streaming ``from_pretrained`` share. Active inside ``with session:``, in this thread.
+    """Data that the seams of one streaming ``from_pretrained`` share. Active inside ``with session:``, in this thread.
 
     Attributes:
         is_dry: ``from_pretrained`` is called for its lazy model only; :class:`Stopped` ends it there.
@@ -119,7 +119,7 @@ class Session:
 
     @property
     def moment(self) -> Moment:
-        """Whose rows are to be installed while it goes on."""
+        """The moment whose rows are installed while the load goes on."""
         return Moment.SHARDED if self.load.destination.takes_dtensors else Moment.LOAD
 
     def refuse_uncalled(self, *names: str) -> None:
@@ -133,7 +133,7 @@ class Session:
             )
 
     def refuse_incomplete(self) -> None:
-        """The same, when transformers has returned the model."""
+        """Raise as :meth:`refuse_uncalled`, when transformers has returned the model."""
         names = ["load_pretrained_model", "finalize_model_loading", "move_missing_keys"]
         if self.lacks:
             names.append("initialize_weights")

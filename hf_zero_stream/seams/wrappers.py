@@ -1,4 +1,4 @@
-"""What we use and replace of accelerate and the Trainer; the only module that imports accelerate."""
+"""Uses of accelerate and the Trainer, and functions in place of theirs; the only module that imports accelerate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 
 
 def accelerate_config_file() -> str:
-    """Where ``accelerate config`` writes its file."""
+    """Return the path of the file that ``accelerate config`` writes."""
     from accelerate.commands.config.config_args import default_config_file  # imports all of accelerate's commands
 
     return str(default_config_file)
@@ -66,7 +66,7 @@ def _steps_with_accelerate(scheduler: Any) -> bool:
 
 
 def steps_per_step(scheduler: Any) -> int:
-    """How many steps `scheduler` makes for each step of the optimizer."""
+    """Return the number of steps that `scheduler` makes for each step of the optimizer."""
     counts_ranks = _steps_with_accelerate(scheduler)
     if not counts_ranks or scheduler.split_batches or not scheduler.step_with_optimizer:
         return 1
@@ -174,7 +174,7 @@ def saves_by_default(trainer: Any, *more: str) -> bool:
 
 
 def replaced_methods_of(accelerator: Accelerator) -> list[str]:
-    """Those of the methods by which `accelerator` saves models that are somebody else's."""
+    """Return the names of those methods by which `accelerator` saves models that somebody has replaced."""
     return replaced_methods(Accelerator, accelerator, "get_state_dict", "save")
 
 
@@ -184,7 +184,7 @@ def is_of_accelerate(method: Any) -> bool:
 
 
 def is_of_the_trainer(method: Any) -> bool:
-    """The same of a method of the Trainer's."""
+    """Whether `method` is what transformers defines for a ``Trainer``, and nothing that was put in its place."""
     return is_defined_by(sys.modules["transformers.trainer"].Trainer, method)
 
 
