@@ -26,7 +26,7 @@ EXAMPLE = "hf-zero-stream demo --checkpoint Qwen/Qwen3-0.6B --nproc 2"
 
 ARMS = ("stock", "streaming")
 STEPS = 3
-"""Of the trainings of a checkpoint that is made here."""
+"""Steps of the trainings of a checkpoint that is made here."""
 
 _BAR = 48
 """Characters of the longest bar: with its name and its number it fits into 80 columns."""
@@ -49,7 +49,7 @@ _QUIET = {
 
 @dataclass(frozen=True)
 class DemoTask:
-    """What each rank of an arm is told to do; see :mod:`.demo_rank`."""
+    """The task of each rank of an arm; see :mod:`.demo_rank`."""
 
     folder: str
     model_class: str
@@ -57,7 +57,7 @@ class DemoTask:
 
     dtype: str
     config: dict[str, Any]
-    """DeepSpeed's."""
+    """The DeepSpeed config."""
 
     loads: int
     """How often the checkpoint is loaded in each process; memory is that of the last load."""
