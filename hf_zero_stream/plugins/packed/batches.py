@@ -109,7 +109,7 @@ class _BatchGroup:
         return found
 
     def _gathered(self, number: int, made: torch.Tensor) -> list[torch.Tensor]:
-        """What all ranks have made of a weight, if this rank joins it; else nothing."""
+        """Gather the parts of a weight that all ranks have made, on the rank that joins it; others return nothing."""
         world_size, joins = self._coordinator.world_size, self._joins(number)
         if world_size == 1:
             return [made]

@@ -193,7 +193,7 @@ class _Quantizer4bit(HfQuantizer):
 
     @staticmethod
     def beside(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        """What :meth:`dequantised` takes for the weight `key`, out of the tensors of one converter."""
+        """Select the tensors that :meth:`dequantised` takes for the weight `key` from those of one converter."""
         return {name.removeprefix(f"{key}."): each for name, each in lists.items() if name.startswith(f"{key}.")}
 
     @staticmethod

@@ -244,7 +244,7 @@ def _packed_experts(cls: type[nn.Module]) -> type[nn.Module]:
 def _experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers' ``grouped_mm_experts_forward`` computes, in its order, for the experts that tokens go to."""
+    """Compute transformers' ``grouped_mm_experts_forward``, in its order, for the experts that tokens go to."""
     packed = packed_weights(self)
     up = "gate_up_proj" if self.has_gate else "up_proj"
     count = len(packed[up].rows)

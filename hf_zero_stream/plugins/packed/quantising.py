@@ -95,9 +95,9 @@ class QuantisingQuantizer(base.HfQuantizer):
         return True
 
     def dequantised(self, param_name: str, values: LazyTensor, shape: torch.Size) -> LazyTensor:
-        """What `values` are once they have been quantised, lazily; of another `shape` they stay as they are.
+        """Quantise `values` lazily and dequantise them; those of another `shape` stay as they are.
 
-        Of these transformers reports that they do not fit.
+        transformers reports that these do not fit.
         """
         module = param_name.rpartition(".")[0]
         if module in self._transposed:  # of a ``Conv1D`` in the checkpoint
@@ -228,7 +228,7 @@ def _joined_state(
 
 @functools.cache
 def _template(kind: str, is_double: bool, block: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What a quantised weight has beside its bytes; the offset in its description is as long as one can be.
+    """Return the tensors of a quantised weight beside its bytes; the offset in its description has its full length.
 
     Raises a VersionError if the package does not quantise as :class:`_Quantise4bit` does.
     """

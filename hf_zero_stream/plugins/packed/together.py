@@ -23,7 +23,7 @@ CHUNK_NUMEL = 2**21
 
 
 class Quantisation(Protocol):
-    """How a format quantises one weight. All tensors of bytes are flat, uint8.
+    """Quantises one weight in a format. All tensors of bytes are flat, uint8.
 
     Attributes:
         unit: number of values, in row-major order, that are quantised by themselves. A part has whole units, but that

@@ -16,7 +16,7 @@ from .programs import Neighbours, NotPackable, NotQuantised, Program, taken_apar
 
 
 class Bytes(NamedTuple):
-    """Where bytes of one tensor of the checkpoint lie in a row.
+    """The place in a row of bytes of one tensor of the checkpoint.
 
     Attributes:
         first: number of the tensor's byte that comes first.
@@ -31,7 +31,7 @@ class Bytes(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PackedWeight:
-    """How a frozen parameter of bytes (uint8) becomes matrices, and which tensors of the checkpoint it holds.
+    """A frozen parameter of bytes (uint8): the program that makes matrices of it, and the tensors that it holds.
 
     The parameter is flat: the rows lie one after the other. So FSDP2, which cuts along the first dimension, gives each
     rank as many bytes as ZeRO-3 does, also where there are fewer experts than ranks.
@@ -180,7 +180,7 @@ def _alike(matrices: Sequence[View]) -> tuple[Program, list[list[Neighbours]]]:
 
 
 def _laid_out(regions: Sequence[Neighbours]) -> tuple[list[tuple[int, torch.dtype, int]], int]:
-    """Where in a row the inputs are, each aligned to its dtype, and the length of a row."""
+    """Return the place of each input in a row, aligned to its dtype, and the length of a row."""
     inputs, stop = [], 0
     for region in regions:
         itemsize = region.source.dtype.itemsize
