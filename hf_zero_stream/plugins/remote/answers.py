@@ -1,4 +1,4 @@
-"""What servers answer within one call, such as a ``from_pretrained``: each thing is asked for once, many at a time.
+"""Servers' answers within one call, such as a ``from_pretrained``: each thing is asked for once, many at a time.
 
 Requests to a server mostly wait. What a call is going to need is asked for ahead, by threads, and is there when the
 call comes to it. Answers are forgotten with the call: objects may change.
@@ -40,7 +40,7 @@ class Answers:
 
     @staticmethod
     def current() -> Answers | None:
-        """Those of the call that the running code is in, if it is in one (:func:`answers_once`)."""
+        """Return the answers of the call that the running code is in (:func:`answers_once`); None outside one."""
         return _current.get()
 
     def ask_ahead(self, key: Key, ask: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is known of checkpoints in buckets, on servers and on the Hub (:class:`...checkpoint.urls.UrlCheckpoints`).
+"""Finds checkpoints in buckets, on servers and on the Hub (:class:`...checkpoint.urls.UrlCheckpoints`).
 
 Nothing is listed there: a web server has no list of files, and who may read a bucket may not be allowed to list it.
 """
@@ -117,7 +117,7 @@ def check_soundness(url: str) -> Soundness:
 
 
 def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointMap | tuple[str, str]:
-    """What a shard holds, or (the kind of its fault, what is wrong)."""
+    """Return the contents of a shard, or (the kind of its fault, what is wrong)."""
     path = joined(url, name)
     try:
         return map_of([path], [files.header(path, safetensors.read_header)])

@@ -352,7 +352,7 @@ def _changed(path: str) -> CheckpointError:
 
 
 def _explained(path: str, error: Exception) -> RequestFailed:
-    """What obstore says, in short, without the signatures that addresses may hold, and what to do about it."""
+    """Shorten an error of obstore, without the signatures that addresses may hold, and say what to do about it."""
     import obstore.exceptions as kinds
 
     text = re.sub(r"\?[^\s)]*", "?...", str(error).partition("\n\nDebug source")[0].strip()[:500]).removesuffix(".")

@@ -62,7 +62,7 @@ class SmallFiles:
         self._retries.call(partial(self._remote.beginning, url), self._remote.is_transient, jitter=True)
 
     def header(self, url: str, read: Callable[[ByteSource, str], T]) -> T:
-        """What `read` reads of a file, tried again while its error has a passing cause."""
+        """Return what `read` reads of a file, tried again while its error has a passing cause."""
         return self._retries.call(
             lambda: read(self._remote, url), lambda error: self._remote.is_transient(error.__cause__), jitter=True
         )
