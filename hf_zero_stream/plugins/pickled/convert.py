@@ -52,7 +52,7 @@ _NOT_COPIED = (".gguf", ".h5", ".msgpack", ".index.json")
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has written; bytes are without headers."""
+    """The result of a conversion; bytes are without headers."""
 
     files: tuple[str, ...]  # the names of the shards
     tensors: int
@@ -142,7 +142,7 @@ def convert(
 
 
 def _beside(source: Path) -> Path:
-    """Where config, tokenizer and so on of a checkpoint are: around the folder of a tag, if it has none itself."""
+    """Return the folder of a checkpoint's config, tokenizer and so on: the one around a tag's folder without any."""
     is_around = (
         (zero_folder_of(source) == source or state_folder_of(source))
         and not (source / CONFIG).exists()
@@ -184,7 +184,7 @@ def _lazy_tensors(contents: CheckpointMap, checkpoint: OpenCheckpoint) -> dict[s
 def _split(
     contents: CheckpointMap, checkpoint: OpenCheckpoint, folder: Path, dtype: torch.dtype | None, shard_size: int | str
 ) -> list[NotedShard]:
-    """The same tensors, in order of the source's files."""
+    """Split the tensors of `contents` over shards, in order of the source's files; writes the index."""
     lazy = _lazy_tensors(contents, checkpoint)
     tensors = {name: in_dtype(tensor, dtype) for name, tensor in lazy.items()}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_size)
@@ -233,7 +233,7 @@ def _of_config(beside: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint
 
 
 def _laid_out(made: _Made, folder: Path, dtype: torch.dtype | None, **how: Any) -> list[NotedShard]:
-    """What ``save_pretrained`` would write of the model; `how` are its own arguments."""
+    """Lay out the shards that ``save_pretrained`` would write of the model; `how` are its own arguments."""
     model, values, parameters = made
     state_dict = {name: in_dtype(value, dtype) for name, value in values.items()}
     count = sum(values[name].numel() for name in parameters if name in values)

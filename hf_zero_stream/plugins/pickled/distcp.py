@@ -32,15 +32,15 @@ from .torch_metadata import OPCODES, CheckpointBox, Metadata, MetadataItem, Stor
 
 _WHAT = "the distributed checkpoint"
 _EDGE_BYTES = 4096
-"""Of the beginning and of the end of an archive, each read at once: all of it but the elements, mostly."""
+"""Bytes at the beginning and at the end of an archive, each read at once: all of it but the elements, mostly."""
 _THREADS = 16
-"""They look into one file each, and wait for a file system more than they compute."""
+"""Threads that look into one file each, and wait for a file system more than they compute."""
 _MOST_CUTS = 64
 """Levels of boxes in boxes; a mesh has as many as it has dimensions."""
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """What the ``.metadata`` at `path` says, and where elements lie; see :class:`...checkpoint.formats.Format`.
+    """Read the ``.metadata`` at `path`, and locate the elements; see :class:`...checkpoint.formats.Format`.
 
     Raises:
         ReadError: a file is missing or cannot be read.
@@ -76,7 +76,7 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
 
 
 def map_of_file(path: Path) -> CheckpointMap:
-    """What the ``.metadata`` at `path` of this host describes; raises as :func:`read_header`."""
+    """Map what the ``.metadata`` at `path` of this host describes; raises as :func:`read_header`."""
     return read_map([path])
 
 

@@ -117,7 +117,7 @@ def view_of_field(path: str, number: int, name: str, field: dict[str, Any], size
 
 
 def _description(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, Storage]]:
-    """What :func:`describe` gives of a file that names nothing else than tensors need."""
+    """Return what :func:`describe` gives of a file that names nothing else than tensors need."""
     pickle, storages = describe(file, path, OPCODES)
     strange = next((each for each in pickle.globals if each not in _KNOWN), None)
     if strange is not None:
@@ -145,7 +145,7 @@ def _tensors(file: ReadableFile, path: str) -> dict[str, Any]:
 def describe(
     file: ReadableFile, path: str, opcodes: AbstractSet[str] | None = None
 ) -> tuple[Pickle, dict[str, Storage]]:
-    """What a file describes, in these `opcodes` only, and where the bytes of each storage lie, by its key.
+    """Return a file's pickle, of these `opcodes` only, and the places of the storages' bytes, by key.
 
     Raises:
         CheckpointError: it is no sound file of ``torch.save``.
@@ -181,7 +181,7 @@ def _named(persistents: Iterable[Persistent], length: int) -> Iterator[tuple[str
 
 
 def _check_calls(path: str, pickle: Pickle, storages: Mapping[str, Storage]) -> None:
-    """What torch would call must be what it calls in every file, also where no tensor of ours comes of it."""
+    """Refuse a call that torch does not make in every file, also where no tensor of ours comes of it."""
     for call in pickle.calls:
         match call:
             case Call(function=Global("collections", "OrderedDict"), arguments=(), state=None | dict(), members=[]):

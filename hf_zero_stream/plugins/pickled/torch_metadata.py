@@ -31,7 +31,7 @@ _FIELDS = {
 }
 """The dataclasses, and their fields."""
 _MOST_PARTS = 256
-"""Of the path in a StorageMeta."""
+"""Most parts of the path in a StorageMeta."""
 _SIZE = Global("torch", "Size")
 _DTYPES = {Global("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()}
 
@@ -42,7 +42,7 @@ OPCODES = {
     *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
     *("STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
 }
-"""Those with which Python writes such objects since version 3.8."""
+"""The opcodes with which Python writes such objects since version 3.8."""
 
 
 class CheckpointBox(NamedTuple):
@@ -77,7 +77,7 @@ class MetadataItem(NamedTuple):
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a distributed checkpoint holds.
+    """The contents of a distributed checkpoint.
 
     Attributes:
         tensors: by key.
@@ -130,7 +130,7 @@ def metadata_of(path: str, pickle: Pickle) -> Metadata:
 
 
 def _check_call(path: str, call: Call) -> None:
-    """What torch would make must be what it makes in every such file, also where nothing of ours comes of it."""
+    """Refuse a call that torch does not make in every such file, also where nothing of ours comes of it."""
     sound = False
     if not call.entries and not call.members:
         match call:
@@ -199,7 +199,7 @@ def _item(path: str, key: str, value: Any) -> MetadataItem:
 
 
 def _ways(path: str, ways: Any) -> dict[str, tuple[str | int, ...]]:
-    """Of a planner that flattens nested dicts; another one's are of no use."""
+    """Return the ways of a planner that flattens nested dicts; another one's are of no use."""
     if not isinstance(ways, dict):
         return {}
     for key, way in ways.items():

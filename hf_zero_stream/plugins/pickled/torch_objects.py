@@ -31,7 +31,7 @@ _MOST_LOOKS = 2_000_000
 _MOST_PLAIN = 200_000
 """Objects in what is taken over as it is from one file: options, a scheduler's state, what the user gave."""
 _BYTES_OF_OBJECT = 64
-"""Of a tensor in there: as many count as an object."""
+"""Bytes of a tensor in there that count as one object."""
 _MOST_DEEP = 32
 
 
@@ -40,7 +40,7 @@ class NotPlain(Exception):
 
 
 class TorchObjects:
-    """What an open file of ``torch.save`` holds, from its `root` on.
+    """Reads the objects of an open file of ``torch.save``, from its `root` on.
 
     Raises:
         CheckpointError: the file is not sound.
@@ -103,7 +103,7 @@ class TorchObjects:
         return value
 
     def sizes(self, value: Any, what: str) -> tuple[int, ...]:
-        """Those of a tensor; their product may be counted in 64 bits."""
+        """Return the sizes of a tensor, whose product may be counted in 64 bits."""
         if isinstance(value, Call) and value.function == _SIZE and len(value.arguments) == 1:
             value = value.arguments[0]
         sizes = self.sequence(value, what)
@@ -114,7 +114,7 @@ class TorchObjects:
         return tuple(sizes)
 
     def attributes(self, value: Any, what: str) -> Mapping[str, Any]:
-        """Those of an instance of a class, which is not made."""
+        """Return the attributes of an instance of a class, which is not made."""
         if not isinstance(value, Call) or not isinstance(value.state, dict):
             raise self.fault(what, "an object with attributes", value)
         return value.state
@@ -131,7 +131,7 @@ class TorchObjects:
         return marks.get(name) if isinstance(marks, dict) else None
 
     def tensor(self, value: Any, what: str) -> TensorEntry:
-        """Where a tensor lies, row by row and inside the file, whose number is not known here."""
+        """Return the entry of a tensor that lies row by row and inside the file, whose number is not known here."""
         inner = _plain_tensor(value)
         if inner is None:
             raise self.fault(what, "a tensor", value)
@@ -203,7 +203,7 @@ class TorchObjects:
 
 
 def _plain_tensor(value: Any) -> Any:
-    """What makes a tensor, without the attributes that Python code has put on it; None if it is no tensor."""
+    """Return the call that makes a tensor, without attributes that Python code has put on it; None if no tensor."""
     if isinstance(value, Call) and value.function == _WITH_ATTRIBUTES and len(value.arguments) == 4:
         function, kind, arguments, _ = value.arguments
         if not isinstance(kind, Global) or kind not in _TENSOR or not isinstance(arguments, tuple):

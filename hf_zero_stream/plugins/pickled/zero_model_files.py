@@ -31,7 +31,7 @@ _EXPERTS = ("num_experts", "ds_autoep_layers", "autoep_layers")
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What is not in the optimizers' files, and what is in them.
+    """The model file of one rank: what the optimizers' files lack, and the layout of what they have.
 
     Attributes:
         trained: for each sub-group of parameters that lie in one flat, their shapes, in their order there.
@@ -130,7 +130,7 @@ def _shapes(objects: TorchObjects, value: Any, what: str) -> dict[str, tuple[int
 
 
 def _tensors(objects: TorchObjects, value: Any, what: str) -> dict[str, TensorEntry]:
-    """Those that are tensors: modules may keep other extra state (``ModelFile.others``)."""
+    """Select the entries that are tensors: modules may keep other extra state (``ModelFile.others``)."""
     named = {objects.name(name, what): each for name, each in objects.mapping(value, what).items()}
     return {name: objects.tensor(each, name) for name, each in named.items() if objects.is_tensor(each)}
 

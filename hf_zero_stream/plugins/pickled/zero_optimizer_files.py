@@ -58,7 +58,7 @@ class PartitionGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerFile:
-    """What one rank's optimizer keeps.
+    """The state of one rank's optimizer.
 
     Attributes:
         stage: of ZeRO.
