@@ -38,7 +38,7 @@ from .wire import (
 
 
 MESSAGE_BYTES = 2 * 2**20
-"""What a rank sends at once; two such messages are in its memory."""
+"""Bytes that a rank sends at once; two such messages are in its memory."""
 
 
 class Shares(NamedTuple):
@@ -54,7 +54,7 @@ class Shares(NamedTuple):
 
 
 def shares_of(bucket: BucketPlan, worker: int) -> Shares:
-    """Who sends what of a bucket, which a plan gives to rank 0, to the worker that shares it with the others."""
+    """Assign the pieces of a rank-0 bucket to senders; `worker` receives it, and shares it with the others."""
     filling: dict[int, list[tuple[SentElements, SegmentPart | None]]] = defaultdict(list)
     sizes: Counter[int] = Counter()
     found: list[tuple[int, list[tuple[SentElements, SegmentPart | None]]]] = []
@@ -135,7 +135,7 @@ def messages_of(
 def _computed(
     bucket: BucketPlan, parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
 ) -> torch.Tensor:
-    """What rank 0 computes of a bucket, in its place there (all ranks)."""
+    """Compute the entries of a bucket that rank 0 computes, in their place there (all ranks)."""
     if not bucket.evaluations:
         return torch.empty(0, dtype=torch.uint8)
     filling = Filling(coordinator, adapted)
@@ -183,11 +183,11 @@ class DirectVLLM(VLLM):
         self._of_plan: Any = None
         self._plans = 0
         self._read: list[dict[str, Ranges]] | None = None
-        """By each worker, at the first update by the stream's plan."""
+        """The ranges that each worker has read, at the first update by the stream's plan."""
         self._shares: list[list[Shares]] = []
-        """Of each bucket: what workers share, and what is one's alone."""
+        """For each bucket: the shares that all workers need, and those of one worker."""
         self._number = 0
-        """Of the bucket that comes next in this pass."""
+        """The number of the bucket that comes next in this pass."""
 
     def meet(self, coordinator: Coordinator, address: str | None, port: int | None) -> None:
         self._calls.asks = coordinator.is_main
@@ -253,7 +253,7 @@ class DirectVLLM(VLLM):
             self._plans += 1
 
     def _read_by_workers(self) -> list[dict[str, Ranges]] | None:
-        """What each has read of the tensors of the last plan; None if that says nothing of the next update."""
+        """Return the ranges each worker has read of the last plan's tensors; None if the next update may differ."""
         keys = [f"{self._plan} read by {worker}" for worker in range(self._group.workers)]
         found = [decoded(self._group.store.get(key)) for key in keys]
         return None if None in found else found

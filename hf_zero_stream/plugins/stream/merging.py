@@ -43,7 +43,7 @@ def base_of(model: Any) -> Any:
 
 
 def active_adapter(model: Any) -> str:
-    """Of a model of PEFT the only adapter that is active: several have the same names in their files."""
+    """Return the only active adapter of a model of PEFT: several have the same names in their files."""
     if len(model.active_adapters) != 1:
         raise UnsupportedError(
             f'weight_stream: only="trainable" expects one active adapter; got {", ".join(model.active_adapters)}. '
@@ -53,7 +53,7 @@ def active_adapter(model: Any) -> str:
 
 
 def trained_copies(model: nn.Module) -> dict[str, str]:
-    """Of modules trained in full beside adapters, the name of each parameter's copy in use, by its own name."""
+    """Map each parameter of modules trained in full beside adapters to its copy in use; both by name."""
     peft = sys.modules.get("peft")
     if peft is None:
         return {}
@@ -69,7 +69,7 @@ def trained_copies(model: nn.Module) -> dict[str, str]:
 
 
 def state_of_adapters(model: nn.Module) -> list[str]:
-    """What merging depends on beside values. (transformers' models have a method of the name ``active_adapters``.)"""
+    """List what merging depends on beside values. (transformers' models have a method named ``active_adapters``.)"""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     found = [getattr(module, name, None) for module in model.modules() for name in names]
     return [str(value) for value in found if value is not None and not callable(value)]
@@ -120,7 +120,7 @@ class AdaptedLayers:
 
 
 def merging_of(adapted: AdaptedLayers | None, layout: Layout) -> Merging:
-    """What a plan must know of them."""
+    """Describe the adapted layers for a plan."""
     if adapted is None:
         return Merging({}, [])
     stored = {name: Stored(box.shape, dtype, name) for name, box, dtype, *_ in layout.held}
@@ -142,7 +142,7 @@ def _outermost_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _quantised(layers: Iterable[Any]) -> torch.Tensor | None:
-    """What a quantiser has made of the weights inside one of PEFT's `layers`."""
+    """Return a quantised tensor inside one of PEFT's `layers`; None if there is none."""
     bases = (layer.get_base_layer() for layer in layers)
     tensors = (tensor for base in bases for tensor in (*base.parameters(), *base.buffers()))
     return next((each for each in tensors if not each.is_floating_point() or each.dtype.itemsize < 2), None)

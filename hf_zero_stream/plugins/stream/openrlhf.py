@@ -49,7 +49,7 @@ def broadcast_to_vllm(original: Callable[..., Any], self: Any) -> Any:
 
 
 class _Arriving:
-    """What OpenRLHF takes for a parameter of ZeRO-3's; it asks for `data` once, in the order of the stream."""
+    """A proxy for a ZeRO-3 parameter: OpenRLHF reads its `data` once, in the order of the stream."""
 
     requires_grad = True
 

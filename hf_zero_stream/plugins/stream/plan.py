@@ -74,9 +74,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What ranks do together for one bucket of each owner.
+    """The exchange of all ranks for one bucket of each owner.
 
-    What they exchange is planned at the bucket's first use, when all ranks come to it together: of a large model there
+    It is planned at the bucket's first use, when all ranks come to it together: of a large model there
     are thousands of buckets, and nobody need wait for the plans of all of them before the first one is sent.
 
     Attributes:
@@ -102,7 +102,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Merging:
-    """What adapters change.
+    """The layers that adapters change.
 
     Attributes:
         layer_of: the number of the layer of adapters that a parameter belongs to, by the parameter's name.
@@ -190,7 +190,7 @@ class Planner:
         )
 
     def exchanges(self, entries: Sequence[Entry]) -> tuple[tuple[ExchangeRound, ...], tuple[Evaluation, ...]]:
-        """What ranks exchange of these, and what owners compute."""
+        """Plan the exchange of these entries: its rounds, and what owners compute."""
         direct: list[tuple[Segment, tuple[int, ...]]] = []
         evaluated: dict[tuple[tuple[str, ...], tuple[int, ...]], list[Entry]] = defaultdict(list)
         for entry in entries:
@@ -217,7 +217,7 @@ class Planner:
 
     @property
     def _round_bytes(self) -> int:
-        """What a rank may send or receive at once; two rounds are on their way."""
+        """The most bytes that a rank sends or receives at once; two rounds are on their way."""
         return max(LEAST_ROUND_BYTES, self.bucket_bytes // 16)
 
     def _segments(self, view: View, at: int, owners: tuple[int, ...]) -> list[tuple[Segment, tuple[int, ...]]]:
@@ -225,7 +225,7 @@ class Planner:
         return [(segment, owners) for segment in segments_of(view, self.sources, 0, at, limit)]
 
     def _rounds(self, segments: Sequence[tuple[Segment, tuple[int, ...]]]) -> list[ExchangeRound]:
-        """What owners hold themselves is dealt to all rounds: it is copied while the rest is on its way."""
+        """Pack segments into rounds; what owners hold themselves is dealt to all: it is copied during exchanges."""
         rounds: list[list[tuple[int, Segment]]] = [[]]
         alone: list[tuple[int, Segment]] = []
         sent: Counter[int] = Counter()
@@ -302,7 +302,7 @@ def by_layers(tensors: Sequence[Named]) -> list[Named]:
 
 
 def with_whole_layers(tensors: Sequence[Named], is_wanted: Callable[[str], bool]) -> list[Named]:
-    """Those of layers in which any comes from a parameter that `is_wanted`.
+    """Select the tensors of layers in which any comes from a parameter that `is_wanted`.
 
     Engines put tensors of a layer together (q, k and v; experts); what is missing of such a one would be arbitrary.
     """

@@ -40,7 +40,7 @@ class _Given(NamedTuple):
 
 
 class Reads(TorchDispatchMode):
-    """What is read of the tensors that :meth:`watched` gives, until :meth:`end`; loaders run inside of it."""
+    """Records the reads of the tensors that :meth:`watched` gives, until :meth:`end`; loaders run inside of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Reads(TorchDispatchMode):
         return tensor.as_subclass(self._class)
 
     def end(self) -> dict[str, Ranges]:
-        """What has been read of each tensor of which anything has; all of those to which somebody still refers."""
+        """Return the ranges read, by tensor; the whole of a tensor to which somebody still refers."""
         gc.collect()
         for memory, tensors in self._memories.values():
             if not memory.expired():

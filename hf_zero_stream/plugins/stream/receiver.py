@@ -86,7 +86,7 @@ class Receiver:
         self._group.store.set(f"{self._plan} read by {self._group.number}", encoded(reads))
 
     def changes(self, buckets: int) -> Iterator[list[Patch]]:
-        """What has changed, bucket after bucket."""
+        """Receive the patches, bucket after bucket."""
         for number in range(buckets):
             worker = number % self._group.workers
             sizes = self._received(torch.empty(2, dtype=torch.int64, device=self._group.device), worker).tolist()

@@ -199,7 +199,7 @@ class WeightSender:
 def differences(
     tensors: Sequence[StreamedTensor], views: Mapping[str, View], left_out: Sequence[str] = ()
 ) -> list[str]:
-    """What of `tensors` a checkpoint has not or has otherwise, and what is not among them, in words.
+    """Describe in words what a checkpoint lacks or has otherwise than `tensors`, and has in addition.
 
     Of names that match a pattern of `left_out`, the checkpoint may have more. Floating-point dtypes of at least 16
     bits are as good as each other: an engine casts what it loads.

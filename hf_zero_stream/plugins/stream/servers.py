@@ -50,7 +50,7 @@ class EngineServer:
         self._sent: Future[Any] | None = None
 
     def checkpoint(self) -> str:
-        """What the server was started from, in its own words."""
+        """The checkpoint that the server was started from, as it names it."""
         raise NotImplementedError
 
     def connect(self, address: str | None, port: int | None) -> None:
@@ -265,7 +265,7 @@ def tensors_of(bucket: Bucket) -> list[StreamedTensor]:
 
 
 def described(tensors: Sequence[StreamedTensor], dtypes: str) -> dict[str, Any]:
-    """What servers want to know of tensors that come, before they come; `dtypes`: the name of that field."""
+    """Describe the tensors that will come, as servers take it; `dtypes`: the name of that field."""
     return {
         "names": [each.name for each in tensors],
         dtypes: [name_of(each.dtype) for each in tensors],

@@ -137,7 +137,7 @@ class _ByBuckets:
         return nullcontext()
 
     def update_named_params(self, metadata: Any, named_params: Iterator[Any]) -> None:
-        """In place of what is given, send the buckets, in one update of the server's.
+        """Send the buckets, in one update of the server's, in place of the tensors that are given.
 
         Raises a VersionError if it is not what we have TRL give: the other ranks are at something else then, too.
         """

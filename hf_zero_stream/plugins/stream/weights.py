@@ -107,7 +107,7 @@ def weight_stream(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is kept from pass to pass. `circumstances`: what the plan depends on beside the `layout`."""
+    """The plan that is kept from pass to pass. `circumstances`: what it depends on beside the `layout`."""
 
     circumstances: Any
     layout: Layout
@@ -162,7 +162,7 @@ class WeightStream:
         self._is_complete = False
         """Whether the last pass came to its end: what is kept is what it gave."""
         self._open: Coordinator | None = None
-        """Of the pass that has begun and not ended."""
+        """The coordinator of the pass that has begun and not ended."""
         self._plan: _Plan | None = None
         with meeting(STREAM, "a new weight stream") as coordinator:
             refuse_different_values(arguments, coordinator)
@@ -184,7 +184,7 @@ class WeightStream:
 
     @property
     def bucket_count(self) -> int:
-        """How many buckets a pass gives, empty ones too."""
+        """The number of buckets that a pass gives, empty ones too."""
         assert self._plan is not None
         return len(self._plan.buckets)
 

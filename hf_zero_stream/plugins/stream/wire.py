@@ -1,4 +1,4 @@
-"""What ranks of a training and workers of an engine agree on, where each rank sends its own bytes.
+"""The protocol between ranks of a training and workers of an engine, where each rank sends its own bytes.
 
 The workers' end runs in the engine's environment, where torch is, and perhaps nothing else that this package needs.
 """
@@ -47,7 +47,7 @@ class SentElements(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What the rank `giver` sends to a worker at once: pieces, each from a multiple of 16 bytes on."""
+    """The bytes that the rank `giver` sends to a worker at once: pieces, each from a multiple of 16 bytes on."""
 
     giver: int
     pieces: Sequence[SentElements]
@@ -61,7 +61,7 @@ class Message(NamedTuple):
         return self.starts()[-1]
 
     def starts(self) -> list[int]:
-        """Where each piece begins, and the end."""
+        """The byte at which each piece begins, and the end."""
         starts, at = [], 0
         for piece in self.pieces:
             at += -at % ALIGNMENT
@@ -77,7 +77,7 @@ class Message(NamedTuple):
 
 
 class BucketSlot(NamedTuple):
-    """What a bucket has of a tensor, from byte `at` on: the elements in `ranges`, in row-major order.
+    """The elements of a tensor in a bucket, from byte `at` on: those in `ranges`, in row-major order.
 
     Attributes:
         shape: of the whole tensor.
@@ -146,7 +146,7 @@ class Patch(NamedTuple):
 
 
 def packed_patches(patches: Sequence[Patch]) -> tuple[bytes, torch.Tensor]:
-    """What patches are, and the bytes of their indices and values, one patch after the other."""
+    """Encode the description of patches, and the bytes of their indices and values, one patch after the other."""
     header = [
         (name, shape, name_of(indices.dtype), name_of(values.dtype), len(values))
         for name, shape, indices, values in patches
