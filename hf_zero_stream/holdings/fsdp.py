@@ -61,7 +61,7 @@ class _OnlyBytes(SimpleNamespace):
 
 
 @functools.cache
-def why_no_bytes() -> str:
+def no_byte_shards_reason() -> str:
     """Why parameters of bytes cannot be sharded by this version of torch; "" if they can."""
     record: Any = _OnlyBytes(sharded_param=torch.tensor([], dtype=torch.uint8))
     try:

@@ -49,14 +49,14 @@ class Holding:
 class LocalShard(NamedTuple):
     """The box of a parameter that this rank holds, as number `copy` of the `copies` ranks of its mesh that hold it.
 
-    `is_repeated`: another mesh of ranks may hold the same data; one of these meshes has rank 0. Of tensor
+    `is_on_other_meshes`: another mesh of ranks may hold the same data; one of these meshes has rank 0. Of tensor
     parallelism under FSDP2, what only FSDP2 shards is on a mesh of its own for each rank of tensor parallelism.
     """
 
     box: ParameterBox
     copy: int
     copies: int
-    is_repeated: bool = False
+    is_on_other_meshes: bool = False
 
     @property
     def share(self) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class LocalShard(NamedTuple):
         """The target of all of the box of parameter `name`, or of these elements of it."""
         start, stop = elements or (0, self.box.numel)
         box = None if self.box.is_whole else self.box
-        return Target(name, dtype, stop - start, start, stop, box, is_copy=self.copy > 0 or self.is_repeated)
+        return Target(name, dtype, stop - start, start, stop, box, is_copy=self.copy > 0 or self.is_on_other_meshes)
 
 
 class Holder(Protocol):

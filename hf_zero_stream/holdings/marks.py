@@ -29,7 +29,7 @@ LOADED_SHAPES = "_hf_zero_stream_loaded_shapes"
 """The attribute of a model with the shapes that its parameters had when they were loaded, by own names."""
 
 CUT = "ds_autotp_universal_checkpoint_meta"
-"""The attribute of a parameter of which DeepSpeed's AutoTP has left a part; see :mod:`.deepspeed.parts`."""
+"""The attribute of a parameter of which DeepSpeed's AutoTP has left a part; see :mod:`.deepspeed.autotp_shards`."""
 
 
 def is_cut(param: Any) -> bool:
@@ -59,18 +59,18 @@ def has_gathered(model: nn.Module) -> bool:
     """Whether any of the model's ZeRO-3 parameters are inside a ``GatheredParameters`` now."""
     if not any(map(has_partition, model.parameters())):
         return False
-    from .deepspeed.gathered import gathered
+    from .deepspeed.gathered import select_gathered
 
-    return bool(gathered(model.parameters()))
+    return bool(select_gathered(model.parameters()))
 
 
 def is_gathered_whole(model: nn.Module) -> bool:
     """Whether this rank has all values of a ZeRO-3 model, because the caller has gathered them."""
     if not has_gathered(model):
         return False
-    from .deepspeed.gathered import not_in_full
+    from .deepspeed.gathered import partitioned_names
 
-    return not not_in_full(model)
+    return not partitioned_names(model)
 
 
 def is_inside_zero_init() -> bool:

@@ -61,7 +61,7 @@ class Deferral:
     @classmethod
     def load(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
         """A load that leaves a model's parameters lazy, until accelerate shards it."""
-        return cls(config)._load(coordinator, fsdp.why_no_bytes())
+        return cls(config)._load(coordinator, fsdp.no_byte_shards_reason())
 
     @classmethod
     def load_to_cut(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from ..bindings.install import is_defined_by, is_replaced, replaced_methods
 from ..holdings.marks import is_sharded
-from ..holdings.model_parallel import why_parts
+from ..holdings.model_parallel import unknown_shards_reason
 
 
 logger = logging.get_logger(__name__)
@@ -133,7 +133,7 @@ def shares_its_model(engine: Any) -> bool:
     model = unwrapped(engine)
     if not isinstance(model, PreTrainedModel):
         return False
-    if why := why_parts(engine):
+    if why := unknown_shards_reason(engine):
         if dist.get_rank() == 0:
             logger.warning_once(f"Saves of this {type(model).__name__} are left to DeepSpeed and accelerate: {why}.")
         return False
