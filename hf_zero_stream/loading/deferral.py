@@ -36,12 +36,12 @@ from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig
 from ..settings.scope import having
-from .set_aside import SetAside
+from .meta_replacement import MetaReplacement
 
 
 logger = logging.get_logger(__name__)
 
-_MARK = "_hf_zero_stream_deferral"
+_ATTRIBUTE = "_hf_zero_stream_deferral"
 """The attribute by which a model knows its deferral, until it is prepared."""
 
 
@@ -56,7 +56,7 @@ class Deferral:
         self._until = until
         self._checkpoint: OpenCheckpoint
         self._lock = threading.RLock()
-        self._has_spoken = False
+        self._has_warned = False
 
     @classmethod
     def load(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
@@ -64,7 +64,7 @@ class Deferral:
         return cls(config)._load(coordinator, fsdp.no_byte_shards_reason())
 
     @classmethod
-    def load_to_cut(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
+    def load_for_autotp(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
         """A load that leaves a model's parameters lazy, until DeepSpeed cuts them; see :mod:`.autotp`."""
         why = "DeepSpeed's AutoTP cuts matrices, and knows nothing of packed ones"
         return cls(config, "deepspeed.initialize() cuts it by AutoTP")._load(coordinator, why)
@@ -90,7 +90,7 @@ class Deferral:
 
     def _attach(self, model: nn.Module) -> None:
         """Have `model`, or the part of it that is used, read itself when it is first used without accelerate."""
-        vars(model)[_MARK] = self
+        vars(model)[_ATTRIBUTE] = self
         for module in model.modules():
             if any(isinstance(param, LazyTensor) for param in module.parameters()):
                 module.register_forward_pre_hook(self.fill_whole)
@@ -101,9 +101,9 @@ class Deferral:
 
     def detach(self, model: nn.Module) -> list[nn.Module]:
         """Undo what was done to `model` for the time until it is prepared; returns what has been loaded in it."""
-        owners = [module for module in model.modules() if vars(module).get(_MARK) is self]
+        owners = [module for module in model.modules() if vars(module).get(_ATTRIBUTE) is self]
         for module in owners:
-            delattr(module, _MARK)
+            delattr(module, _ATTRIBUTE)
         for module in model.modules():
             self._remove_hooks(module)
         return owners
@@ -122,20 +122,20 @@ class Deferral:
         with self._lock:
             lazy = [p for p in module.parameters() if isinstance(p, LazyTensor) and p.reader is self]
             if lazy:
-                self._say_so(module)
+                self._warn_of_early_use(module)
                 alone = Coordinator.of_this_rank()
                 with alone.reporting():
                     self.fill(module, alone, InPlace(self, alone, lazy[0].device))
             for part in module.modules():
                 self._remove_hooks(part)
 
-    def _say_so(self, module: nn.Module) -> None:
-        if not self._has_spoken and Coordinator.of_this_rank().is_main:
+    def _warn_of_early_use(self, module: nn.Module) -> None:
+        if not self._has_warned and Coordinator.of_this_rank().is_main:
             logger.warning(
                 f"hf_zero_stream: {type(module).__name__} is used before {self._until}. So each rank that uses it "
                 "reads all of it now, as it would without streaming()."
             )
-        self._has_spoken = True
+        self._has_warned = True
 
     @collector_paused()
     def fill(self, model: nn.Module, coordinator: Coordinator, destination: Destination) -> LoadReport:
@@ -152,7 +152,7 @@ class Deferral:
 
 def deferrals_of(model: nn.Module) -> list[Deferral]:
     """Return the deferrals of `model` and of its parts, in an order that is the same on all ranks."""
-    marks = [vars(module).get(_MARK) for module in model.modules()]
+    marks = [vars(module).get(_ATTRIBUTE) for module in model.modules()]
     readers = [param.reader for param in model.parameters() if isinstance(param, LazyTensor)]
     return [each for each in dict.fromkeys([*marks, *readers]) if isinstance(each, Deferral)]
 
@@ -178,10 +178,10 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
                 deferral.detach(model)
             if not lazy:
                 return original(accelerator, model)
-            aside = SetAside(model, lazy, accelerator, coordinator)
+            replacement = MetaReplacement(model, lazy, accelerator, coordinator)
             with having(_is_sharding, True):
                 model = original(accelerator, model)
-            destination = aside.put_back(model)
+            destination = replacement.put_back(model)
             report: Any = first.fill(model, coordinator, destination)
             for owner in owners:
                 owner.streaming_report = report

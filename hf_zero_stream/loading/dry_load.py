@@ -32,7 +32,7 @@ from ..seams.sharding import cuts_matrices, device_type, distributed_config_of
 from ..settings import scope
 from ..settings.config import StreamingConfig, buildable, completed, refuse_settings
 from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
-from .entrance import MODEL_FILES, asked_at_once
+from .entrance import MODEL_FILES, prefetching
 from .integration import outside_zero_init
 
 
@@ -199,7 +199,7 @@ def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> d
     return {**ds_config, **{name: {**ds_config[name], "enabled": name in names} for name in sections}}
 
 
-class _Nowhere(Destination):
+class _NoDestination(Destination):
     """Has no memory to fill; the lazy model gets the dtypes that it would have under ZeRO-3."""
 
     hides_zero3 = True
@@ -213,7 +213,7 @@ class _Nowhere(Destination):
 
 def load_of_layouts(config: StreamingConfig) -> Load:
     """A load for :func:`lazily_loaded` of a model that is never read; needs no DeepSpeed."""
-    return Load(config, {}, Coordinator(0, 1, alone=True), _Nowhere())
+    return Load(config, {}, Coordinator(0, 1, alone=True), _NoDestination())
 
 
 def lazily_loaded(
@@ -239,7 +239,7 @@ def lazily_loaded(
         optional=optional,
         rename=rename,
     )
-    with installed(session.moment), scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
+    with installed(session.moment), scope.inside(), prefetching(path, kwargs, MODEL_FILES), outside_zero_init():
         cls = model_class or model_class_of(path, kwargs)
         try:
             with zero3_hidden(), collector_paused(), session:

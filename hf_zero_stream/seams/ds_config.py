@@ -30,10 +30,10 @@ _lock = threading.RLock()  # reentrant: the garbage collector may run a finalise
 
 def settings_in_force() -> StreamingConfig:
     """Our settings for a call that is given none: of the block around it, the environment, DeepSpeed's config."""
-    return StreamingConfig.resolve(current_config(), found_config()[0])
+    return StreamingConfig.resolve(current_config(), active_config()[0])
 
 
-def found_config(own: ModelsConfig | None = None) -> tuple[dict[str, Any], bool]:
+def active_config(own: ModelsConfig | None = None) -> tuple[dict[str, Any], bool]:
     """`own`, or the DeepSpeed config that transformers finds, empty if there is none; and whether it is of ZeRO-3."""
     reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
     config = own if own is not None or reference is None else reference()

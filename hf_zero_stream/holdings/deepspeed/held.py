@@ -36,9 +36,8 @@ def held_partitions(
         if id(param) in in_context:
             values = partial(open_flat, param)
             return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
-        if differs_from_partition(
-            param
-        ):  # perhaps on some ranks only: each gives at least the elements of its partition
+        # Perhaps on some ranks only: each gives at least the elements of its partition.
+        if differs_from_partition(param):
             if is_trained_apart(param):
                 undone.append(name)
             return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
