@@ -115,7 +115,7 @@ _MERGE = Occasion(
 )
 
 
-def _changing(module: nn.Module) -> AbstractContextManager[None]:
+def _gathered(module: nn.Module) -> AbstractContextManager[None]:
     if not active_configs() or not any(map(has_partition, module.parameters())):
         return nullcontext()
     from ..holdings.deepspeed.gathered import gathered_module  # imports deepspeed, which takes seconds
@@ -148,5 +148,5 @@ def onload_layer(original: Callable[..., Any], layer: Any) -> Iterator[None]:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     holds_adapter = isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-    with original(layer), _changing(layer) if holds_adapter else nullcontext():
+    with original(layer), _gathered(layer) if holds_adapter else nullcontext():
         yield

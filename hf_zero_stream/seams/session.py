@@ -83,7 +83,7 @@ class Session:
         placing: places the lazy model's values, once transformers knows which of them are missing.
         called: the names of the functions of ours that transformers has called, each in place of its own.
         lacks: whether its checkpoint lacks parameters or buffers, which transformers initialises.
-        draws_apart: whether this rank draws no random numbers in stock's load, where it initialises nothing.
+        keeps_caller_rng: whether this rank draws no random numbers in stock's load, where it initialises nothing.
         random_state: those that it initialises from then, once it has begun.
         spares, chains: caches of :mod:`.keys`.
     """
@@ -105,7 +105,7 @@ class Session:
     placing: Callable[[], None] | None = field(default=None, init=False)
     called: set[str] = field(default_factory=set, init=False)
     lacks: bool = field(default=False, init=False)
-    draws_apart: bool = field(default=False, init=False)
+    keeps_caller_rng: bool = field(default=False, init=False)
     random_state: RandomState | None = field(default=None, init=False)
     spares: dict[int, tuple[Any, Any]] = field(default_factory=dict, init=False)
     chains: dict[int, Any] = field(default_factory=dict, init=False)
@@ -146,7 +146,7 @@ class Session:
         """Whether ``__init__`` has given the parameters more than their shapes."""
         params = self.built.values()
         marked = any(vars(param).keys() - {"_is_hf_initialized"} or param._backward_hooks for param in params)
-        return bool(params) and (marked or is_users(type(self.model)))
+        return bool(params) and (marked or is_user_class(type(self.model)))
 
     @staticmethod
     def current() -> Session | None:
@@ -168,6 +168,6 @@ class Stopped(BaseException):
         self.lazy_model = lazy_model
 
 
-def is_users(cls: type) -> bool:
+def is_user_class(cls: type) -> bool:
     """Whether a model class is not transformers' own."""
     return not cls.__module__.startswith("transformers.")

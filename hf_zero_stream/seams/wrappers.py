@@ -55,14 +55,14 @@ def unwrapped_scheduler(scheduler: Any) -> Any:
     return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
 
 
-def _is_the_engines(scheduler: Any) -> bool:
+def _is_engine_scheduler(scheduler: Any) -> bool:
     """Whether it is accelerate's wrapper of a DeepSpeed engine's scheduler; accelerate has it where DeepSpeed is."""
     wrapper = getattr(accelerate.utils, "DeepSpeedSchedulerWrapper", None)
     return wrapper is not None and isinstance(scheduler, wrapper)
 
 
 def _steps_with_accelerate(scheduler: Any) -> bool:
-    return isinstance(scheduler, AcceleratedScheduler) and not _is_the_engines(scheduler)
+    return isinstance(scheduler, AcceleratedScheduler) and not _is_engine_scheduler(scheduler)
 
 
 def steps_per_step(scheduler: Any) -> int:
@@ -96,18 +96,18 @@ def optimizers_of(accelerator: Accelerator) -> Sequence[Any]:
 
 
 @contextmanager
-def keeping_schedulers(accelerator: Accelerator, restored: Sequence[Any]) -> Iterator[None]:
+def without_restored_schedulers(accelerator: Accelerator, restored: Sequence[Any]) -> Iterator[None]:
     """Inside, accelerate restores no scheduler that is in the list `restored` by then."""
     before = accelerator._schedulers
 
-    def stand_in(scheduler: Any) -> Any:
+    def placeholder(scheduler: Any) -> Any:
         def load_state_dict(state: Any) -> None:
             if not any(scheduler is each for each in restored):
                 scheduler.load_state_dict(state)
 
         return SimpleNamespace(load_state_dict=load_state_dict)
 
-    accelerator._schedulers = [each if _is_the_engines(each) else stand_in(each) for each in before]
+    accelerator._schedulers = [each if _is_engine_scheduler(each) else placeholder(each) for each in before]
     try:
         yield
     finally:
@@ -125,7 +125,7 @@ def is_fsdp2(accelerator: Accelerator) -> bool:
     return bool(getattr(accelerator, "is_fsdp2", False))
 
 
-def shares_its_model(engine: Any) -> bool:
+def has_sharded_model(engine: Any) -> bool:
     """Whether `engine` is a DeepSpeed engine with ZeRO around a transformers model, or such a model of DTensors.
 
     Not one of which only DeepSpeed knows what ranks hold; rank 0 says so.
@@ -140,7 +140,7 @@ def shares_its_model(engine: Any) -> bool:
     return getattr(engine, "zero_optimization_stage", lambda: 0)() > 0 or is_sharded(model)
 
 
-def is_of_a_trainer(accelerator: Accelerator) -> bool:
+def belongs_to_trainer(accelerator: Accelerator) -> bool:
     """Whether a Trainer made `accelerator`; then not only the caller's own script asks it for state dicts.
 
     A Trainer leaves its mark on the plugin for DeepSpeed. Without that we look whether a method of its is running.
@@ -178,12 +178,12 @@ def replaced_methods_of(accelerator: Accelerator) -> list[str]:
     return replaced_methods(Accelerator, accelerator, "get_state_dict", "save")
 
 
-def is_of_accelerate(method: Any) -> bool:
+def is_defined_by_accelerate(method: Any) -> bool:
     """Whether `method` is what accelerate defines for an ``Accelerator``, and nothing that was put in its place."""
     return is_defined_by(Accelerator, method)
 
 
-def is_of_the_trainer(method: Any) -> bool:
+def is_defined_by_trainer(method: Any) -> bool:
     """Whether `method` is what transformers defines for a ``Trainer``, and nothing that was put in its place."""
     return is_defined_by(sys.modules["transformers.trainer"].Trainer, method)
 

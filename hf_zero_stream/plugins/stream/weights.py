@@ -34,7 +34,7 @@ from ...saving.lazy_parameters import holdings_of_model
 from ...saving.parameters import Layout, NewParameters, Parameters
 from ...saving.preparation import circumstances, quiet, refuse_other_tensors
 from ...saving.save import make_ready
-from ...seams.adapted import lay_out_adapters
+from ...seams.adapter_saving import lay_out_adapters
 from ...seams.saving import lay_out_pretrained
 from ...seams.wrappers import unwrapped
 from .arguments import refuse_different_values, refuse_other_models, refuse_unknown_values
