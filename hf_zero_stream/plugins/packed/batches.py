@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ...destinations.base import Batch, Item, allocating
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator, collective_device
-from .together import Quantised
+from .quantised_rows import Quantised
 
 
 VALUES_BYTES = 64 * 2**20
@@ -91,7 +91,7 @@ class _BatchGroup:
         rows = coordinator.run_on_all(partial(self._joined, gathered))
         for number, weight in enumerate(self._weights):
             row = self._sent(number, weight.node, rows.pop(number, None))
-            weight.node.settle(row)
+            weight.node.record_quant_state(row)
             weight.take(row)
 
     def _quantised(self) -> list[torch.Tensor]:
