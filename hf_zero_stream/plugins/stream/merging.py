@@ -15,7 +15,7 @@ from ...errors import UnsupportedError
 from ...holdings import fsdp
 from ...holdings.own_names import named_parameters
 from ...saving.parameters import Layout
-from .plan import Merging
+from .plan import MergePlan
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -107,11 +107,11 @@ class AdaptedLayers:
         `values` gives those of the training, in memory that may be changed.
         """
         params = self.params[number]
-        stand_ins = {id(param): nn.Parameter(values(name), requires_grad=False) for name, param in params.items()}
-        layer = _stand_in(self._layers[number], stand_ins)
+        replacements = {id(param): nn.Parameter(values(name), requires_grad=False) for name, param in params.items()}
+        layer = _with_parameters(self._layers[number], replacements)
         for each in reversed(list(_chain(layer))):
             each.merge()
-        found = {name: stand_ins[id(param)].data for name, param in params.items()}
+        found = {name: replacements[id(param)].data for name, param in params.items()}
         # LNTuning puts its own layer in the base's place, and leaves the parameters as they are.
         names = {id(param): name for name, param in params.items()}
         in_use = dict(layer.get_base_layer().named_parameters())
@@ -119,14 +119,14 @@ class AdaptedLayers:
         return found | {names[id(param)]: in_use[key].data for key, param in of_base}
 
 
-def merging_of(adapted: AdaptedLayers | None, layout: Layout) -> Merging:
+def merge_plan_of(adapted: AdaptedLayers | None, layout: Layout) -> MergePlan:
     """Describe the adapted layers for a plan."""
     if adapted is None:
-        return Merging({}, [])
+        return MergePlan({}, [])
     stored = {name: Stored(box.shape, dtype, name) for name, box, dtype, *_ in layout.held}
     of_layers = [[stored[name] for name in params] for params in adapted.params]
     numbers = {each.name: number for number, of_layer in enumerate(of_layers) for each in of_layer}
-    return Merging(numbers, of_layers)
+    return MergePlan(numbers, of_layers)
 
 
 def _outermost_layers(model: nn.Module) -> Iterator[Any]:
@@ -156,17 +156,20 @@ def _chain(layer: Any) -> Iterator[Any]:
         layer = layer.base_layer
 
 
-def _stand_in(module: nn.Module, stand_ins: Mapping[int, nn.Parameter]) -> Any:
+def _with_parameters(module: nn.Module, replacements: Mapping[int, nn.Parameter]) -> Any:
     """A copy of a module with other parameters, and without hooks of the training."""
     new = object.__new__(fsdp.original_class(module))
     vars(new).update({key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, (list, dict))})
     vars(new).update({key: value for key, value in vars(module).items() if key not in vars(new)})
     vars(new).update({key: value for key, value in vars(nn.Module()).items() if key != "training"})
     new._parameters.update(
-        {key: None if param is None else stand_ins[id(param)] for key, param in module._parameters.items()}
+        {key: None if param is None else replacements[id(param)] for key, param in module._parameters.items()}
     )
     new._buffers.update(module._buffers)
     new._modules.update(
-        {key: None if child is None else _stand_in(child, stand_ins) for key, child in module._modules.items()}
+        {
+            key: None if child is None else _with_parameters(child, replacements)
+            for key, child in module._modules.items()
+        }
     )
     return new
