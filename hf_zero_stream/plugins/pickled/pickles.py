@@ -125,7 +125,7 @@ def read_pickle(
 _FAULTS = (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error)
 
 
-def kind_of(value: Any) -> str:
+def object_kind(value: Any) -> str:
     """Name an object in a message; containers are not written out, since shared ones have no end of items."""
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return excerpt(value)

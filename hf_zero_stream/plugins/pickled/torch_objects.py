@@ -16,7 +16,7 @@ import torch
 from ...checkpoint.format import DTYPES, MAX_DIMENSIONS, NotAMap, TensorEntry, are_sizes, excerpt
 from ...errors import CheckpointError
 from ...sources.base import ReadableFile
-from .pickles import Call, Global, kind_of
+from .pickles import Call, Global, object_kind
 from .torch_files import describe, field_of
 
 
@@ -60,7 +60,7 @@ class TorchObjects:
 
     def fault(self, what: str, expected: str, found: Any) -> CheckpointError:
         """An error about the object `found`, which is called `what` in the file."""
-        return CheckpointError(f"{self.path}: {what}: expected {expected}, found {kind_of(found)}.")
+        return CheckpointError(f"{self.path}: {what}: expected {expected}, found {object_kind(found)}.")
 
     def mapping(self, value: Any, what: str) -> Mapping[Any, Any]:
         if isinstance(value, Call) and value.function in _MAPPINGS:
@@ -124,11 +124,11 @@ class TorchObjects:
             isinstance(value, Call) and value.function not in (_SIZE, *_MAPPINGS) and _plain_tensor(value) is not None
         )
 
-    def mark(self, value: Any, name: str) -> Any:
+    def python_attribute(self, value: Any, name: str) -> Any:
         """The attribute `name` that Python code has put on a tensor; None if there is none."""
         has_any = isinstance(value, Call) and value.function == _WITH_ATTRIBUTES and len(value.arguments) == 4
-        marks = value.arguments[3] if has_any else None
-        return marks.get(name) if isinstance(marks, dict) else None
+        attributes = value.arguments[3] if has_any else None
+        return attributes.get(name) if isinstance(attributes, dict) else None
 
     def tensor(self, value: Any, what: str) -> TensorEntry:
         """Return the entry of a tensor that lies row by row and inside the file, whose number is not known here."""
@@ -197,7 +197,7 @@ class TorchObjects:
                     return self._values(stored)
                 if stored.numel == 1:
                     return self.number(value, what)
-            raise NotPlain(f"{what} is {kind_of(value)}")
+            raise NotPlain(f"{what} is {object_kind(value)}")
 
         return convert(value, what, 0)
 

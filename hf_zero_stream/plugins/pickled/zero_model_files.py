@@ -13,7 +13,7 @@ from typing import Any
 from ...checkpoint.format import TensorEntry, excerpt
 from ...errors import UnsupportedError
 from ...sources.base import ByteSource
-from .pickles import kind_of
+from .pickles import object_kind
 from .torch_objects import NotPlain, TorchObjects
 from .zero_optimizer_files import BY_DEEPSPEED
 
@@ -114,7 +114,7 @@ def _refuse_other_parallelism(objects: TorchObjects, root: Mapping[Any, Any]) ->
     for name, size in sizes.items():
         if size not in (1, None):
             raise UnsupportedError(
-                f"{objects.path}: {excerpt(name)}: expected 1, found {kind_of(size)}: each rank has a part of the "
+                f"{objects.path}: {excerpt(name)}: expected 1, found {object_kind(size)}: each rank has a part of the "
                 "model itself (tensor or pipeline parallelism), not only of its parameters. Use DeepSpeed's own tools."
             )
     for name in _EXPERTS:
