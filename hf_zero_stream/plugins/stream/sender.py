@@ -17,8 +17,8 @@ from ...errors import ConfigError, HfZeroStreamError, StreamError
 from ...ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ...ranks.rendezvous import STREAM
 from ...saving.arguments import dtype_of_argument
-from .server_client import ServerClient
 from .plan import StreamedTensor
+from .server_client import ServerClient
 from .servers import VLLM, EngineServer, Join, SGLang
 from .weights import BUCKET_BYTES, WeightStream
 
