@@ -88,9 +88,9 @@ def read_by(worker: int, workers: int, tensors: Any) -> dict[str, Any]:
 
 
 def layouts_of(bucket: Any, read: list[dict[str, Any]]) -> Iterator[Any]:
-    from hf_zero_stream.plugins.stream.direct import shares_of, sliced
+    from hf_zero_stream.plugins.stream.direct import plan_messages, sliced
 
-    yield from [shares_of(bucket, 0)] if len(read) == 1 else sliced(bucket, 0, read)
+    yield from [plan_messages(bucket, 0)] if len(read) == 1 else sliced(bucket, 0, read)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -58,11 +58,16 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         # What waits for the lock of a process that compiles says so.
         Row("torch.utils.file_baton:FileBaton.wait", ".extensions:wait", feature="warnings of locks nobody holds"),
         # A load: an Auto class, the model's class, and what lies beside a model.
-        Row("transformers.models.auto.modeling_auto:*.from_pretrained", ".loading.entrance:of_auto_model"),
-        Row("transformers.models.auto.tokenization_auto:*.from_pretrained", ".loading.entrance:of_tokenizer"),
-        Row("transformers.tokenization_utils_base:*.from_pretrained", ".loading.entrance:of_tokenizer"),
-        Row("transformers.models.auto.processing_auto:*.from_pretrained", ".loading.entrance:of_processor"),
-        Row(f"{_MODEL}.from_pretrained", ".loading.entrance:of_model", "pretrained_model_name_or_path", _ESSENTIAL),
+        Row("transformers.models.auto.modeling_auto:*.from_pretrained", ".loading.entrance:auto_model_hook"),
+        Row("transformers.models.auto.tokenization_auto:*.from_pretrained", ".loading.entrance:tokenizer_hook"),
+        Row("transformers.tokenization_utils_base:*.from_pretrained", ".loading.entrance:tokenizer_hook"),
+        Row("transformers.models.auto.processing_auto:*.from_pretrained", ".loading.entrance:processor_hook"),
+        Row(
+            f"{_MODEL}.from_pretrained",
+            ".loading.entrance:from_pretrained_hook",
+            "pretrained_model_name_or_path",
+            _ESSENTIAL,
+        ),
         # accelerate: what it prepares, saves and resumes.
         Row(f"{_ACCELERATOR}:Accelerator.prepare", ".state.hooks:prepare", feature=_STATES),
         Row(

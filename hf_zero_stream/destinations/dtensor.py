@@ -21,7 +21,7 @@ from ..holdings import fsdp
 from ..holdings.holding import LocalShard
 from ..holdings.marks import is_packed, local_of, packed_weights
 from ..holdings.own_names import named_parameters
-from ..holdings.shards import cuts_of, held_of
+from ..holdings.shards import cuts_of, local_shard_of
 from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
@@ -60,7 +60,7 @@ class DTensors(Destination):
         shares_columns: bool = False,
     ) -> None:
         self.device = device
-        self.packing_unsupported_reason = packing_unsupported_reason or fsdp.why_no_bytes()
+        self.packing_unsupported_reason = packing_unsupported_reason or fsdp.no_byte_shards_reason()
         self.takes_packed = not self.packing_unsupported_reason
         self._shares_columns = shares_columns
         self._adamw = adamw
@@ -89,7 +89,7 @@ class DTensors(Destination):
             if sharded is not None and sharded.shape != old.shape:  # it is packed
                 sharded = fsdp.recut(self._managed[name], old.shape, old.dtype)
             param = old if sharded is None else sharded
-            shards[name] = held_of(name, param, self._managed.get(name), self._coordinator)
+            shards[name] = local_shard_of(name, param, self._managed.get(name), self._coordinator)
             nbytes = shards[name].box.numel * old.dtype.itemsize
             with allocating(name, nbytes, device, self._coordinator.rank):
                 return self._new(name, sharded, shards[name].box, old, device)

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import LoadError
 from ..holdings import fsdp
 from ..holdings.marks import local_of
-from ..holdings.shards import held_of
+from ..holdings.shards import local_shard_of
 from ..ranks.coordinator import Coordinator
 from .base import Batch, Destination, Item, SourcedTensor, flat_items, item_of, narrowed
 from .live_whole import live_sources
@@ -42,7 +42,7 @@ class LiveShards(Destination):
         managed = fsdp.records_by_id(self._model)
         items: list[Item] = []
         for name, (param, view) in sources.parameters.items():
-            shard, local = held_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
+            shard, local = local_shard_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
             flat = sources.copies.flat(name, local)
             items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), flat))
         again = [self._comparison(name, sourced, managed) for name, sourced in sources.repeated.items()]
@@ -51,7 +51,7 @@ class LiveShards(Destination):
     def _comparison(self, name: str, sourced: SourcedTensor, managed: Mapping[int, fsdp.Managed]) -> Batch:
         """Read the other end of a tie into memory of its own, and compare it with what the parameter has by then."""
         param, view = sourced
-        shard, local = held_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
+        shard, local = local_shard_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
         values: list[torch.Tensor] = []
 
         def compare() -> None:

@@ -1,1 +1,1 @@
-"""What ranks hold of a model: which of its elements lie in their memory, and what trains them."""
+"""Holdings: the elements of a model that lie in this rank's memory, and the optimizers that train them."""

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of a parameter that it shards; the only module that touches FSDP2's private classes.
+"""FSDP2's records of the parameters that it shards; the only module that touches FSDP2's private classes.
 
 ``fully_shard`` cuts what it is given, a whole parameter or the local shard of tensor or expert parallelism, into
 chunks along one dimension, and pads them to equal sizes. It all-gathers from a flat storage that includes the padding.
@@ -61,7 +61,7 @@ class _OnlyBytes(SimpleNamespace):
 
 
 @functools.cache
-def why_no_bytes() -> str:
+def no_byte_shards_reason() -> str:
     """Why parameters of bytes cannot be sharded by this version of torch; "" if they can."""
     record: Any = _OnlyBytes(sharded_param=torch.tensor([], dtype=torch.uint8))
     try:
@@ -118,7 +118,7 @@ def chunk_of(managed: Managed) -> Cut | None:
 
 
 def held_shard(managed: Managed, param: torch.Tensor, device: str) -> HeldShard:
-    """What this rank holds of `param` where `device` trains."""
+    """Return the memory and the bytes that this rank holds of `param` where `device` trains."""
     nbytes = managed.padded_sharded_param_size.numel() * param.dtype.itemsize
     return HeldShard(nbytes, HOST if managed.offload_to_cpu else device, param.requires_grad)
 

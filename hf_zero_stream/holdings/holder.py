@@ -1,4 +1,4 @@
-"""What a save finds in memory. The model may have been loaded in another way, so no destination is asked."""
+"""Finds the holdings of a model in memory. No destination is asked: something else may have loaded the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _added() -> list[Holder]:
 
 
 def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
-    """What this rank holds of each parameter of `model`, by the first of its own names, in their order.
+    """Return this rank's holding of each parameter of `model`, by the first of its own names, in their order.
 
     For the arguments and errors see :class:`Holder`.
     """

@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter, and who says so: the data of this room, which all of it shares."""
+"""Holdings and holders: the classes that all modules of this room share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..planning.plan import Target, partition_range
 
 @dataclass(frozen=True)
 class Holding:
-    """What this rank holds of a parameter that is being saved: elements of one box of it, counted in row-major order.
+    """The elements of a parameter that this rank holds: some of one box of it, counted in row-major order.
 
     The boxes that ranks hold of one parameter are equal or disjoint, and together they are all of it.
 
@@ -47,16 +47,16 @@ class Holding:
 
 
 class LocalShard(NamedTuple):
-    """What this rank holds of a parameter, as number `copy` of the `copies` ranks of its mesh that hold the same.
+    """The box of a parameter that this rank holds, as number `copy` of the `copies` ranks of its mesh that hold it.
 
-    `is_repeated`: there may be other meshes of ranks that hold all of it too, one of them with rank 0. Of tensor
+    `is_on_other_meshes`: another mesh of ranks may hold the same data; one of these meshes has rank 0. Of tensor
     parallelism under FSDP2, what only FSDP2 shards is on a mesh of its own for each rank of tensor parallelism.
     """
 
     box: ParameterBox
     copy: int
     copies: int
-    is_repeated: bool = False
+    is_on_other_meshes: bool = False
 
     @property
     def share(self) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class LocalShard(NamedTuple):
         """The target of all of the box of parameter `name`, or of these elements of it."""
         start, stop = elements or (0, self.box.numel)
         box = None if self.box.is_whole else self.box
-        return Target(name, dtype, stop - start, start, stop, box, is_copy=self.copy > 0 or self.is_repeated)
+        return Target(name, dtype, stop - start, start, stop, box, is_copy=self.copy > 0 or self.is_on_other_meshes)
 
 
 class Holder(Protocol):
@@ -77,7 +77,7 @@ class Holder(Protocol):
     def __call__(
         self, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
     ) -> Mapping[str, Holding]:
-        """What this rank holds of those of `params` that lie in memory of this kind, by name.
+        """Return this rank's holdings of the `params` that lie in memory of this kind, by name.
 
         The same names on all ranks, also where a rank holds no element. Parameters of other kinds are left out.
 

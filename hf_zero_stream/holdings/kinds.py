@@ -67,7 +67,7 @@ def _is_on_each_rank(buffer: Any) -> bool:
 
 PARAMETERS = (
     Kind("a partition of ZeRO-3", has_partition, _partition, ".deepspeed.held:held_partitions"),
-    Kind("a part that AutoTP has left", is_cut, _itself, ".deepspeed.parts:held_parts"),
+    Kind("a part that AutoTP has left", is_cut, _itself, ".deepspeed.autotp_shards:held_autotp_shards"),
     Kind("a shard (DTensor)", is_dtensor, local_of, ".shards:held_shards"),
     Kind("a plain tensor", _is_whole, _itself, ".holding:held_replicas"),
 )

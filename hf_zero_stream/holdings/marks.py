@@ -1,4 +1,4 @@
-"""What those who shard, pack or convert a model leave on it, for code that must not import them to look at it.
+"""Reads the attributes that DeepSpeed, FSDP2 and others leave on a model, without importing those packages.
 
 DeepSpeed takes seconds to import, torch's FSDP2 tenths of a second. A feature that a model has no mark of stays out.
 """
@@ -29,7 +29,7 @@ LOADED_SHAPES = "_hf_zero_stream_loaded_shapes"
 """The attribute of a model with the shapes that its parameters had when they were loaded, by own names."""
 
 CUT = "ds_autotp_universal_checkpoint_meta"
-"""The attribute of a parameter of which DeepSpeed's AutoTP has left a part; see :mod:`.deepspeed.parts`."""
+"""The attribute of a parameter of which DeepSpeed's AutoTP has left a part; see :mod:`.deepspeed.autotp_shards`."""
 
 
 def is_cut(param: Any) -> bool:
@@ -59,18 +59,18 @@ def has_gathered(model: nn.Module) -> bool:
     """Whether any of the model's ZeRO-3 parameters are inside a ``GatheredParameters`` now."""
     if not any(map(has_partition, model.parameters())):
         return False
-    from .deepspeed.gathered import gathered
+    from .deepspeed.gathered import select_gathered
 
-    return bool(gathered(model.parameters()))
+    return bool(select_gathered(model.parameters()))
 
 
 def is_gathered_whole(model: nn.Module) -> bool:
     """Whether this rank has all values of a ZeRO-3 model, because the caller has gathered them."""
     if not has_gathered(model):
         return False
-    from .deepspeed.gathered import not_in_full
+    from .deepspeed.gathered import partitioned_names
 
-    return not not_in_full(model)
+    return not partitioned_names(model)
 
 
 def is_inside_zero_init() -> bool:
@@ -90,7 +90,7 @@ def keeping_groups(model: nn.Module) -> Iterator[None]:
 
 
 def accelerator_state() -> Any:
-    """What accelerate notes of the ``Accelerator`` that has been made; None without one."""
+    """Return accelerate's shared state of the ``Accelerator`` that has been made; None without one."""
     state = sys.modules.get("accelerate.state")
     return state.AcceleratorState() if state is not None and state.AcceleratorState._shared_state else None
 

@@ -6,25 +6,25 @@ import sys
 from typing import Any
 
 
-def why_parts(trained: Any) -> str:
+def unknown_shards_reason(trained: Any) -> str:
     """Why only DeepSpeed knows what ranks hold of a model; "" if `trained` is no engine of such a kind."""
     if "deepspeed" not in sys.modules:
         return ""
     from .deepspeed import model_parallel
 
-    return model_parallel.why_parts(trained)
+    return model_parallel.unknown_shards_reason(trained)
 
 
-def has_parts(engine: Any) -> bool:
+def is_model_parallel(engine: Any) -> bool:
     """Whether ranks of a DeepSpeed engine hold parts of its model."""
     from .deepspeed import model_parallel
 
-    return model_parallel.has_parts(engine)
+    return model_parallel.is_model_parallel(engine)
 
 
-def refuse_parts(trained: Any, doing: str) -> None:
+def refuse_unknown_shards(trained: Any, doing: str) -> None:
     """Raise an UnsupportedError (``{doing}: ...``) for an engine of which only DeepSpeed knows what ranks hold."""
     if "deepspeed" in sys.modules:
         from .deepspeed import model_parallel
 
-        model_parallel.refuse_parts(trained, doing)
+        model_parallel.refuse_unknown_shards(trained, doing)

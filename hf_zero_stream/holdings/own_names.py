@@ -23,7 +23,7 @@ _OF_PEFT = ("base_layer", "original_module", "token_adapter")
 """What PEFT calls the modules of a model that it has put its own around."""
 
 
-class _Named(NamedTuple):
+class _NamedTensor(NamedTuple):
     """A tensor by the name that torch has for it, and its own; `is_of_adapter`: PEFT has put it there."""
 
     name: str
@@ -33,7 +33,7 @@ class _Named(NamedTuple):
 
 
 def wrapped_child(module: nn.Module, *, keeps_adapters: bool = False) -> str | None:
-    """What `module` calls the module that it has been put around; None if it is around none.
+    """Return the attribute by which `module` holds the module that it wraps; None if it wraps none.
 
     With `keeps_adapters`, PEFT's modules count as the model's own.
     """
@@ -71,13 +71,15 @@ def own_names(model: nn.Module, *, keeps_adapters: bool = False) -> dict[str, st
     return {each.name: each.name if each.own in unclear else each.own for each in found}
 
 
-def _walk(module: nn.Module, name: str, own: str, keeps_adapters: bool, around: tuple[int, ...]) -> Iterator[_Named]:
-    """`around`: the modules that this one is inside of, by their ids, of which PEFT may put one into another again."""
+def _walk(
+    module: nn.Module, name: str, own: str, keeps_adapters: bool, around: tuple[int, ...]
+) -> Iterator[_NamedTensor]:
+    """Walk the tensors of `module`; `around`: the ids of modules around it, which PEFT may put into it once more."""
     child_inside = wrapped_child(module, keeps_adapters=keeps_adapters)
     is_of_adapter = child_inside is not None
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None:
-            yield _Named(f"{name}{key}", f"{own}{key}", tensor, is_of_adapter)
+            yield _NamedTensor(f"{name}{key}", f"{own}{key}", tensor, is_of_adapter)
     for key, child in module._modules.items():
         if child is None or id(child) in around:
             continue

@@ -18,7 +18,7 @@ from ..errors import refuse_unknown_version
 
 
 _ENGINE: Any = getattr(Variable, "_execution_engine", None)
-"""Of autograd; torch's FSDP2 too has it call back at the end of a backward pass."""
+"""Autograd's engine; torch's FSDP2 too has it call back at the end of a backward pass."""
 
 refuse_unknown_version("torch", [] if hasattr(_ENGINE, "queue_callback") else ["Variable._execution_engine"])
 

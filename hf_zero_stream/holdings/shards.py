@@ -1,4 +1,4 @@
-"""What this rank holds of a parameter that is a DTensor."""
+"""Local shards of parameters that are DTensors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .kinds import PARAMETERS, refuse_unknown
 from .marks import is_cut, local_of
 
 
-def held_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Coordinator) -> LocalShard:
-    """As :func:`shard_of`, and of a parameter that is no DTensor: all of it, as every rank holds it."""
+def local_shard_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Coordinator) -> LocalShard:
+    """As :func:`dtensor_shard_of`, and of a parameter that is no DTensor: all of it, as every rank holds it."""
     if isinstance(param, DTensor):
-        return shard_of(name, param, managed)
+        return dtensor_shard_of(name, param, managed)
     if is_cut(param):
-        from .deepspeed.parts import part_of  # imports deepspeed, which takes seconds
+        from .deepspeed.autotp_shards import autotp_shard_of  # imports deepspeed, which takes seconds
 
-        return part_of(name, param)
+        return autotp_shard_of(name, param)
     refuse_unknown({name: param}, PARAMETERS, "an optimizer's parameter")
     return LocalShard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
 
 
-def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> LocalShard:
-    """What this rank holds of `param`; `managed` is FSDP2's record of it, if there is one.
+def dtensor_shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> LocalShard:
+    """Return this rank's local shard of `param`; `managed` is FSDP2's record of it, if there is one.
 
     FSDP2 cuts last, although its placement comes first. Where tensor parallelism cuts a fused weight along the same
     dimension, the placements alone do not say what FSDP2 all-gathers; its record does.
@@ -44,12 +44,14 @@ def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> LocalSh
     for placement, size, coordinate in _placed(name, param):
         if isinstance(placement, Replicate):
             copy, copies = copy * size + coordinate, copies * size
-    is_repeated = int(param.device_mesh.mesh.min()) != 0
-    return LocalShard(ParameterBox.of_cuts(param.shape, cuts_of(name, param, managed)), copy, copies, is_repeated)
+    is_on_other_meshes = int(param.device_mesh.mesh.min()) != 0
+    return LocalShard(
+        ParameterBox.of_cuts(param.shape, cuts_of(name, param, managed)), copy, copies, is_on_other_meshes
+    )
 
 
 def cuts_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> list[Cut]:
-    """The cuts that leave what this rank holds of `param`, in their order; arguments and errors as of `shard_of`."""
+    """Return the cuts that leave this rank's shard of `param`, in order; for the rest see :func:`dtensor_shard_of`."""
     if managed is None:
         return list(_cuts(list(_placed(name, param))))
     inner, chunk = fsdp.inner_spec(managed), fsdp.chunk_of(managed)
@@ -104,7 +106,7 @@ def held_shards(
         record = managed.get(name)
         # FSDP2 may have put gathered parameters in place of its own.
         mine = record if record is not None and record.sharded_param is param else None
-        shard, values = shard_of(name, param, mine), partial(open_flat, local_of(param))
+        shard, values = dtensor_shard_of(name, param, mine), partial(open_flat, local_of(param))
         return Holding(shard.box, param.dtype, *shard.share, values, is_whole=shard.copies > 1)
 
     return {name: holding(name, param) for name, param in params.items()}

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of the parameters that it trains: fp32 copies (*masters*), moments, steps.
+"""Slots: the tensors that an optimizer trains, and their state: fp32 copies (*masters*), moments, steps.
 
 An optimizer of torch has an entry of state for each tensor that it trains. That tensor is a parameter, the local shard
 of one, or a flat buffer in which parts of many parameters lie: a *slot*. What is kept for each element, such as Adam's
@@ -28,7 +28,7 @@ from . import fsdp
 from .holding import Holding
 from .marks import local_of
 from .own_names import named_parameters
-from .shards import held_of
+from .shards import local_shard_of
 
 
 MASTER = "fp32"
@@ -71,7 +71,7 @@ class Slot:
         values: what is trained.
         entries: the optimizer's own entry of state for it; an empty dict if it has none (see :func:`make_entries`).
         members: parts of parameters that lie in it; on each rank the same parameters, some without elements.
-        is_apart: `values` are masters of parameters in 16 bit.
+        has_masters: `values` are masters of parameters in 16 bit.
         is_swapped: the tensors are in memory inside :attr:`opened` only.
         is_frozen: it is not trained now, and has not been before.
     """
@@ -80,7 +80,7 @@ class Slot:
     values: torch.Tensor
     entries: dict[str, Any]
     members: Sequence[Member]
-    is_apart: bool = False
+    has_masters: bool = False
     is_swapped: bool = False
     is_frozen: bool = False
     opened: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
@@ -125,7 +125,7 @@ class Slot:
         """Whether no element of a parameter lies in it."""
         return all(start == stop for start, stop in (member.held for member in self.members))
 
-    def sole_elements(self) -> bool:
+    def has_one_element(self) -> bool:
         """Whether one element is all that is trained, so that the shape of an entry does not tell what it is."""
         return self.values.numel() == 1
 
@@ -143,7 +143,7 @@ def slots_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, coor
                     f"The optimizer's group {number} trains a parameter of shape {tuple(param.shape)} that is none of "
                     f"the {type(model).__name__}'s. Give the model that it trains."
                 )
-            held = held_of(name, param, records.get(id(param)), coordinator)
+            held = local_shard_of(name, param, records.get(id(param)), coordinator)
             members = [Member(name, held.box, 0, *held.share, is_whole=held.copies > 1)]
             # What is frozen for a while keeps the moments that it has.
             entries = entries_of(optimizer, param)
@@ -153,7 +153,7 @@ def slots_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, coor
 
 
 def entries_of(optimizer: Any, trained: torch.Tensor) -> dict[str, Any]:
-    """What `optimizer` keeps for `trained`; an empty dict if that is nothing: looking must not leave an entry behind.
+    """Return the state that `optimizer` keeps for `trained`, maybe empty; looking must not leave an entry behind.
 
     Some optimizers begin with a tensor that has no entry, and take an empty one for an old one.
     """
@@ -169,14 +169,14 @@ def elementwise_keys(slots: Sequence[Slot]) -> list[str]:
     keys: dict[str, None] = {}
     for slot in slots:
         for key, value in slot.entries.items():
-            if slot.elementwise(key) is not None and not slot.sole_elements():
+            if slot.elementwise(key) is not None and not slot.has_one_element():
                 keys[key] = None
     for slot in slots:
         for key, value in slot.entries.items():
             _refuse_key(key, slot, names_files=key in keys or key in slot.blocks)
             if isinstance(value, torch.Tensor) and not slot.is_in_blocks:
                 _refuse_tensor(key, value, slot)
-    return [*keys, *([MASTER] if any(slot.is_apart for slot in slots) else [])]
+    return [*keys, *([MASTER] if any(slot.has_masters for slot in slots) else [])]
 
 
 def _is_laid_out(value: Any, values: torch.Tensor) -> bool:
@@ -231,7 +231,7 @@ def _names(slot: Slot) -> str:
 
 
 def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
-    """What this rank holds of the state `key` of each parameter that is trained, by the parameter's name.
+    """Return this rank's holding of the state `key` of each trained parameter, by the parameter's name.
 
     Of what is kept in blocks there are masters alone.
     """
@@ -258,12 +258,12 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     return found
 
 
-KindOf = Callable[[Slot, str], str]
-"""The :func:`kind_of` that a state is to be for a slot."""
+StorageKindOf = Callable[[Slot, str], str]
+"""The :func:`storage_kind` that a state is to be for a slot."""
 
 
-def kind_of(value: torch.Tensor, values: torch.Tensor) -> str:
-    """How an elementwise `value` differs from what is trained: its dtype, ``host``, ``local``; "" if it does not."""
+def storage_kind(value: torch.Tensor, values: torch.Tensor) -> str:
+    """Name what differs between an elementwise `value` and the slot: its dtype, ``host``, ``local``; "" if nothing."""
     words = [] if value.dtype == values.dtype else [str(value.dtype).removeprefix("torch.")]
     is_paged = getattr(value, "is_paged", False)  # bitsandbytes': in memory that the GPU sees too
     if value.device.type == "cpu" and values.device.type != "cpu" and not is_paged:
@@ -273,14 +273,14 @@ def kind_of(value: torch.Tensor, values: torch.Tensor) -> str:
     return " ".join(words)
 
 
-def is_kind(text: str) -> bool:
-    """Whether :func:`kind_of` can have given `text`."""
+def is_storage_kind(text: str) -> bool:
+    """Whether :func:`storage_kind` can have given `text`."""
     first, *others = text.split(" ") if text else ["host"]
     is_dtype = isinstance(getattr(torch, first, None), torch.dtype)
     return all(word in ("host", "local") for word in (others if is_dtype else [first, *others]))
 
 
-def make_entries(optimizer: Any, slots: Iterable[Slot], keys: Sequence[str], kinds: KindOf) -> None:
+def make_entries(optimizer: Any, slots: Iterable[Slot], keys: Sequence[str], kinds: StorageKindOf) -> None:
     """Make the elementwise states `keys` of zeros where an optimizer has none, or has them of another kind."""
     for slot in slots:
         if slot.entries is not optimizer.state.get(slot.values):
@@ -290,7 +290,7 @@ def make_entries(optimizer: Any, slots: Iterable[Slot], keys: Sequence[str], kin
                 if key == MASTER or slot.is_in_blocks:
                     continue
                 found, kind = slot.elementwise(key), kinds(slot, key)
-                if found is None or (kind_of(found, slot.values) != kind and not slot.is_swapped):
+                if found is None or (storage_kind(found, slot.values) != kind and not slot.is_swapped):
                     slot.entries[key] = _zeros_of(kind, slot.values)
 
 

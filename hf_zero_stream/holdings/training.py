@@ -1,4 +1,4 @@
-"""What trains a model: an optimizer and its slots, a scheduler, a loss scaler, counters."""
+"""The training of a model: an optimizer and its slots, a scheduler, a loss scaler, counters."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Training:
         counters: numbers of steps, samples, ..., by name.
         set_counters: puts other numbers in their place.
         is_between_steps: False in the middle of accumulating gradients.
-        changing: a context in which the state may be replaced (all ranks).
+        replacing_state: a context in which the state may be replaced (all ranks).
         batch_size: samples in a step of all ranks; None if it is not known.
         device: where this rank trains.
-        copy_masters: brings new masters, inside `changing`, into the model (all ranks).
+        copy_masters: brings new masters, inside `replacing_state`, into the model (all ranks).
         can_copy_masters: whether that can be done.
     """
 
@@ -48,7 +48,7 @@ class Training:
     counters: Mapping[str, int] = field(default_factory=dict)
     set_counters: Callable[[Mapping[str, int]], None] = lambda counters: None
     is_between_steps: bool = True
-    changing: Callable[[], AbstractContextManager[object]] = nullcontext
+    replacing_state: Callable[[], AbstractContextManager[object]] = nullcontext
     batch_size: int | None = None
     device: torch.device = torch.device("cpu")
     copy_masters: Callable[[], object] = lambda: None
@@ -57,7 +57,7 @@ class Training:
     @property
     def copies_masters(self) -> bool:
         """Whether all that is trained are masters in memory, of which the model's values are copies."""
-        are_there = all(slot.is_apart and not slot.is_swapped for slot in self.slots)
+        are_there = all(slot.has_masters and not slot.is_swapped for slot in self.slots)
         return self.can_copy_masters and are_there
 
     @property
@@ -65,7 +65,7 @@ class Training:
         """The parameters whose masters lie in swap files."""
         return {member.name for slot in self.slots if slot.is_swapped for member in slot.members}
 
-    def of_trained(self, names: AbstractSet[str] = frozenset()) -> Training:
+    def without_frozen(self, names: AbstractSet[str] = frozenset()) -> Training:
         """This training without slots that are frozen, but for parameters of these `names`."""
         slots = [slot for slot in self.slots if not slot.is_frozen or any(it.name in names for it in slot.members)]
         return replace(self, slots=slots)

@@ -20,7 +20,7 @@ from ..destinations.deferred import InPlace
 from ..destinations.replicated import chunk_bytes
 from ..errors import UnsupportedError
 from ..holdings.holding import LocalShard
-from ..holdings.shards import held_of
+from ..holdings.shards import local_shard_of
 from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from .deferral import deferrals_of
@@ -64,9 +64,9 @@ def configure_model(original: Callable[..., Any], self: Any, model: nn.Module, *
 
 
 def _held(coordinator: Coordinator, name: str, param: torch.Tensor) -> LocalShard | None:
-    """What the lazy `param` is a part of, or all; None if DeepSpeed's map does not say."""
+    """Return the local shard of parameter `name` that the lazy `param` is; None if DeepSpeed's map does not say."""
     try:
-        return held_of(name, param, None, coordinator)
+        return local_shard_of(name, param, None, coordinator)
     except UnsupportedError:
         return None
 

@@ -38,37 +38,37 @@ class Choice(NamedTuple):
     """A load that streams.
 
     Attributes:
-        occasion: what ranks come together for; None: for nothing, each makes the load at its own pace.
+        meeting_kind: the meeting of all ranks for this load; None: each makes the load at its own pace.
         subject: what this rank loads; see :meth:`..ranks.coordinator.Coordinator.watched`.
         make_load: called once the ranks are together.
         works_alone: whether a rank that the others do not join makes this load alone; else stock's.
     """
 
-    occasion: Occasion | None
+    meeting_kind: Occasion | None
     subject: str
     make_load: Callable[[Coordinator], Load]
     works_alone: bool = False
 
 
 def choose(
-    cls: Any, path: Any, kwargs: Mapping[str, Any], found: dict[str, Any], strict: bool | None, *, is_zero3: bool
+    cls: Any, path: Any, kwargs: Mapping[str, Any], ds_config: dict[str, Any], strict: bool | None, *, is_zero3: bool
 ) -> Choice | None:
-    """The load into shards, ZeRO-3's partitions, models that FSDP2 (by accelerate) will shard or AutoTP cut, or whole
-    models whose ranks share the reading; None for stock.
+    """Choose the load into shards, ZeRO-3's partitions, models that FSDP2 (by accelerate) will shard or AutoTP cut, or
+    whole models whose ranks share the reading; None for stock.
 
-    `found` is the DeepSpeed config, of whatever stage, and empty if there is none, as there may be inside a
-    ``zero.Init``, too; the other arguments are those of ``from_pretrained``.
+    `ds_config` may have any stage, and is empty if there is none, as there may be inside a ``zero.Init``, too; the
+    other arguments are those of ``from_pretrained``.
     """
     with suppress(ConfigError):  # raised below, where the other ranks are told
-        if (settings := settings_for(found, strict)).destination:
+        if (settings := settings_for(ds_config, strict)).destination:
             return Choice(
-                LOAD if _has_ranks() else None, "", partial(_into_brought, found, settings), works_alone=True
+                LOAD if _has_ranks() else None, "", partial(_load_by_plugin, ds_config, settings), works_alone=True
             )
     if is_zero3:
         from ..destinations.deepspeed import zero3  # imports deepspeed, which takes seconds
 
         zero3.init_distributed()
-        return Choice(LOAD, "", partial(_into_partitions, found, strict))
+        return Choice(LOAD, "", partial(_load_partitioned, ds_config, strict))
     from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed
 
     _warn_if_zero3_comes_too_late()
@@ -76,50 +76,50 @@ def choose(
         sharding = distributed_config_of(kwargs)
         if sharding is not None:
             if is_pipeline(sharding):
-                _say_pipeline(sharding)
+                _warn_of_pipeline(sharding)
                 return None
             because = cuts_matrices(sharding)
-            return Choice(LOAD, "", partial(_into_shards, found, strict, init_distributed(), because))
+            return Choice(LOAD, "", partial(_load_sharded, ds_config, strict, init_distributed(), because))
     subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
-    will_be_cut = _will_cut(found)
-    if (will_be_cut or (not found and shards_by_fsdp2())) and not _more_than_plain(kwargs):
+    will_be_cut = _will_be_cut_by_autotp(ds_config)
+    if (will_be_cut or (not ds_config and shards_by_fsdp2())) and not _placement_argument(kwargs):
         from .deferral import Deferral  # imports torch's FSDP2
 
-        load = Deferral.load_to_cut if will_be_cut else Deferral.load
-        settings = settings_for(found, strict)
+        load = Deferral.load_for_autotp if will_be_cut else Deferral.load
+        settings = settings_for(ds_config, strict)
         # Ranks meet when the model is sharded. Until then they only need each other where one reads for others.
-        occasion = None if settings.read_from == "all" else SHARED_LOAD
-        return Choice(occasion, subject, partial(load, settings), works_alone=True)
+        meeting_kind = None if settings.read_from == "all" else SHARED_LOAD
+        return Choice(meeting_kind, subject, partial(load, settings), works_alone=True)
     if _ranks_load_the_same(kwargs):
         with expected_at(SHARED_LOAD):
-            settings = settings_for(found, strict)
+            settings = settings_for(ds_config, strict)
         if settings.share_reads:
-            return Choice(SHARED_LOAD, subject, partial(_into_replicas, found, settings))
+            return Choice(SHARED_LOAD, subject, partial(_load_replicated, ds_config, settings))
     return None
 
 
-def _will_cut(ds_config: Mapping[str, Any]) -> bool:
+def _will_be_cut_by_autotp(ds_config: Mapping[str, Any]) -> bool:
     """Whether ``deepspeed.initialize`` with `ds_config`, not of ZeRO-3, cuts whole models, and converts no experts."""
     size = (ds_config.get("tensor_parallel") or {}).get("autotp_size", 0)
     return isinstance(size, int) and size > 1 and not (ds_config.get("expert_parallel") or {}).get("enabled")
 
 
-def choose_alone(
-    path: Any, kwargs: Mapping[str, Any], found: dict[str, Any], strict: bool | None
+def choose_for_one_rank(
+    path: Any, kwargs: Mapping[str, Any], ds_config: dict[str, Any], strict: bool | None
 ) -> Callable[[Coordinator], Load]:
-    """How a rank loads alone what stock cannot: a whole model from a URL.
+    """Return the function that loads without other ranks what stock cannot: a whole model from a URL.
 
     Raises an UnsupportedError if the call asks for more than a whole model in host memory.
     """
-    if what := _more_than_plain(kwargs):
+    if what := _placement_argument(kwargs):
         raise UnsupportedError(
             f"{path}: with {what} this load is left to transformers, which cannot read weights from a URL. Leave it "
             "out and move the model afterwards, or download the checkpoint."
         )
-    return partial(_into_replicas, found, settings_for(found, strict))
+    return partial(_load_replicated, ds_config, settings_for(ds_config, strict))
 
 
-def _into_brought(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
+def _load_by_plugin(ds_config: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
     """A load into a destination that a plug-in brings."""
     places = {name: place for plugin in plugins() for name, place in plugin.destinations.items()}
     if settings.destination not in places:
@@ -128,24 +128,28 @@ def _into_brought(found: dict[str, Any], settings: StreamingConfig, coordinator:
             f"got {settings.destination!r}."
         )
     make: Callable[..., Destination] = import_object(places[settings.destination])
-    return Load(settings, config_without_auto(found), coordinator, make(coordinator, settings, found))
+    return Load(settings, config_without_auto(ds_config), coordinator, make(coordinator, settings, ds_config))
 
 
-def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:
+def _load_partitioned(ds_config: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:
     from ..destinations.deepspeed import partitioned, zero3
 
     refuse_unsafe_partitions()
-    settings, around, ds_config = settings_for(found, strict), partitioned.open_init(), config_without_auto(found)
+    settings, around, full_config = (
+        settings_for(ds_config, strict),
+        partitioned.open_init(),
+        config_without_auto(ds_config),
+    )
     if around is not None:
-        ds_config = partitioned.config_of(around, ds_config if found else {})
-    load = Load(settings, ds_config, coordinator, partitioned.Partitioned(ds_config, coordinator, around=around))
-    zero3.refuse_unsupported(ds_config)
+        full_config = partitioned.config_of(around, full_config if ds_config else {})
+    load = Load(settings, full_config, coordinator, partitioned.Partitioned(full_config, coordinator, around=around))
+    zero3.refuse_unsupported(full_config)
     if _builds_without_memory():
         raise UnsupportedError(
             "from_pretrained inside accelerate's init_empty_weights() would leave every parameter without values. "
             "Call it outside: under streaming() no rank holds the whole model anyway."
         )
-    if (sections := zero3.undecided(found)) and coordinator.is_main:
+    if (sections := zero3.undecided(ds_config)) and coordinator.is_main:
         warn_of_open_dtype(sections, 'Set "enabled" to true or false.')
     return load
 
@@ -155,7 +159,7 @@ def is_pipeline(distributed_config: Any) -> bool:
     return getattr(distributed_config, "pp_size", 1) not in (None, 1)
 
 
-def _say_pipeline(distributed_config: Any) -> None:
+def _warn_of_pipeline(distributed_config: Any) -> None:
     if announced_local_rank() == 0:
         logger.warning_once(
             f"hf_zero_stream leaves this load to transformers, because with pp_size={distributed_config.pp_size} "
@@ -164,8 +168,8 @@ def _say_pipeline(distributed_config: Any) -> None:
         )
 
 
-def _into_shards(
-    found: dict[str, Any],
+def _load_sharded(
+    ds_config: dict[str, Any],
     strict: bool | None,
     device: torch.device,
     packing_unsupported_reason: str,
@@ -173,14 +177,14 @@ def _into_shards(
 ) -> Load:
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
 
-    settings = settings_for(found, strict)
+    settings = settings_for(ds_config, strict)
     shards = DTensors(
         coordinator,
         device,
         packing_unsupported_reason=packing_unsupported_reason,
         shares_columns=shares_columns(settings),
     )
-    return Load(settings, config_without_auto(found), coordinator, shards)
+    return Load(settings, config_without_auto(ds_config), coordinator, shards)
 
 
 def shares_columns(settings: StreamingConfig) -> bool:
@@ -188,20 +192,20 @@ def shares_columns(settings: StreamingConfig) -> bool:
     return settings.share_reads and settings.verify in ("off", "sizes")
 
 
-def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
-    ds_config = config_without_auto(found)
+def _load_replicated(ds_config: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
+    full_config = config_without_auto(ds_config)
     replicas: Destination
-    if found:
+    if ds_config:
         from ..destinations.deepspeed.flat import EngineReplicas
 
-        replicas = EngineReplicas(ds_config, coordinator, settings)
+        replicas = EngineReplicas(full_config, coordinator, settings)
     else:
         from ..destinations.replicated import Replicated
 
         kind = accelerators.kind()
         device = (kind and accelerators.device_of_rank(kind, announced_local_rank())) or torch.device("cpu")
         replicas = Replicated(coordinator, settings, device)
-    return Load(settings, ds_config, coordinator, replicas)
+    return Load(settings, full_config, coordinator, replicas)
 
 
 def settings_for(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
@@ -230,11 +234,11 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
             "reads the checkpoint by transformers' own code, and nothing is shared."
         )
     # Where FSDP_CPU_RAM_EFFICIENT_LOADING is set, transformers loads on rank 0 alone.
-    return not _more_than_plain(kwargs) and not is_fsdp_enabled()
+    return not _placement_argument(kwargs) and not is_fsdp_enabled()
 
 
-def _more_than_plain(kwargs: Mapping[str, Any]) -> str:
-    """What asks for more than the whole model in host memory; "" if nothing does."""
+def _placement_argument(kwargs: Mapping[str, Any]) -> str:
+    """Name the argument or setting that asks for more than the whole model in host memory; "" if none does."""
     for name in ("device_map", "state_dict"):
         if kwargs.get(name) is not None:
             return f"{name}="

@@ -36,17 +36,17 @@ from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig
 from ..settings.scope import set_in_context
-from .set_aside import SetAside
+from .meta_replacement import MetaReplacement
 
 
 logger = logging.get_logger(__name__)
 
-_MARK = "_hf_zero_stream_deferral"
+_ATTRIBUTE = "_hf_zero_stream_deferral"
 """The attribute by which a model knows its deferral, until it is prepared."""
 
 
 class Deferral:
-    """What is needed to read a lazy model's values later. When it is called, it reads those of one view.
+    """Reads a lazy model's values after the load. When it is called, it reads those of one view.
 
     The model, its hooks and its lazy parameters keep it alive, and it keeps none of them.
     """
@@ -56,15 +56,15 @@ class Deferral:
         self._until = until
         self._checkpoint: OpenCheckpoint
         self._lock = threading.RLock()
-        self._has_spoken = False
+        self._has_warned = False
 
     @classmethod
     def load(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
         """A load that leaves a model's parameters lazy, until accelerate shards it."""
-        return cls(config)._load(coordinator, fsdp.why_no_bytes())
+        return cls(config)._load(coordinator, fsdp.no_byte_shards_reason())
 
     @classmethod
-    def load_to_cut(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
+    def load_for_autotp(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
         """A load that leaves a model's parameters lazy, until DeepSpeed cuts them; see :mod:`.autotp`."""
         why = "DeepSpeed's AutoTP cuts matrices, and knows nothing of packed ones"
         return cls(config, "deepspeed.initialize() cuts it by AutoTP")._load(coordinator, why)
@@ -92,7 +92,7 @@ class Deferral:
 
     def _attach(self, model: nn.Module) -> None:
         """Have `model`, or the part of it that is used, read itself when it is first used without accelerate."""
-        vars(model)[_MARK] = self
+        vars(model)[_ATTRIBUTE] = self
         for module in model.modules():
             if any(isinstance(param, LazyTensor) for param in module.parameters()):
                 module.register_forward_pre_hook(self.fill_whole)
@@ -103,9 +103,9 @@ class Deferral:
 
     def detach(self, model: nn.Module) -> list[nn.Module]:
         """Undo what was done to `model` for the time until it is prepared; returns what has been loaded in it."""
-        owners = [module for module in model.modules() if vars(module).get(_MARK) is self]
+        owners = [module for module in model.modules() if vars(module).get(_ATTRIBUTE) is self]
         for module in owners:
-            delattr(module, _MARK)
+            delattr(module, _ATTRIBUTE)
         for module in model.modules():
             self._remove_hooks(module)
         return owners
@@ -124,20 +124,20 @@ class Deferral:
         with self._lock:
             lazy = [p for p in module.parameters() if isinstance(p, LazyTensor) and p.reader is self]
             if lazy:
-                self._say_so(module)
+                self._warn_of_early_use(module)
                 alone = Coordinator.of_this_rank()
                 with alone.reporting():
                     self.fill(module, alone, InPlace(self, alone, lazy[0].device))
             for part in module.modules():
                 self._remove_hooks(part)
 
-    def _say_so(self, module: nn.Module) -> None:
-        if not self._has_spoken and Coordinator.of_this_rank().is_main:
+    def _warn_of_early_use(self, module: nn.Module) -> None:
+        if not self._has_warned and Coordinator.of_this_rank().is_main:
             logger.warning(
                 f"hf_zero_stream: {type(module).__name__} is used before {self._until}. So each rank that uses it "
                 "reads all of it now, as it would without streaming()."
             )
-        self._has_spoken = True
+        self._has_warned = True
 
     @collector_paused()
     def fill(self, model: nn.Module, coordinator: Coordinator, destination: Destination) -> LoadReport:
@@ -153,8 +153,8 @@ class Deferral:
 
 
 def deferrals_of(model: nn.Module) -> list[Deferral]:
-    """Those of `model` and of its parts, in an order that is the same on all ranks."""
-    marks = [vars(module).get(_MARK) for module in model.modules()]
+    """Return the deferrals of `model` and of its parts, in an order that is the same on all ranks."""
+    marks = [vars(module).get(_ATTRIBUTE) for module in model.modules()]
     readers = [param.reader for param in model.parameters() if isinstance(param, LazyTensor)]
     return [each for each in dict.fromkeys([*marks, *readers]) if isinstance(each, Deferral)]
 
@@ -180,10 +180,10 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
                 deferral.detach(model)
             if not lazy:
                 return original(accelerator, model)
-            aside = SetAside(model, lazy, accelerator, coordinator)
+            replacement = MetaReplacement(model, lazy, accelerator, coordinator)
             with set_in_context(_is_sharding, True):
                 model = original(accelerator, model)
-            destination = aside.put_back(model)
+            destination = replacement.put_back(model)
             report: Any = first.fill(model, coordinator, destination)
             for owner in owners:
                 owner.streaming_report = report
@@ -208,7 +208,7 @@ def prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: An
 
 
 def make_record(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-    """Of a lazy parameter that somebody else's ``fully_shard`` cuts, for instance TRL's of a reference model."""
+    """Read a lazy parameter that somebody else's ``fully_shard`` cuts, for instance TRL's of a reference model."""
     if isinstance(param, LazyTensor):
         param.become(param.in_memory())
     original(self, param, *args, **kwargs)

@@ -42,7 +42,7 @@ _OF_CONFIGS = ("revision", "token", "cache_dir", "subfolder", "local_files_only"
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one rank will read, and the memory that it will need, in the load and in training (both computed)."""
+    """The bytes that one rank will read, and the memory that it will need, in load and training (both computed)."""
 
     load: LoadPlan
     memory: MemoryFootprint
@@ -153,7 +153,7 @@ def _forecast(path: str, load: Load, arguments: Mapping[str, Any], lora: Any = N
 
 
 def _with_adapters(load: Load, model: Any, tied: set[str], lora: Any) -> MemoryFootprint:
-    """What the planned `model` needs if adapters are put on it after the load."""
+    """Compute the memory that the planned `model` needs if adapters are put on it after the load."""
     put_adapters_on(model, lora)
     trained = load.destination.footprint(model, tied, load.config)
     assert trained is not None and load.footprint is not None
@@ -199,7 +199,7 @@ def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> d
     return {**ds_config, **{name: {**ds_config[name], "enabled": name in names} for name in sections}}
 
 
-class _Nowhere(Destination):
+class _NoDestination(Destination):
     """Has no memory to fill; the lazy model gets the dtypes that it would have under ZeRO-3."""
 
     hides_zero3 = True
@@ -213,7 +213,7 @@ class _Nowhere(Destination):
 
 def load_of_layouts(config: StreamingConfig) -> Load:
     """A load for :func:`lazily_loaded` of a model that is never read; needs no DeepSpeed."""
-    return Load(config, {}, Coordinator(0, 1, alone=True), _Nowhere())
+    return Load(config, {}, Coordinator(0, 1, alone=True), _NoDestination())
 
 
 def lazily_loaded(

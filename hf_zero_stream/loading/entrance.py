@@ -1,4 +1,4 @@
-"""Where calls of ``from_pretrained`` come to us, and what is left to transformers with nothing but light imports.
+"""Receives the calls of ``from_pretrained``, and leaves some to transformers with nothing but light imports.
 
 Most blocks on one rank, outside ZeRO-3, only load models as transformers loads them. They must not wait for the import
 of what streams, which takes longer than such a load.
@@ -25,7 +25,7 @@ from ..holdings.marks import (
     whole_shape,
 )
 from ..registry.plugins import has_tool, tool
-from ..seams.ds_config import found_config
+from ..seams.ds_config import active_config
 from ..settings import scope
 from ..settings.config import StreamingConfig, announces_fsdp2, announces_zero3
 from ..sources.base import is_url
@@ -54,17 +54,17 @@ _OF_CHECKPOINT = (
     *("revision", "subfolder", "variant", "cache_dir", "local_files_only"),
     *("key_mapping", "use_safetensors", "gguf_file", "weights_only"),
 )
-"""Those that say which checkpoint is loaded."""
+"""Arguments of ``from_pretrained`` that say which checkpoint is loaded."""
 
 _LOADS = f"{__package__}.integration"
-"""What streams. Once it is there, a load may be inside another one."""
+"""The module that streams. Once it is imported, a load may be inside another one."""
 
 
-def of_model(original: StockFunction, cls: Any, *args: Any, **kwargs: Any) -> Any:
+def from_pretrained_hook(original: StockFunction, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``PreTrainedModel.from_pretrained``."""
     if not scope.active_configs():
         return original(cls, *args, **kwargs)
-    if _LOADS not in sys.modules and _is_stocks(*args, **kwargs):
+    if _LOADS not in sys.modules and _is_stock_load(*args, **kwargs):
         result = original(cls, *args, **kwargs)
     else:
         from .integration import from_pretrained
@@ -94,7 +94,7 @@ def note_source(model: Any, path: Any, kwargs: Mapping[str, Any]) -> None:
     vars(model)[LOADED_SHAPES] = {name: tuple(whole_shape(param)) for name, param in model.named_parameters()}
 
 
-def _is_stocks(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
+def _is_stock_load(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
     """Whether a load is left to transformers whatever comes: of one rank, of a whole model, with no wish for us.
 
     Raises a ConfigError, as every load, if settings are wrong.
@@ -102,7 +102,7 @@ def _is_stocks(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
     settings = StreamingConfig.resolve(scope.current_config(), {})
     path = kwargs.get("pretrained_model_name_or_path", path)
     asks = settings.strict or bool(settings.destination) or not _OURS.isdisjoint(kwargs) or _may_be_at_url(path)
-    return not (asks or _may_stream() or announces_zero3() or shards_by_fsdp2() or found_config()[0])
+    return not (asks or _may_stream() or announces_zero3() or shards_by_fsdp2() or active_config()[0])
 
 
 def shards_by_fsdp2() -> bool:
@@ -127,9 +127,9 @@ def _may_be_at_url(path: Any) -> bool:
     return bool(scope.active_configs()) and is_url(path)
 
 
-def of_auto_model(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
+def auto_model_hook(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
     """``from_pretrained`` of an Auto class for models."""
-    load = partial(asking_at_once, MODEL_FILES, original)
+    load = partial(load_with_prefetch, MODEL_FILES, original)
     if not scope.active_configs() or (_LOADS not in sys.modules and not _may_stream()):
         return load(*args, **kwargs)
     from .integration import auto_model
@@ -137,15 +137,15 @@ def of_auto_model(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
     return auto_model(load, *args, **kwargs)
 
 
-def of_tokenizer(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
-    return asking_at_once(TOKENIZER_FILES, original, *args, **kwargs)
+def tokenizer_hook(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
+    return load_with_prefetch(TOKENIZER_FILES, original, *args, **kwargs)
 
 
-def of_processor(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
-    return asking_at_once(PROCESSOR_FILES, original, *args, **kwargs)
+def processor_hook(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
+    return load_with_prefetch(PROCESSOR_FILES, original, *args, **kwargs)
 
 
-def asking_at_once(names: Sequence[str], original: StockFunction, *args: Any, **kwargs: Any) -> Any:
+def load_with_prefetch(names: Sequence[str], original: StockFunction, *args: Any, **kwargs: Any) -> Any:
     """Call a ``from_pretrained``, with the class first; for the `names` see :func:`prefetching`."""
     path = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")  # the first one is the class
     with prefetching(path, kwargs, names):

@@ -20,13 +20,13 @@ from ..holdings.marks import is_inside_zero_init
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.measures import collector_paused
-from ..seams.ds_config import ModelsConfig, found_config
+from ..seams.ds_config import ModelsConfig, active_config
 from ..seams.loading import raise_if_misfit
 from ..seams.session import Original, Session
 from ..settings import scope
 from ..settings.config import buildable_config
-from .choice import choose, choose_alone, settings_for
-from .entrance import MODEL_FILES, asking_at_once, url_of
+from .choice import choose, choose_for_one_rank, settings_for
+from .entrance import MODEL_FILES, load_with_prefetch, url_of
 
 
 logger = logging.get_logger(__name__)
@@ -40,7 +40,7 @@ def from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> 
     around = Session.current()
     if not scope.active_configs() or (around is not None and not around.building):
         return original(cls, *args, **kwargs)
-    stock = functools.partial(asking_at_once, MODEL_FILES, original, cls, *args)
+    stock = functools.partial(load_with_prefetch, MODEL_FILES, original, cls, *args)
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
     if around is not None:
@@ -48,7 +48,7 @@ def from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> 
     if ds_config is None:
         return _load(cls, stock, path, kwargs, strict, None)
     ds_config = _buildable(ds_config)
-    with expected_at(_occasion_of(ds_config)):  # the stage is known now, if the config was a file's path
+    with expected_at(_meeting_kind_of(ds_config)):  # the stage is known now, if the config was a file's path
         own_config = ModelsConfig(ds_config)
     try:
         result = _load(cls, stock, path, kwargs, strict, own_config)
@@ -68,21 +68,21 @@ def auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     ds_config = kwargs.get("ds_config")
     if ds_config is None:
-        is_for_all = found_config()[1] or is_inside_zero_init()
+        is_for_all = active_config()[1] or is_inside_zero_init()
     else:
         ds_config = kwargs["ds_config"] = _buildable(ds_config)
-        is_for_all = _occasion_of(ds_config) is LOAD
+        is_for_all = _meeting_kind_of(ds_config) is LOAD
     with expected_at(LOAD) if is_for_all else nullcontext():
         return original(*args, **kwargs)
 
 
 def _buildable(ds_config: Any) -> dict[str, Any]:
-    with expected_at(_occasion_of(ds_config)):
+    with expected_at(_meeting_kind_of(ds_config)):
         return buildable_config(ds_config)
 
 
-def _occasion_of(ds_config: Any) -> Occasion:
-    """What ranks come together for under `ds_config`, which is not validated yet; ZeRO-3's load if in doubt."""
+def _meeting_kind_of(ds_config: Any) -> Occasion:
+    """Return the kind of meeting for a load under `ds_config`, not validated yet; ZeRO-3's load if in doubt."""
     if is_inside_zero_init():
         return LOAD
     zero = ds_config.get("zero_optimization", {}) if isinstance(ds_config, Mapping) else None
@@ -108,15 +108,15 @@ def _load(
     cls: Any, stock: Stock, path: Any, kwargs: dict[str, Any], strict: bool | None, own_config: ModelsConfig | None
 ) -> Any:
     """Stream, together with the other ranks; or leave the load to stock."""
-    found, is_zero3 = found_config(own_config)
-    choice = choose(cls, path, kwargs, found, strict, is_zero3=is_zero3 or is_inside_zero_init())
-    if choice is not None and choice.occasion is not None:
+    ds_config, is_zero3 = active_config(own_config)
+    choice = choose(cls, path, kwargs, ds_config, strict, is_zero3=is_zero3 or is_inside_zero_init())
+    if choice is not None and choice.meeting_kind is not None:
         coordinator = Coordinator.of_default_group()
         try:
-            with meeting(choice.occasion, choice.subject, coordinator=coordinator):
-                return _streamed(choice.make_load, coordinator, stock, path, kwargs)
+            with meeting(choice.meeting_kind, choice.subject, coordinator=coordinator):
+                return _run_stock_with_seams(choice.make_load, coordinator, stock, path, kwargs)
         except (Apart, DisagreementError) as why:
-            if not choice.occasion.is_optional:
+            if not choice.meeting_kind.is_optional:
                 raise
             if why.says_it if isinstance(why, Apart) else coordinator.is_main:
                 as_what = "" if choice.works_alone else ", as stock transformers does"
@@ -124,15 +124,15 @@ def _load(
                     f"hf_zero_stream: ranks do not share the reading of {path}. Each loads it alone{as_what}: {why}"
                 )
     if choice is not None and choice.works_alone:
-        return _streamed(choice.make_load, Coordinator.of_this_rank(), stock, path, kwargs)
+        return _run_stock_with_seams(choice.make_load, Coordinator.of_this_rank(), stock, path, kwargs)
     if url_of(path, kwargs):
-        make_load = choose_alone(path, kwargs, found, strict)
-        return _streamed(make_load, Coordinator.of_this_rank(), stock, path, kwargs)
-    return _stock_from_pretrained(stock, kwargs, settings_for(found, strict).strict)
+        make_load = choose_for_one_rank(path, kwargs, ds_config, strict)
+        return _run_stock_with_seams(make_load, Coordinator.of_this_rank(), stock, path, kwargs)
+    return _stock_from_pretrained(stock, kwargs, settings_for(ds_config, strict).strict)
 
 
 @collector_paused()
-def _streamed(
+def _run_stock_with_seams(
     make_load: Callable[[Coordinator], Load], coordinator: Coordinator, stock: Stock, path: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Call stock's `from_pretrained` with our seams, which make it stream."""

@@ -19,7 +19,7 @@ from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp
 from ..holdings.marks import is_packed, local_of
-from ..holdings.model_parallel import refuse_parts
+from ..holdings.model_parallel import refuse_unknown_shards
 from ..holdings.own_names import named_buffers
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
@@ -98,7 +98,7 @@ def load_some_into(
     with _before_meeting(coordinator):
         refuse_settings(kwargs)
         refuse_sharding(path, kwargs)
-        refuse_parts(model, "load_into")
+        refuse_unknown_shards(model, "load_into")
         live_model = _inside(model)
 
     def lazy_model(load: Load) -> LazyModel:

@@ -1,4 +1,4 @@
-"""What can be taken away: each folder is a plug-in, whose ``__init__.py`` says as data what it brings.
+"""Plug-ins, each of which can be removed: the ``__init__.py`` of its folder says as data what it brings.
 
 See :mod:`hf_zero_stream.registry.plugins`. Nothing outside this folder imports anything of it.
 """

@@ -28,7 +28,7 @@ from ..ranks.rendezvous import SAVE
 from ..registry.plugins import tool
 from ..registry.rows import PatchScope
 from ..reports.save import SaveReport
-from ..seams.saving import is_noting
+from ..seams.saving import is_laying_out
 from ..seams.wrappers import unwrapped
 from ..settings.scope import active_configs, set_in_context
 from .arguments import SIGNATURE, SaveArguments, refuse_unknown, refuse_url
@@ -97,7 +97,7 @@ def of_model(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **
     arguments = bound.arguments
     if not _is_ours(arguments):
         _refuse_packed(arguments)
-        if active_configs() and not is_noting():
+        if active_configs() and not is_laying_out():
             refuse_url(arguments["save_directory"])
         return original(self, *args, **kwargs)
     leader = _leader.get()
@@ -121,7 +121,7 @@ def of_model(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **
 
 def _is_ours(arguments: Mapping[str, Any]) -> bool:
     """Whether all ranks save together what a call of ``save_pretrained`` asks for; else transformers does."""
-    if is_noting():
+    if is_laying_out():
         return False
     leader = _leader.get()
     if leader is not None and leader.settings is not None:
@@ -144,7 +144,7 @@ def _refuse_packed(arguments: Mapping[str, Any]) -> None:
     A load may take them for values and give a wrong model, as bitsandbytes' does. Adapters alone it saves rightly.
     """
     model = arguments["self"]
-    if is_noting() or getattr(model, "_hf_peft_config_loaded", False) or not is_packed(model):
+    if is_laying_out() or getattr(model, "_hf_peft_config_loaded", False) or not is_packed(model):
         return
     raise UnsupportedError(
         f"save_pretrained({arguments['save_directory']!r}): the weights of this {type(model).__name__} are quantised "

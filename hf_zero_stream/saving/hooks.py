@@ -27,14 +27,14 @@ from ..holdings.marks import is_gathered_whole, lacks_values
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
-from ..seams.adapted import with_all_adapters
+from ..seams.adapter_saving import saving_all_adapters
 from ..seams.wrappers import (
-    is_of_a_trainer,
-    is_of_accelerate,
-    is_of_the_trainer,
+    belongs_to_trainer,
+    has_sharded_model,
+    is_defined_by_accelerate,
+    is_defined_by_trainer,
     replaced_methods_of,
     saves_by_default,
-    shares_its_model,
     unwrapped,
 )
 from ..settings.scope import active_configs, set_in_context
@@ -51,7 +51,7 @@ _asked_by: ContextVar[str] = ContextVar("hf_zero_stream_state_dict_asked_by", de
 
 
 def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if not active_configs() or not shares_its_model(model):
+    if not active_configs() or not has_sharded_model(model):
         return original(self, model, *args, **kwargs)
     inner = unwrapped(model)
     if not lacks_values(inner) and not calls.is_led():  # rank 0 may be the only one to ask, as in stock
@@ -59,7 +59,7 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
         return inner.state_dict() if dist.get_rank() == 0 else None
     why = _asked_by.get() or _not_its_own(replaced_methods_of(self))
-    if why or (is_of_a_trainer(self) and not calls.is_led()):
+    if why or (belongs_to_trainer(self) and not calls.is_led()):
         if dist.get_rank() == 0:
             why = why or (
                 "code around the Trainer asks for its state dict: an overridden _save() or save_model(), or a callback"
@@ -88,10 +88,10 @@ def save_model(
     """
     call = inspect.signature(original).bind(self, model, save_directory, *args, **kwargs)
     call.apply_defaults()
-    is_ours = active_configs() and shares_its_model(model) and lacks_values(unwrapped(model))
+    is_ours = active_configs() and has_sharded_model(model) and lacks_values(unwrapped(model))
     if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, model, save_directory, *args, **kwargs)
-    why = _not_its_own(replaced_methods_of(self) + ([] if is_of_accelerate(original) else ["save_model"]))
+    why = _not_its_own(replaced_methods_of(self) + ([] if is_defined_by_accelerate(original) else ["save_model"]))
     if not call.arguments["safe_serialization"]:
         why = "save_model(safe_serialization=False) asks for files of torch.save"
     if why:
@@ -166,7 +166,7 @@ def trainer_save_model(
     model: Any = getattr(self, "deepspeed", None) or self.model
     if active_configs():  # all ranks are here
         refuse_url(output_dir or self.args.output_dir)
-    is_stocks = not active_configs() or not shares_its_model(model) or not is_of_the_trainer(original)
+    is_stocks = not active_configs() or not has_sharded_model(model) or not is_defined_by_trainer(original)
     is_ours = not is_stocks and _saves_as_transformers(self)
     if not is_ours or is_gathered_whole(unwrapped(model)):
         if not active_configs():
@@ -178,7 +178,7 @@ def trainer_save_model(
             with whole():
                 save_rest(*args, **kwargs)
 
-        with with_all_adapters(inner), override_methods(self, _save=save_with_them):
+        with saving_all_adapters(inner), override_methods(self, _save=save_with_them):
             return original(self, output_dir, _internal_call=_internal_call)
     noted = noted_saves.get()
 

@@ -22,7 +22,7 @@ from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta, refuse_unreadable
 from ..holdings.marks import has_gathered, is_packed
-from ..holdings.model_parallel import refuse_parts
+from ..holdings.model_parallel import refuse_unknown_shards
 from ..ranks.accelerators import settle
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
@@ -335,7 +335,7 @@ def make_ready(model: Any, inner: torch.nn.Module, doing: str, instead: str) -> 
 
     The error is ``{doing}: ... {instead}``.
     """
-    refuse_parts(model, doing)
+    refuse_unknown_shards(model, doing)
     fill_whole(inner)
     if isinstance(model, torch.nn.Module):
         _refuse_fsdp1(model, doing, instead)
@@ -371,9 +371,9 @@ def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasi
     """How ranks come together to save `model`. Rank 0 waits briefly in a ``GatheredParameters``: it is often alone."""
     if coordinator.is_alone or not coordinator.is_main or not has_gathered(model):
         return replace(SAVE, patience_s=ARRIVAL_S)
-    from ..holdings.deepspeed.gathered import not_in_full  # imports deepspeed, which takes seconds
+    from ..holdings.deepspeed.gathered import partitioned_names  # imports deepspeed, which takes seconds
 
-    missing = not_in_full(model)
+    missing = partitioned_names(model)
     if missing:
         advice = (
             f"Inside GatheredParameters rank 0 cannot save alone, because {len(missing)} parameters are not gathered: "

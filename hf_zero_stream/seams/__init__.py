@@ -1,4 +1,4 @@
-"""What is called in place of transformers' functions; the only package that touches its private surface.
+"""Functions that are called in place of transformers' own; the only package that touches its private surface.
 
 ``from_pretrained`` stays transformers' own. While a :class:`Session` is active in a thread, some functions differ:
 

@@ -115,12 +115,12 @@ _MERGE = Occasion(
 )
 
 
-def _changing(module: nn.Module) -> AbstractContextManager[None]:
+def _gathered(module: nn.Module) -> AbstractContextManager[None]:
     if not active_configs() or not any(map(has_partition, module.parameters())):
         return nullcontext()
-    from ..holdings.deepspeed.gathered import changing  # imports deepspeed, which takes seconds
+    from ..holdings.deepspeed.gathered import gathered_module  # imports deepspeed, which takes seconds
 
-    return changing(module)
+    return gathered_module(module)
 
 
 def check_merge_allowed(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,9 +133,9 @@ def check_merge_allowed(original: Callable[..., Any], self: Any, *args: Any, **k
             "it (PeftModel.from_pretrained) and merge there."
         )
     if active_configs() and any(map(has_partition, self.model.parameters())):
-        from ..holdings.deepspeed.gathered import gathered
+        from ..holdings.deepspeed.gathered import select_gathered
 
-        if not gathered(self.model.parameters()):
+        if not select_gathered(self.model.parameters()):
             with Coordinator.of_default_group().watched(_MERGE):
                 pass
     return original(self, *args, **kwargs)
@@ -148,5 +148,5 @@ def onload_layer(original: Callable[..., Any], layer: Any) -> Iterator[None]:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     holds_adapter = isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-    with original(layer), _changing(layer) if holds_adapter else nullcontext():
+    with original(layer), _gathered(layer) if holds_adapter else nullcontext():
         yield

@@ -13,7 +13,7 @@ logger = logging.get_logger(__name__)
 
 
 def computed_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What transformers' initialisation writes to the non-persistent buffers of a lazy `model`, which it spoils."""
+    """Return the values that transformers' initialisation gives a lazy `model`'s non-persistent buffers; spoils it."""
     made: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for key in module._non_persistent_buffers_set:

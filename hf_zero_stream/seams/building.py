@@ -1,4 +1,4 @@
-"""How a load has transformers build the model; and what a user's ``__init__`` makes of it under ZeRO-3.
+"""Has transformers build the model of a load; keeps what a user's ``__init__`` makes of it under ZeRO-3.
 
 Stock fills the parameters that it has made. Here others take their place, and get what it gave to those: values,
 names, attributes and hooks.
@@ -21,7 +21,7 @@ from transformers import modeling_utils
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor
 from .ds_config import zero3_hidden
-from .session import Original, Session, in_session, is_users
+from .session import Original, Session, in_session, is_user_class
 
 
 KEPT_BYTES = 2**28
@@ -44,10 +44,10 @@ def get_init_context(session: Session, original: Original, cls: Any, *args: Any)
         # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
         contexts.append(modeling_utils.set_zero3_state())
         if session.load.config.random_numbers == "stock" and not session.is_dry:
-            from .drawing import drawing
+            from .drawing import DrawOnDevice
 
-            contexts += [modeling_utils.init.no_init_weights(), drawing(session.load.destination.device)]
-        if is_users(cls):
+            contexts += [modeling_utils.init.no_init_weights(), DrawOnDevice(session.load.destination.device)]
+        if is_user_class(cls):
             contexts = [each for each in contexts if not isinstance(each, torch.device)]
             contexts.append(parameters_on_meta(session))
     return contexts
@@ -104,7 +104,7 @@ def parameters_on_meta(session: Session) -> Iterator[None]:
 
 def keep_shared(session: Session, model: Any, loading_info: Any) -> None:
     """Have a parameter that a user's ``__init__`` gave two names keep both, where the checkpoint has it under one."""
-    if is_users(type(model)):
+    if is_user_class(type(model)):
         names: dict[int, list[str]] = {}
         for name, param in session.built.items():
             names.setdefault(id(param), []).append(name)
@@ -113,7 +113,7 @@ def keep_shared(session: Session, model: Any, loading_info: Any) -> None:
             found = [name for name in group if name not in missing]
             for name in group if found else ():
                 if name in missing:
-                    _put(model, name, model.get_parameter(found[0]))
+                    _set_parameter(model, name, model.get_parameter(found[0]))
                     missing.discard(name)
 
 
@@ -122,13 +122,13 @@ def keep_values(session: Session, model: Any, missing: set[str]) -> set[str]:
 
     Returns the others.
     """
-    if not is_users(type(model)) or not missing:
+    if not is_user_class(type(model)) or not missing:
         return missing
     own = {name: value for name in missing if (value := _value_of(session.built.get(name))) is not None}
     values = session.load.coordinator.broadcast(lambda: own)
     for name, value in values.items():
         lazy = LazyTensor.whole(HostTensor.of(value), session.load.checkpoint.materialise)
-        _put(model, name, nn.Parameter(lazy, requires_grad=value.is_floating_point()))  # as in a plain load
+        _set_parameter(model, name, nn.Parameter(lazy, requires_grad=value.is_floating_point()))  # as in a plain load
     return missing - values.keys()
 
 
@@ -141,8 +141,8 @@ def _value_of(param: Any) -> torch.Tensor | None:
     return param.detach().as_subclass(torch.Tensor)
 
 
-def keep_marks(session: Session, model: nn.Module) -> None:
-    """Put the attributes and hooks that ``__init__`` gave to parameters on those that took their place."""
+def keep_attributes(session: Session, model: nn.Module) -> None:
+    """Put the attributes and hooks that ``__init__`` gave to parameters on the parameters that replaced them."""
     now = dict(model.named_parameters(remove_duplicate=False))
     for name, old in session.built.items():
         new: Any = now.get(name)
@@ -157,6 +157,6 @@ def keep_marks(session: Session, model: nn.Module) -> None:
             new.register_post_accumulate_grad_hook(hook)
 
 
-def _put(model: nn.Module, name: str, param: nn.Parameter) -> None:
+def _set_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
     prefix, _, key = name.rpartition(".")
     setattr(model.get_submodule(prefix), key, param)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 
-class drawing(TorchDispatchMode):  # noqa: N801 - a context
+class DrawOnDevice(TorchDispatchMode):
     """Inside, what is drawn on the meta device is also drawn on `device`, as stock does there, and dropped."""
 
     def __init__(self, device: torch.device) -> None:

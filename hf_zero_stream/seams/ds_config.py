@@ -3,7 +3,7 @@
 All of transformers, model files included, finds the config by one module attribute: a weak reference to the config
 object that was made last. Older ones are not found again once it is gone. That is right for a config that a user makes
 once, and wrong for one that ``from_pretrained(ds_config=...)`` makes. So while a model has a config of its own, or a
-thread hides ZeRO-3, a :class:`_StandIn` replaces the weak reference.
+thread hides ZeRO-3, a :class:`_ConfigReference` replaces the weak reference.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _lock = threading.RLock()  # reentrant: the garbage collector may run a finalise
 
 def settings_in_force() -> StreamingConfig:
     """Our settings for a call that is given none: of the block around it, the environment, DeepSpeed's config."""
-    return StreamingConfig.resolve(current_config(), found_config()[0])
+    return StreamingConfig.resolve(current_config(), active_config()[0])
 
 
-def found_config(own: ModelsConfig | None = None) -> tuple[dict[str, Any], bool]:
+def active_config(own: ModelsConfig | None = None) -> tuple[dict[str, Any], bool]:
     """`own`, or the DeepSpeed config that transformers finds, empty if there is none; and whether it is of ZeRO-3."""
     reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
     config = own if own is not None or reference is None else reference()
@@ -50,7 +50,7 @@ class ModelsConfig(HfDeepSpeedConfig):
     def __init__(self, config: Any) -> None:
         try:
             with _lock:
-                _replace_set(True)  # the constructor calls it
+                _patch_setter(True)  # the constructor calls it
                 super().__init__(config)
         except BaseException:
             self.withdraw()  # an error's traceback keeps this object alive
@@ -58,7 +58,7 @@ class ModelsConfig(HfDeepSpeedConfig):
 
     def withdraw(self) -> None:
         """Take this config back, so that transformers no longer finds it."""
-        _change(keep=lambda config: config is not self)
+        _update_reference(keep=lambda config: config is not self)
 
     def __deepcopy__(self, memo: Any) -> ModelsConfig:
         """Return the same object: a copied model needs the config that transformers finds, not an equal one."""
@@ -66,9 +66,11 @@ class ModelsConfig(HfDeepSpeedConfig):
 
 
 def _set_config(config: Any) -> None:
-    """In place of transformers' ``set_hf_deepspeed_config``, which every new config object calls."""
+    """Replace transformers' ``set_hf_deepspeed_config``, which every new config object calls."""
     # A user's config replaces the user's earlier one, but no model's.
-    _change(keep=lambda other: isinstance(config, ModelsConfig) or isinstance(other, ModelsConfig), new=config)
+    _update_reference(
+        keep=lambda other: isinstance(config, ModelsConfig) or isinstance(other, ModelsConfig), new=config
+    )
 
 
 _hidden: ContextVar[bool] = ContextVar("hf_zero_stream_hides_zero3", default=False)
@@ -82,16 +84,16 @@ def is_enabled(original: Callable[[], bool]) -> bool:
 @contextmanager
 def zero3_hidden() -> Iterator[None]:
     """Inside, transformers and its models find no DeepSpeed config in this thread."""
-    _change(hiding=1)
+    _update_reference(hiding=1)
     try:
         with set_in_context(_hidden, True), installed(PatchScope.HIDING):
             yield
     finally:
-        _change(hiding=-1)
+        _update_reference(hiding=-1)
 
 
 @dataclass(frozen=True, eq=False)
-class _StandIn:
+class _ConfigReference:
     """Replaces transformers' weak reference: returns the newest config that is alive, but None to hiding threads."""
 
     entries: Sequence[Callable[[], Any]]  # weak references, the newest last
@@ -104,28 +106,34 @@ class _StandIn:
         return next((config for config in configs if config is not None), None)
 
 
-def _change(keep: Callable[[Any], bool] = lambda config: True, new: Any = None, hiding: int = 0) -> None:
+def _update_reference(keep: Callable[[Any], bool] = lambda config: True, new: Any = None, hiding: int = 0) -> None:
     """Have transformers find the newest of the configs that it could find and `keep` keeps, or the `new` one."""
     with _lock:
         found = transformers_deepspeed._hf_deepspeed_config_weak_ref
-        present = found if isinstance(found, _StandIn) else _StandIn([] if found is None else [found], hiding=0)
+        present = (
+            found
+            if isinstance(found, _ConfigReference)
+            else _ConfigReference([] if found is None else [found], hiding=0)
+        )
         entries = [entry for entry in present.entries if (config := entry()) is not None and keep(config)]
         if new is not None:
             entries.append(weakref.ref(new))
-        # Not below 0: unset_hf_deepspeed_config() may have removed the stand-in, and its count, in between.
+        # Not below 0: unset_hf_deepspeed_config() may have removed our reference, and its count, in between.
         hiding = max(0, present.hiding + hiding)
-        stands_in = hiding > 0 or any(isinstance(entry(), ModelsConfig) for entry in entries)
+        needs_ours = hiding > 0 or any(isinstance(entry(), ModelsConfig) for entry in entries)
         # A plain weak reference where that gives the same.
         plain = entries[-1] if entries else None
-        transformers_deepspeed._hf_deepspeed_config_weak_ref = _StandIn(entries, hiding) if stands_in else plain
-        _replace_set(stands_in)
+        transformers_deepspeed._hf_deepspeed_config_weak_ref = (
+            _ConfigReference(entries, hiding) if needs_ours else plain
+        )
+        _patch_setter(needs_ours)
 
 
 _original_set: Callable[[Any], None] | None = None
 
 
-def _replace_set(wanted: bool) -> None:
-    """Replace transformers' function, by which a new config would replace the stand-in; or put it back."""
+def _patch_setter(wanted: bool) -> None:
+    """Replace transformers' function, by which a new config would replace our reference; or put it back."""
     global _original_set
     found = transformers_deepspeed.set_hf_deepspeed_config
     if wanted and found is not _set_config:

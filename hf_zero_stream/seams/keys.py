@@ -73,7 +73,7 @@ class RenamingChain:
 
 
 class _Renaming(NamedTuple):
-    """What a transform does to all keys of a template: it replaces ``key[start:stop]``.
+    """The effect of a transform on all keys of a template: it replaces ``key[start:stop]``.
 
     transformers replaces the first occurrence of the text that matched. In another key of the template that may be an
     earlier one, so each key is searched.
@@ -89,7 +89,7 @@ class _Renaming(NamedTuple):
 
 
 def _learn(transform: Any, key: str, renamed: str, pattern: str | None) -> _Renaming | None:
-    """How `transform`, which has `renamed` the key, renames such keys; None if that depends on the key."""
+    """Learn how `transform`, which has `renamed` the key, renames such keys; None if that depends on the key."""
     if pattern is None or type(transform).rename_source_key is not WeightTransform.rename_source_key:
         return None
     prefix, _, match = transform._scoped_match(key)

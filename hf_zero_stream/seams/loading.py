@@ -41,7 +41,7 @@ logger = logging.get_logger(__name__)
 def get_hf_quantizer(
     session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """What is quantised, or shall be, is a matter of plug-ins; versions that give no `gguf_file` here make values."""
+    """Leave quantised loads to a plug-in; versions that pass no `gguf_file` here make values of such a file."""
     session.quantised, file = None, kwargs.get("gguf_file")
     holders = [config, config.get_text_config(decoder=True)]
     configs = [quantization_config, *(getattr(each, "quantization_config", None) for each in holders)]
@@ -239,7 +239,7 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
         raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
     by_hand = session.built_by_hand
     if by_hand:
-        from .building import keep_marks, keep_shared, keep_values
+        from .building import keep_attributes, keep_shared, keep_values
 
         keep_shared(session, model, loading_info)
     if session.strict:
@@ -264,7 +264,7 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
         missing = keep_values(session, model, missing - tied) | tied
     session.load.place(model, missing, tied)
     if by_hand:
-        keep_marks(session, model)
+        keep_attributes(session, model)
     session.built = {}
     if session.load.destination.hides_zero3:
         vars(model)["_load_pretrained_model"] = _load_adapter
@@ -310,21 +310,21 @@ def initialize_weights(
         if not session.builds_values:  # the parameters are on the meta device still
             original(self, module, *args, **kwargs)
     elif session.inside is None:  # else the outer model's load initialises it
-        with _drawing_apart(session) if session.draws_apart else nullcontext():
+        with _keeping_caller_rng(session) if session.keeps_caller_rng else nullcontext():
             session.load.destination.initialise(lambda: original(self, module, *args, **kwargs), module)
 
 
 @contextmanager
-def _drawing_apart(session: Session) -> Iterator[None]:
+def _keeping_caller_rng(session: Session) -> Iterator[None]:
     """Inside, random numbers go on from those of the session; the caller's stay what they are."""
-    mine = random_state()
+    callers_state = random_state()
     if session.random_state is not None:
         set_random_state(session.random_state)
     try:
         yield
     finally:
         session.random_state = random_state()
-        set_random_state(mine)
+        set_random_state(callers_state)
 
 
 @in_session
@@ -334,7 +334,7 @@ def is_fsdp_enabled(session: Session, original: Original) -> bool:
     By it, other ranks of a host draw no random numbers in stock's load. Here they initialise what the checkpoint
     lacks, so they draw apart: what their programs draw next is what it is in stock.
     """
-    session.draws_apart = session.draws_apart or (original() and not modeling_utils.is_local_dist_rank_0())
+    session.keeps_caller_rng = session.keeps_caller_rng or (original() and not modeling_utils.is_local_dist_rank_0())
     return False
 
 

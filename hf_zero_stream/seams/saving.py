@@ -32,7 +32,7 @@ from ..settings.scope import set_in_context
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _SaveLayout:
     """The shards so far, and the tensors that packed weights hold: their bytes, and how the header describes them."""
 
     shards: list[NotedShard]
@@ -40,34 +40,34 @@ class _Noted:
     in_one_shard: bool
 
 
-_noted: ContextVar[_Noted | None] = ContextVar("hf_zero_stream_noted_shards", default=None)
+_current_layout: ContextVar[_SaveLayout | None] = ContextVar("hf_zero_stream_noted_shards", default=None)
 
 
 def save_file(original: Callable[..., Any], tensors: Any, filename: Any, metadata: Any = None, **kwargs: Any) -> Any:
-    if (noted := _noted.get()) is None:
+    if (layout := _current_layout.get()) is None:
         return original(tensors, filename, metadata=metadata, **kwargs)
-    packed = {name: noted.packed[name][0] for name in tensors if name in noted.packed}
-    noted.shards.append(NotedShard(Path(filename).name, tensors, metadata or {}, packed))
+    packed = {name: layout.packed[name][0] for name in tensors if name in layout.packed}
+    layout.shards.append(NotedShard(Path(filename).name, tensors, metadata or {}, packed))
     return None
 
 
 def split(original: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Add what packed weights hold, under the names of the checkpoint, which transformers is done converting."""
-    if (noted := _noted.get()) is not None:
-        state_dict.update({name: lazy for name, (_, lazy) in noted.packed.items()})
-        if noted.in_one_shard:  # of tens of thousands of tensors, splitting them takes longer than all else
+    if (layout := _current_layout.get()) is not None:
+        state_dict.update({name: lazy for name, (_, lazy) in layout.packed.items()})
+        if layout.in_one_shard:  # of tens of thousands of tensors, splitting them takes longer than all else
             return StateDictSplit({}, {SAFE_WEIGHTS_NAME: list(state_dict)}, {})
     return original(state_dict, *args, **kwargs)
 
 
-def is_noting() -> bool:
+def is_laying_out() -> bool:
     """Whether this thread is inside :func:`lay_out_pretrained`, where ``save_pretrained`` is transformers' own."""
-    return _noted.get() is not None
+    return _current_layout.get() is not None
 
 
 def unwrap_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """A PreTrainedModel is no wrapper; to find that out, accelerate would import DeepSpeed, which takes seconds."""
-    return model if is_noting() and isinstance(model, PreTrainedModel) else original(model, *args, **kwargs)
+    return model if is_laying_out() and isinstance(model, PreTrainedModel) else original(model, *args, **kwargs)
 
 
 def lay_out_pretrained(
@@ -92,7 +92,7 @@ def lay_out_pretrained(
         own_code: run the ``save_pretrained`` of the model's class; false if that is what calls this.
         in_one_shard: do not split the tensors, whatever their size.
     """
-    noted = _Noted([], _taken_out(model, state_dict), in_one_shard)
+    layout = _SaveLayout([], _take_packed(model, state_dict), in_one_shard)
     methods = {
         "num_parameters": lambda *_, **__: num_parameters,
         "should_save_on_this_rank": lambda *_: True,  # transformers asks since 5.15
@@ -103,16 +103,19 @@ def lay_out_pretrained(
             parameters[name] if name in parameters else type(model).get_parameter(model, name)
         ),
     }
-    with set_in_context(_noted, noted), override_methods(model, **methods), installed(PatchScope.LAYOUT):
+    with set_in_context(_current_layout, layout), override_methods(model, **methods), installed(PatchScope.LAYOUT):
         save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
         save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     if dtype is not None:
         note_dtype(folder / "config.json", dtype)
-    return noted.shards
+    return layout.shards
 
 
-def _taken_out(model: PreTrainedModel, state_dict: dict[str, Any]) -> Mapping[str, tuple[TensorEntry, LazyTensor]]:
-    """What packed weights hold, taken out of `state_dict`; and off the model, what a quantizer has left behind."""
+def _take_packed(model: PreTrainedModel, state_dict: dict[str, Any]) -> Mapping[str, tuple[TensorEntry, LazyTensor]]:
+    """Take the packed weights out of `state_dict`, and return the tensors that they hold.
+
+    Of a dequantised model, take off the attributes that a quantizer has left.
+    """
     if is_dequantised(model):
         tool(FORGETS, "packed")(model)
     taken: Mapping[str, tuple[TensorEntry, LazyTensor]] = {}
@@ -137,15 +140,15 @@ def stored_names(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, s
     """
     if not isinstance(model, PreTrainedModel):
         return {name: name for name in shapes}
-    marks = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
-    names = {id(mark): name for name, mark in marks.items()}
-    reverted = core_model_loading.revert_weight_conversion(model, marks)
+    placeholders = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    names = {id(placeholder): name for name, placeholder in placeholders.items()}
+    reverted = core_model_loading.revert_weight_conversion(model, placeholders)
     return {names[id(value)]: stored for stored, value in reverted.items() if id(value) in names}
 
 
 def as_stored(model: PreTrainedModel, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The lazy `state_dict` by the names, and with the conversions, of a file of weights; without packed weights."""
-    _taken_out(model, state_dict)
+    _take_packed(model, state_dict)
     return core_model_loading.revert_weight_conversion(model, state_dict)
 
 

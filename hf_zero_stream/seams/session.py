@@ -1,4 +1,4 @@
-"""What the seams of one load share, how a function becomes a seam, and the first of them: the model is built."""
+"""The session: data that the seams of one load share; and how a function becomes a seam."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LazyModel = tuple[PreTrainedModel, set[str], set[str]]
 
 
 class QuantisedLoad(Protocol):
-    """What a plug-in does in a load with a quantization config. All ranks call the same methods, in this order."""
+    """The part of a plug-in in a load with a quantization config. All ranks call the same methods, in this order."""
 
     def quantizer(self, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
         """``get_hf_quantizer``: the quantizer, the config of the model, and the device map."""
@@ -55,7 +55,7 @@ class QuantisedLoad(Protocol):
         ...
 
     def converting(self, hf_quantizer: Any) -> AbstractContextManager[None]:
-        """Where transformers converts lazy tensors by the quantizer."""
+        """Return a context in which transformers converts lazy tensors by the quantizer."""
         ...
 
     def pack(self, model: PreTrainedModel, dtype: torch.dtype | None, loading_info: Any) -> None:
@@ -65,7 +65,7 @@ class QuantisedLoad(Protocol):
 
 @dataclass(eq=False)
 class Session:
-    """What the seams of one streaming ``from_pretrained`` share. Active inside ``with session:``, in this thread.
+    """Data that the seams of one streaming ``from_pretrained`` share. Active inside ``with session:``, in this thread.
 
     Attributes:
         is_dry: ``from_pretrained`` is called for its lazy model only; :class:`Stopped` ends it there.
@@ -83,7 +83,7 @@ class Session:
         placing: places the lazy model's values, once transformers knows which of them are missing.
         called: the names of the functions of ours that transformers has called, each in place of its own.
         lacks: whether its checkpoint lacks parameters or buffers, which transformers initialises.
-        draws_apart: whether this rank draws no random numbers in stock's load, where it initialises nothing.
+        keeps_caller_rng: whether this rank draws no random numbers in stock's load, where it initialises nothing.
         random_state: those that it initialises from then, once it has begun.
         spares, chains: caches of :mod:`.keys`.
     """
@@ -105,7 +105,7 @@ class Session:
     placing: Callable[[], None] | None = field(default=None, init=False)
     called: set[str] = field(default_factory=set, init=False)
     lacks: bool = field(default=False, init=False)
-    draws_apart: bool = field(default=False, init=False)
+    keeps_caller_rng: bool = field(default=False, init=False)
     random_state: RandomState | None = field(default=None, init=False)
     spares: dict[int, tuple[Any, Any]] = field(default_factory=dict, init=False)
     chains: dict[int, Any] = field(default_factory=dict, init=False)
@@ -119,7 +119,7 @@ class Session:
 
     @property
     def patch_scope(self) -> PatchScope:
-        """Whose rows are to be installed while it goes on."""
+        """The patch_scope whose rows are installed while the load goes on."""
         return PatchScope.SHARDED if self.load.destination.takes_dtensors else PatchScope.LOAD
 
     def refuse_uncalled(self, *names: str) -> None:
@@ -133,7 +133,7 @@ class Session:
             )
 
     def refuse_incomplete(self) -> None:
-        """The same, when transformers has returned the model."""
+        """Raise as :meth:`refuse_uncalled`, when transformers has returned the model."""
         names = ["load_pretrained_model", "finalize_model_loading", "move_missing_keys"]
         if self.lacks:
             names.append("initialize_weights")
@@ -146,7 +146,7 @@ class Session:
         """Whether ``__init__`` has given the parameters more than their shapes."""
         params = self.built.values()
         marked = any(vars(param).keys() - {"_is_hf_initialized"} or param._backward_hooks for param in params)
-        return bool(params) and (marked or is_users(type(self.model)))
+        return bool(params) and (marked or is_user_class(type(self.model)))
 
     @staticmethod
     def current() -> Session | None:
@@ -168,6 +168,6 @@ class Stopped(BaseException):
         self.lazy_model = lazy_model
 
 
-def is_users(cls: type) -> bool:
+def is_user_class(cls: type) -> bool:
     """Whether a model class is not transformers' own."""
     return not cls.__module__.startswith("transformers.")

@@ -34,7 +34,7 @@ def is_known() -> bool:
 
 
 def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
-    """How these arguments of ``from_pretrained`` shard the model; None if they do not.
+    """Return the config by which these arguments of ``from_pretrained`` shard the model; None if they do not.
 
     Raises what transformers raises if they contradict each other, and a VersionError if this version of transformers
     lacks what the seams here replace: stock gives some types other values then.

@@ -1,4 +1,4 @@
-"""What we use and replace of accelerate and the Trainer; the only module that imports accelerate."""
+"""Uses of accelerate and the Trainer, and functions in place of theirs; the only module that imports accelerate."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from transformers.utils import logging
 
 from ..bindings.install import is_defined_by, is_replaced, replaced_methods
 from ..holdings.marks import is_sharded
-from ..holdings.model_parallel import why_parts
+from ..holdings.model_parallel import unknown_shards_reason
 
 
 logger = logging.get_logger(__name__)
 
 
 def accelerate_config_file() -> str:
-    """Where ``accelerate config`` writes its file."""
+    """Return the path of the file that ``accelerate config`` writes."""
     from accelerate.commands.config.config_args import default_config_file  # imports all of accelerate's commands
 
     return str(default_config_file)
@@ -55,18 +55,18 @@ def unwrapped_scheduler(scheduler: Any) -> Any:
     return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
 
 
-def _is_the_engines(scheduler: Any) -> bool:
+def _is_engine_scheduler(scheduler: Any) -> bool:
     """Whether it is accelerate's wrapper of a DeepSpeed engine's scheduler; accelerate has it where DeepSpeed is."""
     wrapper = getattr(accelerate.utils, "DeepSpeedSchedulerWrapper", None)
     return wrapper is not None and isinstance(scheduler, wrapper)
 
 
 def _steps_with_accelerate(scheduler: Any) -> bool:
-    return isinstance(scheduler, AcceleratedScheduler) and not _is_the_engines(scheduler)
+    return isinstance(scheduler, AcceleratedScheduler) and not _is_engine_scheduler(scheduler)
 
 
 def steps_per_step(scheduler: Any) -> int:
-    """How many steps `scheduler` makes for each step of the optimizer."""
+    """Return the number of steps that `scheduler` makes for each step of the optimizer."""
     counts_ranks = _steps_with_accelerate(scheduler)
     if not counts_ranks or scheduler.split_batches or not scheduler.step_with_optimizer:
         return 1
@@ -96,18 +96,18 @@ def optimizers_of(accelerator: Accelerator) -> Sequence[Any]:
 
 
 @contextmanager
-def keeping_schedulers(accelerator: Accelerator, restored: Sequence[Any]) -> Iterator[None]:
+def without_restored_schedulers(accelerator: Accelerator, restored: Sequence[Any]) -> Iterator[None]:
     """Inside, accelerate restores no scheduler that is in the list `restored` by then."""
     before = accelerator._schedulers
 
-    def stand_in(scheduler: Any) -> Any:
+    def placeholder(scheduler: Any) -> Any:
         def load_state_dict(state: Any) -> None:
             if not any(scheduler is each for each in restored):
                 scheduler.load_state_dict(state)
 
         return SimpleNamespace(load_state_dict=load_state_dict)
 
-    accelerator._schedulers = [each if _is_the_engines(each) else stand_in(each) for each in before]
+    accelerator._schedulers = [each if _is_engine_scheduler(each) else placeholder(each) for each in before]
     try:
         yield
     finally:
@@ -125,7 +125,7 @@ def is_fsdp2(accelerator: Accelerator) -> bool:
     return bool(getattr(accelerator, "is_fsdp2", False))
 
 
-def shares_its_model(engine: Any) -> bool:
+def has_sharded_model(engine: Any) -> bool:
     """Whether `engine` is a DeepSpeed engine with ZeRO around a transformers model, or such a model of DTensors.
 
     Not one of which only DeepSpeed knows what ranks hold; rank 0 says so.
@@ -133,14 +133,14 @@ def shares_its_model(engine: Any) -> bool:
     model = unwrapped(engine)
     if not isinstance(model, PreTrainedModel):
         return False
-    if why := why_parts(engine):
+    if why := unknown_shards_reason(engine):
         if dist.get_rank() == 0:
             logger.warning_once(f"Saves of this {type(model).__name__} are left to DeepSpeed and accelerate: {why}.")
         return False
     return getattr(engine, "zero_optimization_stage", lambda: 0)() > 0 or is_sharded(model)
 
 
-def is_of_a_trainer(accelerator: Accelerator) -> bool:
+def belongs_to_trainer(accelerator: Accelerator) -> bool:
     """Whether a Trainer made `accelerator`; then not only the caller's own script asks it for state dicts.
 
     A Trainer leaves its mark on the plugin for DeepSpeed. Without that we look whether a method of its is running.
@@ -174,17 +174,17 @@ def saves_by_default(trainer: Any, *more: str) -> bool:
 
 
 def replaced_methods_of(accelerator: Accelerator) -> list[str]:
-    """Those of the methods by which `accelerator` saves models that are somebody else's."""
+    """Return the names of those methods by which `accelerator` saves models that somebody has replaced."""
     return replaced_methods(Accelerator, accelerator, "get_state_dict", "save")
 
 
-def is_of_accelerate(method: Any) -> bool:
+def is_defined_by_accelerate(method: Any) -> bool:
     """Whether `method` is what accelerate defines for an ``Accelerator``, and nothing that was put in its place."""
     return is_defined_by(Accelerator, method)
 
 
-def is_of_the_trainer(method: Any) -> bool:
-    """The same of a method of the Trainer's."""
+def is_defined_by_trainer(method: Any) -> bool:
+    """Whether `method` is what transformers defines for a ``Trainer``, and nothing that was put in its place."""
     return is_defined_by(sys.modules["transformers.trainer"].Trainer, method)
 
 

@@ -14,7 +14,7 @@ from ..ranks.coordinator import Coordinator
 from ..saving.count import anything
 from ..saving.lazy_parameters import held_values
 from ..saving.preparation import Content
-from ..seams.adapted import lay_out_adapters
+from ..seams.adapter_saving import lay_out_adapters
 
 
 def keys_of(keys: list[str]) -> list[str]:

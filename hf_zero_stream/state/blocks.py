@@ -23,7 +23,7 @@ from ..checkpoint.safetensors import NotedShard
 from ..errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from ..holdings.holding import Holding, open_flat
 from ..holdings.marks import local_of
-from ..holdings.slots import BLOCKS, Slot, kind_of
+from ..holdings.slots import BLOCKS, Slot, storage_kind
 from ..holdings.training import Training
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
@@ -66,7 +66,7 @@ def _parts(slots: Sequence[Slot], number: int, group: GroupRecord) -> Iterator[t
 
 
 def _described(value: torch.Tensor, slot: Slot) -> list[Any]:
-    is_on_host = "host" in kind_of(value, slot.values).split()
+    is_on_host = "host" in storage_kind(value, slot.values).split()
     return [str(value.dtype).removeprefix("torch."), list(value.shape), is_on_host]
 
 

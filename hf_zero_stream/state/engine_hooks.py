@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..bindings.install import is_defined_by, replaced_methods
 from ..errors import ConfigError, UnsupportedError
-from ..holdings.model_parallel import has_parts, why_parts
+from ..holdings.model_parallel import is_model_parallel, unknown_shards_reason
 from ..ranks.coordinator import Coordinator
 from ..settings.scope import active_configs
 from .callers import (
@@ -182,9 +182,9 @@ def _asks_for_universal(engine: Any, load_dir: Any, tag: Any) -> bool:
 
 def _is_other_zero(engine: Any, load_dir: Path, tag: Any) -> bool:
     """Whether `load_dir` is a ZeRO checkpoint that DeepSpeed cannot load into this engine, and we can (all ranks)."""
-    if not engine.zero_optimization() or engine.load_universal_checkpoint() or why_parts(engine):
+    if not engine.zero_optimization() or engine.load_universal_checkpoint() or unknown_shards_reason(engine):
         return False
-    if has_parts(engine) and of_parts_in(load_dir, tag):
+    if is_model_parallel(engine) and of_parts_in(load_dir, tag):
         return False
     shards_parameters = engine.zero_optimization_partition_weights()
     return other_zero_in(load_dir, tag, engine.seq_dp_world_size, shards_parameters)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError, UnsupportedError
-from ..holdings.slots import MASTER, Slot, is_number, kind_of, make_entries
+from ..holdings.slots import MASTER, Slot, is_number, make_entries, storage_kind
 from ..holdings.training import Training
 from .blocks import make_blocks
 from .groups import option_of, with_kind
@@ -102,7 +102,7 @@ def _tensors(slots: Sequence[Slot], keys: Collection[str]) -> dict[str, dict[str
     for slot in slots:
         for key in keys if not slot.is_swapped else ():
             value = None if key == MASTER else slot.elementwise(key)
-            if value is not None and (kind := kind_of(value, slot.values)):
+            if value is not None and (kind := storage_kind(value, slot.values)):
                 of_kind = found.setdefault(key, {}).setdefault(kind, [])
                 of_kind.extend(member.name for member in slot.members)
     return found
@@ -230,7 +230,7 @@ class Recorded:
         }
 
     def kind(self, key: str, slot: Slot, name: str) -> str:
-        """The :func:`kind_of` of the elementwise state `key`, beside what `slot` trains now."""
+        """The :func:`storage_kind` of the elementwise state `key`, beside what `slot` trains now."""
         words = self._kinds.get((key, name), "").split()
         return " ".join(word for word in words if word != str(slot.values.dtype).removeprefix("torch."))
 
@@ -272,7 +272,7 @@ def _described(slot: Slot, keys: Collection[str], with_numbers: bool) -> dict[st
         if key in slot.blocks:
             found[key] = "a tensor in blocks"
         elif key not in small:
-            found[key] = f"a tensor {kind_of(value, slot.values)}"
+            found[key] = f"a tensor {storage_kind(value, slot.values)}"
         elif _is_recorded_number(value):
             kind = _type_of(value, slot) if isinstance(value, torch.Tensor) else ""
             found[key] = _number_text(kind, _plain(value), with_numbers)

@@ -26,12 +26,12 @@ from ..seams.wrappers import (
     batch_size_of,
     checkpoint_number,
     is_fsdp2,
-    keeping_schedulers,
     saves_by_default,
     scheduler_of,
     schedulers_of,
     trainer_state_in,
     unwrapped,
+    without_restored_schedulers,
 )
 from ..settings.config import announced_local_rank
 from ..settings.scope import active_configs, set_in_context
@@ -72,7 +72,7 @@ def load_state_of_accelerator(original: Callable[..., Any], self: Any, *args: An
     if not active_configs():
         return original(self, *args, **kwargs)
     finish_pending(raises=False)
-    with entered(_of_accelerator(self)) as caller, keeping_schedulers(self, caller.restored):
+    with entered(_of_accelerator(self)) as caller, without_restored_schedulers(self, caller.restored):
         return original(self, *args, **kwargs)
 
 

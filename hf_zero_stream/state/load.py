@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..checkpoint.format import excerpt
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.marks import is_adapted
-from ..holdings.model_parallel import refuse_parts
+from ..holdings.model_parallel import refuse_unknown_shards
 from ..holdings.own_names import own_names, own_or_clean
 from ..holdings.slots import BLOCKS, EXACT
 from ..holdings.training import Training
@@ -119,14 +119,14 @@ def load_state(
             names = own_names(training.model)
             found = found.renamed(partial(own_or_clean, names))
             record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place))
-            training = training.of_trained(_trained_in(record))
+            training = training.without_frozen(_trained_in(record))
             swapped, values = training.swapped_masters, record.with_masters
             if isinstance(found, StateRecord) and has_more(training.model, values - swapped):
                 needs_all = not values or bool(swapped)
                 coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
             if isinstance(found, StateRecord) and is_adapted(training.model):
                 refuse_other_base(training.model, record, place, coordinator, _trained_in(record))
-        with training.changing():
+        with training.replacing_state():
             drop_options(training.optimizer, record)
             prepare_entries(training.optimizer, training.slots, record)
             if isinstance(found, StateRecord):
@@ -177,7 +177,7 @@ def load_without_optimizer(
     place, model = folder / tag, unwrapped(engine)
     with meeting(LOAD, coordinator=coordinator):
         with coordinator.reporting():
-            refuse_parts(engine, "training state")
+            refuse_unknown_shards(engine, "training state")
         found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
         record = found.renamed(partial(own_or_clean, own_names(model)))
         has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder))

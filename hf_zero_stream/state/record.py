@@ -15,7 +15,7 @@ import torch
 
 from ..checkpoint.format import parse_object
 from ..errors import CheckpointError
-from ..holdings.slots import MASTER, Slot, is_kind
+from ..holdings.slots import MASTER, Slot, is_storage_kind
 from ..sources.base import is_plain_name
 from .digests import Digest
 from .plain import restored
@@ -48,8 +48,8 @@ class GroupRecord:
         kinds: of those `numbers` that are tensors, their dtypes, and ``host`` if only they are there, by name.
         others: what it keeps beside, such as None, by name: each value that there is, and the names of the parameters
             that have it; None for all of them.
-        tensors: elementwise states that differ from what is trained, by name: how (:func:`.slots.kind_of`), and of
-            which parameters.
+        tensors: elementwise states that differ from what is trained, by name: how (:func:`.slots.storage_kind`), and
+            of which parameters.
         in_blocks: what it keeps in blocks (:mod:`.blocks`), by name: of which parameters.
         parts: each slot that is kept in blocks, on whatever rank: a digest of what lies in it, and for each name in it
             dtype, shape, and whether only it is on the host.
@@ -115,7 +115,9 @@ class GroupRecord:
         if not _is_dict(self.others, list) or not all(map(_is_other, chain.from_iterable(self.others.values()))):
             yield "others"
         if not _is_dict(self.tensors, dict) or not all(
-            is_kind(kind) and _are_names(names) for of_key in self.tensors.values() for kind, names in of_key.items()
+            is_storage_kind(kind) and _are_names(names)
+            for of_key in self.tensors.values()
+            for kind, names in of_key.items()
         ):
             yield "tensors"
 

@@ -162,7 +162,7 @@ def refuse_other_training(training: Training, record: StateRecord, place: Path) 
             training.scheduler, record.scheduler, record.batch_size, training.batch_size, str(place)
         )
     groups = training.optimizer.param_groups
-    training = training.of_trained({name for group in record.groups for name in group.parameters})
+    training = training.without_frozen({name for group in record.groups for name in group.parameters})
     if len(groups) != len(record.groups):
         raise ConfigError(
             f"{place}: the optimizer had {len(record.groups)} groups, and has {len(groups)} now. Make the same groups."

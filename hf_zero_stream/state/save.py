@@ -130,7 +130,7 @@ def save_state(
         refuse_url(folder)
         refuse_unknown(kwargs, ("dtype",))
         folder = Path(folder)
-        training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).of_trained()
+        training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).without_frozen()
         refuse_optimizer(training)
         refuse_unreadable(training.model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
         refuse_module_entries(training.model)

@@ -56,10 +56,10 @@ def with_other_records(folder: Path) -> list[str]:
         stock(self, policy)
 
     FSDPParam.init_dtype_attrs = asks_for_more  # type: ignore[method-assign]
-    assert fsdp.why_no_bytes() == ""
-    fsdp.why_no_bytes.cache_clear()
+    assert fsdp.no_byte_shards_reason() == ""
+    fsdp.no_byte_shards_reason.cache_clear()
     FSDPParam.init_dtype_attrs = None  # type: ignore[method-assign, assignment]
-    assert "not known how FSDP2" in fsdp.why_no_bytes()
+    assert "not known how FSDP2" in fsdp.no_byte_shards_reason()
     del FSDPParam.init_dtype_attrs
     fsdp._param_class.cache_clear()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(VersionError) as caught:

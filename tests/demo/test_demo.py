@@ -126,7 +126,7 @@ def faked_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         failed = arm not in results or "error" in results[arm]
         return int(failed), "killed by a signal\n"
 
-    monkeypatch.setattr(demo, "_launched", torchrun)
+    monkeypatch.setattr(demo, "_launch", torchrun)
     return results
 
 
@@ -175,7 +175,7 @@ def test_errors(faked_ranks: dict[str, Any], folder: str) -> None:
 def test_a_training_that_differs_is_seen(
     faked_ranks: dict[str, Any], folder: str, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], fault: str
 ) -> None:
-    monkeypatch.setattr(demo, "_made", lambda place: Path(folder))
+    monkeypatch.setattr(demo, "_make_checkpoint", lambda place: Path(folder))
     same = {"model.safetensors": "weights"}
     arm = {**ARM, "seconds": [2.0, 1.0], "losses": [3.0, 2.0, 1.0]}
     faked_ranks |= {"stock": arm, "streaming": arm, "resumed": {**arm, "losses": [1.0]}}

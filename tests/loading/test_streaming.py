@@ -19,7 +19,7 @@ from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.registry.rows import PatchScope
-from hf_zero_stream.seams.ds_config import _StandIn
+from hf_zero_stream.seams.ds_config import _ConfigReference
 from hf_zero_stream.settings import config, scope
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
@@ -36,7 +36,7 @@ def nothing_stays_patched() -> Any:
     yield
     after = patched_attributes()  # of modules that have been imported since, too
     assert {place: after[place] for place in before} == before
-    assert not isinstance(transformers_deepspeed._hf_deepspeed_config_weak_ref, _StandIn)
+    assert not isinstance(transformers_deepspeed._hf_deepspeed_config_weak_ref, _ConfigReference)
 
 
 def is_patched() -> bool:

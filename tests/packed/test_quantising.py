@@ -172,9 +172,9 @@ def test_homes(cluster: None, folders: dict[str, Path]) -> None:
 
 
 def watched(folder: Path) -> dict[str, Any]:
-    from hf_zero_stream.plugins.packed import batches, together
+    from hf_zero_stream.plugins.packed import batches, quantised_rows
 
-    batches.VALUES_BYTES, together.CHUNK_NUMEL = 2**18, 2**14
+    batches.VALUES_BYTES, quantised_rows.CHUNK_NUMEL = 2**18, 2**14
     settings = hf_zero_stream.StreamingConfig(staging_bytes=2**20, progress=False)
     with hf_zero_stream.streaming(settings), AllocationWatch() as watch:
         model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -105,7 +105,7 @@ def given_of_a_stream(checkpoint: Path) -> tuple[list[bool], float]:
     parts = pinned_parts(sizes)
     assert [part.nbytes for part in parts] == sizes
     pinned = sum(part.nbytes for part in parts if part.is_pinned())
-    return [value.is_pinned() for value in stream._given._values.values()], pinned / sum(sizes)
+    return [value.is_pinned() for value in stream._sent._values.values()], pinned / sum(sizes)
 
 
 @pytest.mark.plugin("stream")

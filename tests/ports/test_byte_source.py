@@ -17,7 +17,7 @@ from hf_zero_stream.checkpoint.map import CheckpointMap
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, ReadError
-from hf_zero_stream.loading.dry_load import _Nowhere
+from hf_zero_stream.loading.dry_load import _NoDestination
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.base import ByteSource, Hints, Retries
 from tests.support.memory_files import Busy, MemoryFiles
@@ -130,7 +130,7 @@ def test_another_format() -> None:
     config, alone = StreamingConfig(progress=False), Coordinator(0, 1, alone=True)
     checkpoint = OpenCheckpoint(config, alone, lambda: source, raw)
     for opened in (checkpoint, checkpoint.reopened(alone, torch.device("cpu"))):
-        with closing(Load(config, {}, alone, _Nowhere(), opened)) as load:
+        with closing(Load(config, {}, alone, _NoDestination(), opened)) as load:
             slices = load.open(["x", "y"], None)
             joined = torch.cat([slices["y"][...], slices["x"][1:]]).materialise()  # type: ignore[union-attr]
             assert bytes(joined.tolist()) == b"defgbc" and load.map_file("x").views["x"].sizes == (3,)

@@ -26,8 +26,8 @@ import hf_zero_stream
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.engine.places import place_of
 from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError, UrlError
-from hf_zero_stream.plugins.remote.answers import Answers, answers_once
 from hf_zero_stream.plugins.remote.files import RemoteFiles
+from hf_zero_stream.plugins.remote.response_cache import ResponseCache, cached_responses
 from hf_zero_stream.plugins.remote.urls import RequestFailed, StoreKey, checkpoint_url, joined, located, repository_of
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
@@ -226,20 +226,20 @@ def test_what_is_asked_for_ahead() -> None:
             raise error
         return key
 
-    with answers_once() as answers, answers_once() as inner:
-        assert inner is answers is Answers.current()
-        answers.ask_ahead(("whole", "a"), partial(ask, "a"))
+    with cached_responses() as answers, cached_responses() as inner:
+        assert inner is answers is ResponseCache.current()
+        answers.prefetch(("whole", "a"), partial(ask, "a"))
         assert [answers.get(("whole", "a"), partial(ask, "a")) for _ in range(2)] == ["a", "a"]
         for status, times in ((404, 1), (403, 1), (503, 3), (0, 3)):
             asked.clear()
-            answers.ask_ahead(("whole", str(status)), partial(ask, "x", RequestFailed("no", status)))
+            answers.prefetch(("whole", str(status)), partial(ask, "x", RequestFailed("no", status)))
             for _ in range(3):
                 with pytest.raises(RequestFailed):
                     answers.get(("whole", str(status)), partial(ask, "x", RequestFailed("no", status)))
             assert len(asked) == times, status
-    assert Answers.current() is None
+    assert ResponseCache.current() is None
     asked.clear()
-    answers.ask_ahead(("whole", "a"), partial(ask, "a"))
+    answers.prefetch(("whole", "a"), partial(ask, "a"))
     assert answers.get(("whole", "a"), partial(ask, "a")) == "a" and asked == ["a"]
 
 

@@ -9,7 +9,7 @@ from math import prod
 import hf_zero_stream
 from benchmarks.scale import MODELS
 from benchmarks.stream_plan import model_of, world_on_paper
-from hf_zero_stream.plugins.stream.direct import MESSAGE_BYTES, shares_of, sliced
+from hf_zero_stream.plugins.stream.direct import MESSAGE_BYTES, plan_messages, sliced
 from hf_zero_stream.plugins.stream.reads import whole
 
 
@@ -27,12 +27,12 @@ def test_bytes_of_each_rank() -> None:
     assert sum(max(bucket.nbytes.values()) for bucket in stream.buckets) == nbytes > 3e9
     sent: Counter[int] = Counter()
     for bucket in stream.buckets:
-        layout = shares_of(bucket, 0).layout
+        layout = plan_messages(bucket, 0).layout
         assert sum(piece.message_bytes for each in layout.messages for piece in each.pieces) == layout.nbytes
         for message in layout.messages:
             size = sum(piece.message_bytes for piece in message.pieces)
             assert size <= MESSAGE_BYTES or len(message.pieces) == 1
-            sent[message.giver] += size
+            sent[message.sender] += size
     assert sent.total() == nbytes and len(sent) == WORLD
     assert max(sent.values()) < 1.01 * nbytes / WORLD
 

@@ -204,18 +204,18 @@ class DirectServer(VLLMServer):
         return {}
 
     def _count(self, group: Any) -> None:
-        begin_receive, share = group.begin_receive, group.share
+        begin_receive, broadcast = group.begin_receive, group.broadcast_from_worker
 
-        def received(tensor: torch.Tensor, giver: int) -> Any:
+        def received(tensor: torch.Tensor, sender: int) -> Any:
             self._received.append(tensor.nbytes)
-            return begin_receive(tensor, giver)
+            return begin_receive(tensor, sender)
 
         def shared(tensor: torch.Tensor, worker: int) -> None:
             if worker == group.number:
                 self._shared.append(tensor.nbytes)
-            share(tensor, worker)
+            broadcast(tensor, worker)
 
-        group.begin_receive, group.share = received, shared
+        group.begin_receive, group.broadcast_from_worker = received, shared
 
     def _tensors(self, number: int, plan: str, buckets: int, *, sliced: bool) -> None:
         held = self._held[number] = {}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from hf_zero_stream.holdings import fsdp
-from hf_zero_stream.holdings.shards import shard_of
+from hf_zero_stream.holdings.shards import dtensor_shard_of
 from tests.support.loading import find_class
 from tests.support.parity import _named, _same_bits, _ties
 
@@ -95,13 +95,13 @@ def _cut(mine: torch.Tensor, expected: torch.Tensor, record: Any) -> tuple[torch
     if not isinstance(mine, DTensor):
         return mine.detach(), expected.detach()
     if record is None:
-        box = shard_of("", mine, None).box
+        box = dtensor_shard_of("", mine, None).box
         for dim, intervals in enumerate(box.intervals):
             expected = torch.cat([expected.narrow(dim, start, stop - start) for start, stop in intervals], dim)
         return mine.to_local().detach(), expected.detach()
     inner = fsdp.inner_spec(record)
     if inner is not None:
-        box = shard_of("", inner, None).box
+        box = dtensor_shard_of("", inner, None).box
         for dim, intervals in enumerate(box.intervals):
             expected = torch.cat([expected.narrow(dim, start, stop - start) for start, stop in intervals], dim)
     dim, parts, part, _ = fsdp.chunk_of(record)

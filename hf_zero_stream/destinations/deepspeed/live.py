@@ -15,10 +15,10 @@ from ...bindings.table import refuse_lacking
 from ...checkpoint.nodes import Computed, View
 from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
-from ...holdings.deepspeed.gathered import gather, gathered
+from ...holdings.deepspeed.autotp_shards import autotp_shard_of
+from ...holdings.deepspeed.gathered import gather, select_gathered
 from ...holdings.deepspeed.held import is_trained_apart
 from ...holdings.deepspeed.masters import ZENFLOW, Master, masters_of
-from ...holdings.deepspeed.parts import part_of
 from ...holdings.marks import is_cut
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
@@ -83,7 +83,7 @@ class LiveModel(LiveWhole):
 
     def allocate(self) -> None:
         """Free full values that will be stale (small parameters', hpZ's copies): DeepSpeed gathers them again."""
-        self._in_context = gathered(self._loaded)
+        self._in_context = select_gathered(self._loaded)
         for param in filter(is_zero_param, self._loaded):
             if param.ds_status == ZeroParamStatus.AVAILABLE:
                 param.partition()
@@ -129,7 +129,7 @@ class _Filling:
         shared = next((master.values for master in masters if master.is_whole), param)
         flat, box = self.scattered.flat(name, shared), None
         if is_cut(param):
-            part = part_of(name, param)
+            part = autotp_shard_of(name, param)
             box, view = part.box, narrowed(view, part.box)
             self.direct.append(item_of(part.target(name, shared.dtype), view, flat))
         else:

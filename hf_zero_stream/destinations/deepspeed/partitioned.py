@@ -141,9 +141,9 @@ class Partitioned(Destination):
     def _fetched(self, touched: Sequence[Any]) -> AbstractContextManager[None]:
         if not touched:  # the checkpoint has nearly all parameters of nearly all models
             return nullcontext()
-        from ...holdings.deepspeed.gathered import gathering
+        from ...holdings.deepspeed.gathered import gathered_params
 
-        return gathering(self._coordinator, touched)
+        return gathered_params(self._coordinator, touched)
 
 
 def _copy_own_part(param: Any, row: torch.Tensor) -> None:

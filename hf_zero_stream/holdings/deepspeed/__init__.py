@@ -1,1 +1,1 @@
-"""What DeepSpeed keeps in memory: partitions, masters, moments."""
+"""Values that DeepSpeed keeps in memory: partitions, masters, moments."""

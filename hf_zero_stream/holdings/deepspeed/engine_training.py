@@ -1,4 +1,4 @@
-"""What trains the model of a DeepSpeed engine, at any ZeRO stage."""
+"""Describes the training of a DeepSpeed engine's model, at any ZeRO stage: slots, scheduler, scaler, counters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..own_names import named_parameters
 from ..slots import MASTER, Member, Slot, entries_of, slots_of_parameters
 from ..training import STEPS, Training
 from . import partitions
+from .autotp_shards import autotp_shard_of, is_empty_on_any_rank, trained_box
 from .masters import ZENFLOW, fragments_of, trained_by
-from .model_parallel import refuse_parts
-from .parts import is_empty_somewhere, part_of, trained_part
+from .model_parallel import refuse_unknown_shards
 
 
 _RELIED_ON = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
@@ -38,7 +38,7 @@ def validate_tag(engine: DeepSpeedEngine, tag: str) -> None:
 
 
 def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinator: Coordinator) -> Training:
-    """What trains `model`, which is inside `engine`; its scheduler is `scheduler`, or the engine's own.
+    """Describe the training of `model`, which is inside `engine`; its scheduler is `scheduler`, or the engine's own.
 
     Raises:
         UnsupportedError: its state cannot be reached, or is not known.
@@ -47,7 +47,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
     optimizer = getattr(wrapper, "optimizer", wrapper)
     if not hasattr(optimizer, "state"):  # there is none, or one of DeepSpeed's that stands in for it
         raise UnsupportedError("The engine has no optimizer: deepspeed.initialize was given none.")
-    refuse_parts(engine, "training state")
+    refuse_unknown_shards(engine, "training state")
     _refuse_data_efficiency(engine)
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         slots = list(_stage_3(model, wrapper))
@@ -67,7 +67,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         counters={name: getattr(engine, name) for name in _COUNTERS},
         set_counters=partial(_set_counters, engine),
         is_between_steps=_is_between_steps(engine),
-        changing=partial(_changing, wrapper),
+        replacing_state=partial(_replacing_state, wrapper),
         batch_size=engine.train_batch_size(),
         device=partitions.local_device(),
         copy_masters=partial(_copy_masters, model, wrapper),
@@ -78,7 +78,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
 def _add_empty_parts(model: nn.Module, optimizer: Any, slots: list[Slot]) -> None:
     """Have the slots name the parameters of which this rank holds nothing: DeepSpeed gives them to no optimizer."""
     params = dict(named_parameters(model))
-    empty = [name for name, param in params.items() if is_empty_somewhere(param)]
+    empty = [name for name, param in params.items() if is_empty_on_any_rank(param)]
     if empty and len(optimizer.param_groups) > 1:
         raise UnsupportedError(
             f"{', '.join(empty[:8])}: some ranks of tensor parallelism hold nothing of {len(empty)} parameter(s), and "
@@ -88,7 +88,7 @@ def _add_empty_parts(model: nn.Module, optimizer: Any, slots: list[Slot]) -> Non
     known = {member.name for slot in slots for member in slot.members}
     for name in empty:
         if not params[name].numel() and name not in known:
-            box = part_of(name, params[name]).box
+            box = autotp_shard_of(name, params[name]).box
             slots[0] = replace(slots[0], members=[*slots[0].members, Member(name, box, 0, 0, 0)])
 
 
@@ -143,7 +143,7 @@ def _set_counters(engine: Any, counters: Mapping[str, int]) -> None:
 
 
 def _scaler(wrapper: Any) -> Any:
-    """What has the numbers of DeepSpeed's loss scaler; None if it scales nothing."""
+    """Return the object that has the numbers of DeepSpeed's loss scaler; None if it scales nothing."""
     config = getattr(wrapper, "loss_scale_config", None)  # stage 0
     if getattr(config, "use_grad_scaling", False):
         return config
@@ -166,7 +166,7 @@ def _scaler_state(wrapper: Any) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _changing(wrapper: Any) -> Iterator[None]:
+def _replacing_state(wrapper: Any) -> Iterator[None]:
     """Inside, no parameter is gathered, and what is gathered afterwards are the new values."""
     for name in ("checkpoint_event_prologue", "checkpoint_event_epilogue"):
         if hasattr(wrapper, name):
@@ -211,7 +211,7 @@ def _stage_3(model: nn.Module, wrapper: Any) -> Iterator[Slot]:
             flat,
             entries_of(wrapper.optimizer, flat),
             members,
-            is_apart=True,
+            has_masters=True,
             is_swapped=is_swapped,
             opened=partial(_swapped_in, wrapper, number) if is_swapped else nullcontext,
         )
@@ -242,7 +242,7 @@ def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> 
     for param, part, first, start, stop in fragments_of(wrapper):
         is_whole = part.numel() >= param.numel() and not hasattr(wrapper, "real_dp_process_group")
         name = _name_of(param, names)
-        box, share = trained_part(name, param, coordinator.rank, coordinator.world_size)
+        box, share = trained_box(name, param, coordinator.rank, coordinator.world_size)
         if is_whole:
             start, stop = share
         member = Member(name, box, first, start, stop, is_whole)
@@ -256,6 +256,6 @@ def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> 
             "checkpoints."
         )
     return [
-        Slot(groups[key], part, entries_of(wrapper.optimizer, part), of_part, is_apart=True)
+        Slot(groups[key], part, entries_of(wrapper.optimizer, part), of_part, has_masters=True)
         for key, (part, of_part) in members.items()
     ]

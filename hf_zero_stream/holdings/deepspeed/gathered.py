@@ -27,8 +27,8 @@ _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR"
 """The attribute in which DeepSpeed counts the contexts around a parameter; earlier versions do not."""
 
 
-def gathered(params: Iterable[Any]) -> list[Any]:
-    """Those of `params` that are inside a ``GatheredParameters`` now, and so may have other values than partitions."""
+def select_gathered(params: Iterable[Any]) -> list[Any]:
+    """Select the `params` inside a ``GatheredParameters`` now: their values may differ from those of partitions."""
     available = [param for param in params if is_zero_param(param) and param.ds_status == ZeroParamStatus.AVAILABLE]
     if _DEPTH is not None:
         return [param for param in available if getattr(param, _DEPTH, 0) > 0]
@@ -36,7 +36,7 @@ def gathered(params: Iterable[Any]) -> list[Any]:
     return available if any(not param.ds_persist for param in available) else []
 
 
-def is_changed(param: Any) -> bool:
+def differs_from_partition(param: Any) -> bool:
     """Whether this rank's elements of a parameter in full are others than those of its partition.
 
     Small parameters are in full between two steps, for every forward pass. Code that writes into one of them, such as
@@ -69,16 +69,16 @@ def gather(coordinator: Coordinator, params: Sequence[Any]) -> None:
 
 
 _GATHERS = ("all_gather_into_tensor", "all_gather")
-"""By which DeepSpeed gathers one parameter."""
+"""The collectives by which DeepSpeed gathers one parameter."""
 
 
 def _run(coordinator: Coordinator, collective: Callable[..., Any], *args: Any, group: Any, async_op: bool) -> None:
-    """In place of a collective of DeepSpeed's, which on a GPU waits for a dead rank until NCCL's time-out is over."""
+    """Run a collective of DeepSpeed's, which on a GPU would wait for a dead rank until NCCL's time-out is over."""
     assert not async_op
     coordinator.run(collective, *args, group=group)
 
 
-def not_in_full(model: nn.Module) -> list[str]:
+def partitioned_names(model: nn.Module) -> list[str]:
     """Names of the parameters whose full values are not here."""
     return [
         name
@@ -94,21 +94,21 @@ def whole_value(param: Any) -> torch.Tensor:
 
 
 @contextmanager
-def changing(module: nn.Module) -> Iterator[None]:
+def gathered_module(module: nn.Module) -> Iterator[None]:
     """Inside, the ZeRO-3 parameters of `module` are in full, and what they are changed to stays (all ranks).
 
     If a ``GatheredParameters`` has any of them, what becomes of them is its matter.
     """
     params = list(filter(is_zero_param, module.parameters()))
-    if not params or gathered(params):
+    if not params or select_gathered(params):
         yield
         return
-    with gathering(Coordinator.of_default_group(), params):
+    with gathered_params(Coordinator.of_default_group(), params):
         yield
 
 
 @contextmanager
-def gathering(coordinator: Coordinator, params: Sequence[Any]) -> Iterator[None]:
+def gathered_params(coordinator: Coordinator, params: Sequence[Any]) -> Iterator[None]:
     """``GatheredParameters(modifier_rank=0)``, which fails on 0-dimensional ones; an exception changes nothing.
 
     Raises a PeerError if a rank dies.

@@ -1,4 +1,4 @@
-"""What a save finds in the memory of DeepSpeed: partitions of ZeRO-3, and what optimizers train in their place."""
+"""Holders for DeepSpeed's memory: partitions of ZeRO-3, and the tensors that optimizers train in their place."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import nn
 from ...errors import UnsupportedError
 from ..holding import Holding, open_flat
 from . import partitions
-from .gathered import gathered, is_changed
+from .autotp_shards import is_empty_shard, trained_box
+from .gathered import differs_from_partition, select_gathered
 from .masters import Master, masters_of
-from .parts import is_empty_part, trained_part
 
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def held_partitions(
     model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
 ) -> dict[str, Holding]:
     """Partitions, or the full values of parameters that a ``GatheredParameters`` holds or code has changed."""
-    in_context = set(map(id, gathered(params.values())))
+    in_context = set(map(id, select_gathered(params.values())))
     undone = []
 
     def holding(name: str, param: Any) -> Holding:
@@ -36,7 +36,8 @@ def held_partitions(
         if id(param) in in_context:
             values = partial(open_flat, param)
             return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
-        if is_changed(param):  # perhaps on some ranks only: each gives at least the elements of its partition
+        # Perhaps on some ranks only: each gives at least the elements of its partition.
+        if differs_from_partition(param):
             if is_trained_apart(param):
                 undone.append(name)
             return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
@@ -56,16 +57,16 @@ def held_partitions(
 def held_by_optimizers(
     model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
 ) -> dict[str, Holding]:
-    """What optimizers train in place of parameters, if that is what is wanted."""
+    """Return the tensors that optimizers train in place of parameters; nothing without `masters`."""
     if not masters:
         return {}
-    in_context = set(map(id, gathered(params.values())))
+    in_context = set(map(id, select_gathered(params.values())))
     replaced = masters_of(param for param in params.values() if not is_zero_param(param))
     found: dict[str, Holding] = {}
     for name, param in params.items():
         if param.dtype == torch.float32:
             continue
-        is_left_out = bool(replaced) and is_empty_part(param)  # no optimizer trains what has no elements
+        is_left_out = bool(replaced) and is_empty_shard(param)  # no optimizer trains what has no elements
         if id(param) in replaced or is_left_out:
             found[name] = _holding_of_masters(name, param, replaced.get(id(param), []), rank, world_size)
         elif is_zero_param(param) and is_trained_apart(param):
@@ -75,7 +76,7 @@ def held_by_optimizers(
                     f"{param.dtype}, and the fp32 values that the optimizer trains may be others. Save after the "
                     "context, or without dtype."
                 )
-            if is_changed(param):
+            if differs_from_partition(param):
                 raise UnsupportedError(
                     f"dtype=torch.float32: code has changed {name} in place, outside of GatheredParameters, and "
                     "the fp32 values that the optimizer trains are still the old ones. Change it inside a "
@@ -92,7 +93,7 @@ def _holding_of_masters(
 ) -> Holding:
     nothing = Master(torch.empty(0, dtype=torch.float32), 0, 0, is_whole=False)  # all of it is trained by other ranks
     values, start, stop, is_whole = masters[0] if masters else nothing
-    box, share = trained_part(name, param, rank, world_size)
+    box, share = trained_box(name, param, rank, world_size)
     if is_whole:
         start, stop = share
     return Holding(box, values.dtype, start, stop, lambda: nullcontext(values), is_whole=is_whole)

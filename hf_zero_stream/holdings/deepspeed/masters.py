@@ -54,7 +54,7 @@ class Master(NamedTuple):
 
 
 def masters_of(params: Iterable[Any]) -> dict[int, list[Master]]:
-    """By the ``id`` of each of `params`, none of ZeRO-3, that an optimizer trains: what it trains here in its place.
+    """Map the ``id`` of each trained one of `params`, none of ZeRO-3, to the masters of it on this rank.
 
     The same parameters on every rank, some with an empty list; an UnsupportedError if masters cannot be reached.
     """
@@ -82,7 +82,7 @@ def trained_by(optimizer: Any) -> Iterator[Any]:
 
 
 def fragments_of(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:
-    """Where the parameters that a DeepSpeed optimizer of stages 0 to 2 trains lie in the tensors that it trains.
+    """Locate the parameters of a DeepSpeed optimizer of stages 0 to 2 in the tensors that it trains.
 
     Each is (parameter, tensor that is trained here, first element in it, first element of the parameter, one past the
     last); without elements where another rank trains it.

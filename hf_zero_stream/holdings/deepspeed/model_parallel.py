@@ -12,7 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ...errors import UnsupportedError
 from ..marks import is_cut
-from .parts import part_of
+from .autotp_shards import autotp_shard_of
 
 
 _SIZES = {
@@ -27,12 +27,12 @@ the method.
 """
 
 
-def why_parts(trained: Any) -> str:
+def unknown_shards_reason(trained: Any) -> str:
     """Why only DeepSpeed knows what the ranks of `trained` hold of its model; "" if it is no such engine."""
     if not isinstance(trained, DeepSpeedEngine):
         return ""
     if trained.autotp_size() > 1:
-        return _why_not_autotp(trained)
+        return _unknown_autotp_reason(trained)
     for name, kind in _SIZES.items():
         size = getattr(trained.mpu, name, lambda: 1)()
         if size > 1:
@@ -40,12 +40,12 @@ def why_parts(trained: Any) -> str:
     return ""
 
 
-def has_parts(engine: DeepSpeedEngine) -> bool:
+def is_model_parallel(engine: DeepSpeedEngine) -> bool:
     """Whether ranks of `engine` hold parts of its model, known or not."""
-    return engine.autotp_size() > 1 or bool(why_parts(engine))
+    return engine.autotp_size() > 1 or bool(unknown_shards_reason(engine))
 
 
-def _why_not_autotp(engine: Any) -> str:
+def _unknown_autotp_reason(engine: Any) -> str:
     """Why it is not known what ranks hold where AutoTP has cut the model of `engine`; "" if it is."""
     combined = [("ZeRO-3", engine.zero_optimization_stage() == 3), ("experts", engine.has_moe_layers)]
     for kind, is_there in combined:
@@ -54,15 +54,15 @@ def _why_not_autotp(engine: Any) -> str:
     try:
         for name, param in engine.module.named_parameters():
             if is_cut(param):
-                part_of(name, param)
+                autotp_shard_of(name, param)
     except UnsupportedError as error:
         return str(error)
     return ""
 
 
-def refuse_parts(trained: Any, doing: str) -> None:
+def refuse_unknown_shards(trained: Any, doing: str) -> None:
     """Raise an UnsupportedError (``{doing}: ...``) if only DeepSpeed knows what ranks hold of the model."""
-    if why := why_parts(trained):
+    if why := unknown_shards_reason(trained):
         raise UnsupportedError(
             f"{doing}: expected an engine whose ranks have the same model; {why}. Use DeepSpeed's own "
             "engine.save_checkpoint and engine.load_checkpoint (inside streaming() too), or what gathers its parts."

@@ -13,7 +13,7 @@ from ..marks import CONVERTED
 
 
 class Origin(NamedTuple):
-    """What a converted layer was: DeepSpeed's ``MoELayerSpec``, and the entries of its state dict, in order.
+    """A layer before its conversion: DeepSpeed's ``MoELayerSpec``, and the entries of its state dict, in order.
 
     `block` is the layer itself, on the meta device, but for the modules that it has in common with the converted one.
     """
@@ -24,12 +24,12 @@ class Origin(NamedTuple):
 
 
 def origin_of(layer: nn.Module) -> Origin | None:
-    """What `layer` was, if it is a converted one."""
+    """Return the origin of `layer`; None if it is not a converted one."""
     return vars(layer).get(CONVERTED)
 
 
 def converted_layers(model: nn.Module) -> dict[str, Origin]:
-    """What the converted layers of `model` were, by name."""
+    """Return the origins of the converted layers of `model`, by name."""
     layers = ((name, origin_of(layer)) for name, layer in model.named_modules())
     return {name: origin for name, origin in layers if origin is not None}
 
@@ -41,8 +41,8 @@ def with_original_experts(model: nn.Module, entries: Mapping[str, Any]) -> dict[
     """
     result = dict(entries)
     for prefix, origin in converted_layers(model).items():
-        mine = {name.removeprefix(f"{prefix}."): result[name] for name in result if name.startswith(f"{prefix}.")}
-        original = _original_entries(origin.spec, origin.shapes, mine)
+        converted = {name.removeprefix(f"{prefix}."): result[name] for name in result if name.startswith(f"{prefix}.")}
+        original = _original_entries(origin.spec, origin.shapes, converted)
         missing = origin.shapes.keys() - original.keys()
         if missing:
             raise UnsupportedError(
@@ -59,7 +59,7 @@ def with_original_experts(model: nn.Module, entries: Mapping[str, Any]) -> dict[
     return result
 
 
-def _original_entries(spec: Any, shapes: Mapping[str, torch.Size], mine: Mapping[str, Any]) -> dict[str, Any]:
+def _original_entries(spec: Any, shapes: Mapping[str, torch.Size], converted: Mapping[str, Any]) -> dict[str, Any]:
     """A block's entries, by name, from those of its replacement."""
     found: dict[str, Any] = {}
     renamed = {"router.gate.": f"{spec.router_name}."}
@@ -70,28 +70,35 @@ def _original_entries(spec: Any, shapes: Mapping[str, torch.Size], mine: Mapping
     if spec.e_score_correction_bias_path is not None:
         path = f"{spec.e_score_correction_bias_path}.e_score_correction_bias"
         renamed["router.e_score_correction_bias"] = path.removeprefix(".")
-    for name, value in mine.items():
+    for name, value in converted.items():
         for theirs, ours in renamed.items():
             if name.startswith(theirs):
                 found[ours + name.removeprefix(theirs)] = value
     if spec.expert_storage == "fused_3d":
-        found |= _fused(spec, shapes, mine)
+        found |= _fused(spec, shapes, converted)
     else:
         for key, name in (("w1", spec.expert_w1_name), ("w2", spec.expert_w2_name), ("w3", spec.expert_w3_name)):
             if name is not None:
-                for number, expert in enumerate(mine[f"experts.{key}"]):
+                for number, expert in enumerate(converted[f"experts.{key}"]):
                     weight = f"{spec.experts_name}.{number}.{name}"
                     found[weight if weight in shapes else f"{weight}.weight"] = expert
     return found
 
 
-def _fused(spec: Any, shapes: Mapping[str, torch.Size], mine: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _fused(spec: Any, shapes: Mapping[str, torch.Size], converted: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The reverse of DeepSpeed's ``ep_repack._repack_fused_3d``."""
     first, second = (f"{spec.experts_name}.{name}" for name in (spec.expert_w1_name, spec.expert_w2_name))
     if spec.expert_w3_name is not None:
         third = f"{spec.experts_name}.{spec.expert_w3_name}"
-        return {first: mine["experts.w1"], second: mine["experts.w2"], third: mine["experts.w3"]}
-    gate_up, down = torch.cat([mine["experts.w1"], mine["experts.w3"]], dim=1), mine["experts.w2"]
+        return {
+            first: converted["experts.w1"],
+            second: converted["experts.w2"],
+            third: converted["experts.w3"],
+        }
+    gate_up, down = (
+        torch.cat([converted["experts.w1"], converted["experts.w3"]], dim=1),
+        converted["experts.w2"],
+    )
     if shapes[second] != down.shape or shapes[first] != gate_up.shape:
         gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     return {first: gate_up, second: down}

@@ -25,7 +25,7 @@ def own_range(param: Any) -> tuple[int, int, int]:
 
 
 def box_of(param: Any) -> ParameterBox:
-    """What of a parameter of the whole model a ZeRO-3 parameter is: all of it, or the experts of some ranks."""
+    """Return the box of the whole model's parameter that a ZeRO-3 parameter is: all of it, or some ranks' experts."""
     return getattr(param, "_hf_zero_stream_box", None) or ParameterBox.whole(param.ds_shape)
 
 

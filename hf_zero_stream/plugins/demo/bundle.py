@@ -1,4 +1,4 @@
-"""What ``doctor --bundle`` writes for an issue: checks, versions, configs, a report, variables; no secrets."""
+"""Writes the file of ``doctor --bundle`` for an issue: checks, versions, configs, a report, variables; no secrets."""
 
 from __future__ import annotations
 

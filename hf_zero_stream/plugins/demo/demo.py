@@ -26,7 +26,7 @@ EXAMPLE = "hf-zero-stream demo --checkpoint Qwen/Qwen3-0.6B --nproc 2"
 
 ARMS = ("stock", "streaming")
 STEPS = 3
-"""Of the trainings of a checkpoint that is made here."""
+"""Steps of the trainings of a checkpoint that is made here."""
 
 _BAR = 48
 """Characters of the longest bar: with its name and its number it fits into 80 columns."""
@@ -49,7 +49,7 @@ _QUIET = {
 
 @dataclass(frozen=True)
 class DemoTask:
-    """What each rank of an arm is told to do; see :mod:`.demo_rank`."""
+    """The task of each rank of an arm; see :mod:`.demo_rank`."""
 
     folder: str
     model_class: str
@@ -57,7 +57,7 @@ class DemoTask:
 
     dtype: str
     config: dict[str, Any]
-    """DeepSpeed's."""
+    """The DeepSpeed config."""
 
     loads: int
     """How often the checkpoint is loaded in each process; memory is that of the last load."""
@@ -108,7 +108,7 @@ def run(
     adamw = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}  # DeepSpeed's own would be compiled first
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adamw, **config}
     with frame.quiet(), tempfile.TemporaryDirectory(prefix="hf-zero-stream-") as name:
-        folder = cached_folder(checkpoint, revision) if checkpoint else _made(Path(name, "qwen3-moe"))
+        folder = cached_folder(checkpoint, revision) if checkpoint else _make_checkpoint(Path(name, "qwen3-moe"))
         loads, steps = (1, 0) if checkpoint else (2, STEPS)
         shards = shards_of(folder)[0]
         with transformers_errors(str(folder)):
@@ -118,11 +118,11 @@ def run(
         arms: dict[str, dict[str, Any]] = {}
         for arm in ARMS:
             (drop_from_cache if cache == "cold" else fill_cache)(shards)
-            _say(f"{arm}: {nproc} ranks load {folder.name}" + (f" and train {steps} steps" if steps else ""))
+            _print_step(f"{arm}: {nproc} ranks load {folder.name}" + (f" and train {steps} steps" if steps else ""))
             arms[arm] = _run_arm(arm, task, nproc, on)
         resumed = None
         if steps and "error" not in arms["streaming"]:
-            _say(f"resumed: {nproc + 1} ranks go on from what {nproc} have saved")
+            _print_step(f"resumed: {nproc + 1} ranks go on from what {nproc} have saved")
             resumed = _run_arm("resumed", task, nproc + 1, on)
             resumed["same_files"] = _same_files(Path(name, "saved"), Path(name, "again"))
 
@@ -162,7 +162,7 @@ def drop_from_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _made(folder: Path) -> Path:
+def _make_checkpoint(folder: Path) -> Path:
     """A Qwen3-MoE with random weights, as ``save_pretrained`` writes it: one tensor per expert."""
     import torch
     import transformers
@@ -187,7 +187,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _say(what: str) -> None:
+def _print_step(what: str) -> None:
     print(f"{what} ...", file=sys.stderr, flush=True)
 
 
@@ -197,7 +197,7 @@ def _run_arm(arm: str, task: DemoTask, nproc: int, on: str) -> dict[str, Any]:
     (results / "task.json").write_text(json.dumps(asdict(task)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     command = [*torchrun, "-m", "hf_zero_stream.plugins.demo.demo_rank", arm, str(results / "task.json")]
-    code, printed = _launched(command, {**_QUIET, **os.environ, **(_ON_A_CPU if on == "cpu" else {})})
+    code, printed = _launch(command, {**_QUIET, **os.environ, **(_ON_A_CPU if on == "cpu" else {})})
     files = [results / f"{arm}-{number}.json" for number in range(nproc)]
     ranks = [json.loads(file.read_text()) for file in files if file.exists()]
     errors = [found["error"] for found in ranks if "error" in found]
@@ -210,7 +210,7 @@ def _run_arm(arm: str, task: DemoTask, nproc: int, on: str) -> dict[str, Any]:
     }
 
 
-def _launched(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+def _launch(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """(exit code, what it printed) of a launcher."""
     with subprocess.Popen(
         command,

@@ -91,7 +91,7 @@ def measure(arm: str, task: DemoTask) -> dict[str, Any]:
 
 
 def digests(model: torch.nn.Module) -> dict[str, str] | None:
-    """Of the bits of this rank's part of every parameter, by name; None if some are in swap files."""
+    """Return digests of the bits of this rank's part of every parameter, by name; None if some are in swap files."""
     from ...holdings.deepspeed.partitions import own_range
 
     found = {}
@@ -129,7 +129,7 @@ def train(arm: str, model: Any, task: DemoTask) -> list[float]:
 
 
 def loss_of(engine: Any, step: int) -> torch.Tensor:
-    """Of token ids made up here, the same on all ranks, so that their number changes nothing."""
+    """Compute the loss of random token ids, the same on all ranks, so that the world size changes nothing."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(engine.module.config.vocab_size, (1, 16), generator=generator).to(engine.device)
     loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss

@@ -160,7 +160,7 @@ def _draw_phases(axes: Any, footprint: MemoryFootprint, device: str) -> None:
 
 
 def _draw_ranks(axes: Any, forecasts: Sequence[Forecast], place: str, limit: int | None) -> None:
-    """What each rank holds between steps, and behind it the highest peak."""
+    """Draw the memory that each rank holds between steps, and behind it the highest peak."""
     names = [f"rank {forecast.load.rank}" for forecast in forecasts]
     peaks = [max(peak.get(place, 0) for peak in _peaks(forecast.memory).values()) for forecast in forecasts]
     axes.barh(names, [peak / _GIB for peak in peaks], color=_COLOURS["peak"], label="peak")
@@ -184,7 +184,7 @@ def _peaks(footprint: MemoryFootprint) -> dict[str, Mapping[str, int]]:
 
 
 def _parts(footprint: MemoryFootprint) -> dict[str, Mapping[str, int]]:
-    """What a rank holds between steps, in bytes by place."""
+    """Return the memory that a rank holds between steps, in bytes by place."""
     return {
         "partitions": footprint.partitions,
         "buffers": footprint.buffers,

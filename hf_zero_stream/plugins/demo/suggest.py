@@ -26,7 +26,7 @@ OFFLOADS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Machines(NamedTuple):
-    """What there is to train on."""
+    """The machines that there are to train on."""
 
     most_ranks: int
     ranks_per_node: int

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ...destinations.base import Batch, Item, allocating
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator, collective_device
-from .together import Quantised
+from .quantised_rows import Quantised
 
 
 VALUES_BYTES = 64 * 2**20
@@ -91,7 +91,7 @@ class _BatchGroup:
         rows = coordinator.run_on_all(partial(self._joined, gathered))
         for number, weight in enumerate(self._weights):
             row = self._sent(number, weight.node, rows.pop(number, None))
-            weight.node.settle(row)
+            weight.node.record_quant_state(row)
             weight.take(row)
 
     def _quantised(self) -> list[torch.Tensor]:
@@ -109,7 +109,7 @@ class _BatchGroup:
         return found
 
     def _gathered(self, number: int, made: torch.Tensor) -> list[torch.Tensor]:
-        """What all ranks have made of a weight, if this rank joins it; else nothing."""
+        """Gather the parts of a weight that all ranks have made, on the rank that joins it; others return nothing."""
         world_size, joins = self._coordinator.world_size, self._joins(number)
         if world_size == 1:
             return [made]

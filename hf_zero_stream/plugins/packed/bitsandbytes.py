@@ -75,13 +75,13 @@ class _Dequantize(ConversionOps):
         weights = [key for key in lists if key.rpartition(".")[2] == "weight"]
         result: dict[str, Any] = {}
         for key in weights:
-            beside = self.hf_quantizer.beside(key, lists)
+            siblings = self.hf_quantizer.siblings(key, lists)
             values = lists[key]
-            if beside:
-                fields = ({name: each[number] for name, each in beside.items()} for number in range(len(values)))
+            if siblings:
+                fields = ({name: each[number] for name, each in siblings.items()} for number in range(len(values)))
                 values = [self.hf_quantizer.dequantised(key, *each) for each in zip(values, fields, strict=True)]
             # Weights that are not quantised come here, too.
-            if self.hf_quantizer.casts and (beside or not _stays_in_fp32(full_layer_name or "", model)):
+            if self.hf_quantizer.casts and (siblings or not _stays_in_fp32(full_layer_name or "", model)):
                 values = [value.to(self.hf_quantizer.dtype) for value in values]
             result[key] = values
         if weights == ["weight"]:
@@ -94,14 +94,14 @@ def _stays_in_fp32(name: str, model: Any) -> bool:
     return any(module in name for modules in lists for module in modules)
 
 
-def _check_sizes(key: str, weight: Any, beside: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def _check_sizes(key: str, weight: Any, siblings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raise a CheckpointError if tensors have other sizes than `state` says: values would get others' scales."""
     numel, nested = prod(state["shape"]), "nested_offset" in state
     blocks = ceil(numel / state["blocksize"])
     expected = {"absmax": blocks, "quant_map": 16}
     if nested:
         expected |= {"nested_absmax": ceil(blocks / state["nested_blocksize"]), "nested_quant_map": 256}
-    found = {name: beside[name].numel() if name in beside else 0 for name in expected}
+    found = {name: siblings[name].numel() if name in siblings else 0 for name in expected}
     found["bytes"], expected["bytes"] = weight.numel() * weight.element_size(), ceil(numel / 2)
     for name, count in expected.items():
         if found[name] != count:
@@ -112,9 +112,9 @@ def _check_sizes(key: str, weight: Any, beside: Mapping[str, Any], state: Mappin
 
 
 def dequantised_4bit(
-    weight: Any, beside: Mapping[str, Any], state: Mapping[str, Any], offset: LazyTensor | None = None
+    weight: Any, siblings: Mapping[str, Any], state: Mapping[str, Any], offset: LazyTensor | None = None
 ) -> Any:
-    """The lazy values of a 4-bit weight, which `state` describes, with the tensors `beside` it.
+    """The lazy values of a 4-bit weight, which `state` describes, with the tensors of its `siblings`.
 
     Without `offset` the ``nested_offset`` of `state` is looked up when values are computed: it may be unknown before.
     """
@@ -134,14 +134,14 @@ def dequantised_4bit(
             absmax = absmax + (inner[2] if to_look_up is None else to_look_up["nested_offset"])
         return (values * absmax.repeat_interleave(block)[: values.numel()]).to(dtype)
 
-    inputs = [weight, beside["absmax"], beside["quant_map"]]
+    inputs = [weight, siblings["absmax"], siblings["quant_map"]]
     parts: list[dict[int, tuple[int, Fraction | int]]] = [
         {0: (0 if weight.shape[0] > 1 else 1, Fraction(1, 2 * weight.element_size()))},
         {0: (0, Fraction(1, block))},
         {},
     ]
     if has_inner:
-        inputs += [beside["nested_absmax"], beside["nested_quant_map"], *([] if offset is None else [offset])]
+        inputs += [siblings["nested_absmax"], siblings["nested_quant_map"], *([] if offset is None else [offset])]
         parts += [{0: (0, Fraction(1, block * nested))}, {}, *([] if offset is None else [{}])]
     flat = LazyTensor.of_blocks(
         dequantise,
@@ -192,33 +192,33 @@ class _Quantizer4bit(HfQuantizer):
         return {"dequantize": _Dequantize}
 
     @staticmethod
-    def beside(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        """What :meth:`dequantised` takes for the weight `key`, out of the tensors of one converter."""
+    def siblings(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """Select the tensors that :meth:`dequantised` takes for the weight `key` from those of one converter."""
         return {name.removeprefix(f"{key}."): each for name, each in lists.items() if name.startswith(f"{key}.")}
 
     @staticmethod
-    def dequantised(key: str, weight: Any, beside: Mapping[str, Any]) -> Any:
+    def dequantised(key: str, weight: Any, siblings: Mapping[str, Any]) -> Any:
         """Two values are in a byte, the first one in its upper half; each is an index into ``quant_map``.
 
         They are scaled by ``absmax``, one for each block of values. With double quantisation these are indices too.
         """
-        state_key = next((name for name in beside if name.startswith(STATE)), None)
-        if state_key is None or not {"absmax", "quant_map"} <= beside.keys():
-            raise CheckpointError(f"{key}: expected absmax, quant_map and {STATE}*; found {', '.join(beside)}.")
-        state = json.loads(bytes(beside[state_key].tolist()))
-        _check_sizes(key, weight, beside, state)
+        state_key = next((name for name in siblings if name.startswith(STATE)), None)
+        if state_key is None or not {"absmax", "quant_map"} <= siblings.keys():
+            raise CheckpointError(f"{key}: expected absmax, quant_map and {STATE}*; found {', '.join(siblings)}.")
+        state = json.loads(bytes(siblings[state_key].tolist()))
+        _check_sizes(key, weight, siblings, state)
         offset = torch.tensor([state.get("nested_offset", 0.0)])
-        return dequantised_4bit(weight, beside, state, LazyTensor.whole(HostTensor.of(offset), weight.reader))
+        return dequantised_4bit(weight, siblings, state, LazyTensor.whole(HostTensor.of(offset), weight.reader))
 
 
 class _Quantizer8bit(_Quantizer4bit):
     serialized_names = {"weight": ["weight", "SCB", "weight_format"]}
 
     @staticmethod
-    def beside(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    def siblings(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         name = f"{key.removesuffix('weight')}SCB"
         return {"SCB": lists[name]} if name in lists else {}
 
     @staticmethod
-    def dequantised(key: str, weight: Any, beside: Mapping[str, Any]) -> Any:
-        return dequantised_8bit(weight, beside["SCB"])
+    def dequantised(key: str, weight: Any, siblings: Mapping[str, Any]) -> Any:
+        return dequantised_8bit(weight, siblings["SCB"])

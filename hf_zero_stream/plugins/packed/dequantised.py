@@ -17,7 +17,7 @@ from ...holdings.marks import ops_of_quantizer
 
 
 def dequantising(quantized: Mapping[str, Any], wished: Any) -> Any:
-    """With which config to load a checkpoint, `quantized` by its own one, so that values come: the `wished`, if any.
+    """Return the config by which a checkpoint, `quantized` by its own one, loads as values: the `wished`, if any.
 
     Raises an UnsupportedError if there is none.
     """

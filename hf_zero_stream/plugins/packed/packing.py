@@ -27,9 +27,9 @@ from ...holdings.marks import packed_weights
 from .dequantised import without_quantizer
 from .modules import PackedLinear, grouped_product, note_packed
 from .programs import NotPackable, NotQuantised
+from .quantised_rows import quantised
 from .quantising import QuantisingQuantizer, sources_of
-from .together import quantised
-from .weights import PackedWeight, Taken, not_whole, pack, sources
+from .weights import PackedWeight, SourceBytes, not_whole, pack, sources
 
 
 logger = logging.get_logger(__name__)
@@ -79,8 +79,8 @@ def pack_model(
     used = {entry.name for entry in _entries_of(*model.parameters(), *model.buffers())}
     made = {} if quantiser is None else quantiser.made
     used.update(entry.name for entry in sources_of(made))
-    beside = [entry for each in made.values() for entry in each.entries]
-    taken = Taken([*load.entries, *beside], used)
+    siblings = [entry for each in made.values() for entry in each.entries]
+    source_bytes = SourceBytes([*load.entries, *siblings], used)
     once = _named_once(model)
     candidates: _Candidates = []
     refused: dict[str, str] = {}
@@ -93,8 +93,8 @@ def pack_model(
             weights = {}
             for key, param in params.items():
                 to_make = made.get(f"{name}.{key}")
-                weight, lazy = pack(param, dtype or param.dtype, wanted[key], taken, always=to_make is not None)
-                weights[key] = weight, quantised(to_make.values, weight, to_make.how) if to_make else lazy
+                weight, lazy = pack(param, dtype or param.dtype, wanted[key], source_bytes, always=to_make is not None)
+                weights[key] = weight, quantised(to_make.values, weight, to_make.quantisation) if to_make else lazy
         except NotQuantised:
             continue
         except NotPackable as why:
@@ -244,7 +244,7 @@ def _packed_experts(cls: type[nn.Module]) -> type[nn.Module]:
 def _experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers' ``grouped_mm_experts_forward`` computes, in its order, for the experts that tokens go to."""
+    """Compute transformers' ``grouped_mm_experts_forward``, in its order, for the experts that tokens go to."""
     packed = packed_weights(self)
     up = "gate_up_proj" if self.has_gate else "up_proj"
     count = len(packed[up].rows)

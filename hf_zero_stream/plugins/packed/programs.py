@@ -1,4 +1,4 @@
-"""How one matrix is dequantised: the nodes of its lazy tensor, taken apart into tensors of the checkpoint and a rule.
+"""Programs that dequantise one matrix: its lazy tensor's nodes, split into tensors of the checkpoint and a rule.
 
 transformers dequantises on lazy tensors, so that a lazy weight already says which bytes of which tensors it comes from
 and by which functions. A *program* is that rule with numbered inputs in place of the tensors: run on their bytes in a

@@ -1,4 +1,4 @@
-"""How transformers is had to dequantise the weights that can stay quantised, by the ``quant_method`` of their config.
+"""Has transformers dequantise the weights that can stay quantised, by the ``quant_method`` of their config.
 
 Each function is called with the fields of a checkpoint's ``quantization_config``, and returns the fields of the config
 by which transformers' own quantizer dequantises lazy tensors, or a quantizer that does so instead; None if the
@@ -24,7 +24,7 @@ Fields = Mapping[str, Any]
 
 
 def dequantiser_of(fields: Fields, *, casts: bool) -> Fields | HfQuantizer | None:
-    """What the function of a plug-in returns for a config with these `fields`; None if no plug-in has one."""
+    """Call the function that a plug-in has for a config with these `fields`; None if no plug-in has one."""
     for plugin in plugins():
         if (place := plugin.quantisers.get(fields.get("quant_method", ""))) is not None:
             function: Callable[..., Fields | HfQuantizer | None] = import_object(place)
@@ -41,7 +41,7 @@ def by_transformers(fields: Fields, *, casts: bool) -> Fields | None:
 
 
 def of_compressed_tensors(fields: Fields, *, casts: bool) -> Fields | None:
-    """The same, for formats that work on lazy tensors."""
+    """transformers' own quantizer, for formats that work on lazy tensors."""
     groups = fields.get("config_groups") or {}
     formats = {group.get("format") or fields.get("format") for group in groups.values()}
     return by_transformers(fields, casts=casts) if formats <= set(COMPRESSED_FORMATS) else None

@@ -1,9 +1,9 @@
 """Quantises by bitsandbytes while loading: NF4 and FP4, with double quantisation or without, and LLM.int8().
 
 transformers' own quantizer makes each weight whole and quantises it, on every rank. Here the weight stays lazy, and
-the ranks quantise it together (:mod:`.together`), by the package's own functions. The result has the tensors
-that a quantised checkpoint would have. The weight is dequantised, lazily, from stand-ins for these tensors, and packed
-as if it came from such a checkpoint.
+the ranks quantise it together (:mod:`.quantised_rows`), by the package's own functions. The result has the tensors
+that a quantised checkpoint would have. The weight is dequantised, lazily, from their placeholders, and packed as if
+it came from such a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...checkpoint.lazy import LazyTensor
 from ...checkpoint.nodes import FileTensor, entries_of
 from ...errors import UnsupportedError, refuse_unknown_version
 from .bitsandbytes import STATE, dequantised_4bit, dequantised_8bit, linear_modules
-from .together import Quantisation
+from .quantised_rows import Quantisation
 
 
 _LONG = -2.2250738585072014e-308
@@ -47,12 +47,12 @@ def is_quantisable(config: BitsAndBytesConfig) -> bool:
     return has_ops and bool(config.is_quantizable()) and not (config.load_in_8bit and config.llm_int8_has_fp16_weight)
 
 
-class ToMake(NamedTuple):
-    """A weight that is to be quantised: its `values`, the stand-ins for its tensors, and how it is quantised."""
+class PlannedQuantisation(NamedTuple):
+    """A weight that is to be quantised: its `values`, the placeholders of its tensors, and how it is quantised."""
 
     values: LazyTensor
     entries: Sequence[TensorEntry]
-    how: Quantisation
+    quantisation: Quantisation
 
 
 class QuantisingQuantizer(base.HfQuantizer):
@@ -62,7 +62,7 @@ class QuantisingQuantizer(base.HfQuantizer):
 
     def __init__(self, config: BitsAndBytesConfig) -> None:
         super().__init__(config, pre_quantized=False)
-        self.made: dict[str, ToMake] = {}
+        self.made: dict[str, PlannedQuantisation] = {}
         self._modules: set[str] = set()
         self._transposed: set[str] = set()
         self._used: set[str] = set()
@@ -95,9 +95,9 @@ class QuantisingQuantizer(base.HfQuantizer):
         return True
 
     def dequantised(self, param_name: str, values: LazyTensor, shape: torch.Size) -> LazyTensor:
-        """What `values` are once they have been quantised, lazily; of another `shape` they stay as they are.
+        """Quantise `values` lazily and dequantise them; those of another `shape` stay as they are.
 
-        Of these transformers reports that they do not fit.
+        transformers reports that these do not fit.
         """
         module = param_name.rpartition(".")[0]
         if module in self._transposed:  # of a ``Conv1D`` in the checkpoint
@@ -129,7 +129,7 @@ class _Quantise(ConversionOps):
         }
 
 
-def _stand_in(
+def _placeholder(
     name: str, dtype: torch.dtype, shape: Sequence[int], values: LazyTensor
 ) -> tuple[TensorEntry, LazyTensor]:
     entry = TensorEntry(name, -1, dtype, tuple(shape), 0, prod(shape) * dtype.itemsize)
@@ -139,12 +139,12 @@ def _stand_in(
 # ------------------------------------------------------------------------------------------------------- 4 bits
 
 
-def _make_4bit(config: BitsAndBytesConfig, name: str, values: LazyTensor) -> tuple[LazyTensor, ToMake]:
-    how = _Quantise4bit(config, name, tuple(values.shape), values.dtype)
-    found = {key: _stand_in(key, dtype, shape, values) for key, (dtype, shape) in how.tensors().items()}
-    beside = {key.removeprefix(f"{name}."): lazy for key, (_, lazy) in found.items() if key != name}
-    result = dequantised_4bit(found[name][1], beside, how.state)
-    return result, ToMake(values, [entry for entry, _ in found.values()], how)
+def _make_4bit(config: BitsAndBytesConfig, name: str, values: LazyTensor) -> tuple[LazyTensor, PlannedQuantisation]:
+    quantisation = _Quantise4bit(config, name, tuple(values.shape), values.dtype)
+    found = {key: _placeholder(key, dtype, shape, values) for key, (dtype, shape) in quantisation.tensors().items()}
+    siblings = {key.removeprefix(f"{name}."): lazy for key, (_, lazy) in found.items() if key != name}
+    result = dequantised_4bit(found[name][1], siblings, quantisation.state)
+    return result, PlannedQuantisation(values, [entry for entry, _ in found.values()], quantisation)
 
 
 class _Quantise4bit:
@@ -193,7 +193,7 @@ class _Quantise4bit:
         found = {self._name: packed.view(self._storage).unsqueeze(1)}
         return found | {f"{self._name}.{key}": value for key, value in state.as_dict(packed=True).items()}
 
-    def settle(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    def record_quant_state(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, int]:
         name = f"{self._name}.{self.state_key}"
         text = bytes(pieces[name].tolist()).rstrip(b"\0")
         self.state.update(json.loads(text))
@@ -228,7 +228,7 @@ def _joined_state(
 
 @functools.cache
 def _template(kind: str, is_double: bool, block: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What a quantised weight has beside its bytes; the offset in its description is as long as one can be.
+    """Return the tensors of a quantised weight beside its bytes; the offset in its description has its full length.
 
     Raises a VersionError if the package does not quantise as :class:`_Quantise4bit` does.
     """
@@ -238,8 +238,8 @@ def _template(kind: str, is_double: bool, block: int, dtype: torch.dtype) -> dic
     )
     _, plain = _functional().quantize_4bit(values, blocksize=block, quant_type=kind)
     joined = _joined_state(plain.absmax, values.shape, dtype, block, kind, is_double)
-    found, mine = state.as_dict(packed=True), joined.as_dict(packed=True)
-    if found.keys() != mine.keys() or not all(torch.equal(found[key], mine[key]) for key in found):
+    found, ours = state.as_dict(packed=True), joined.as_dict(packed=True)
+    if found.keys() != ours.keys() or not all(torch.equal(found[key], ours[key]) for key in found):
         refuse_unknown_version("bitsandbytes", ["quantize_4bit with the scales that quantize_blockwise gives"])
     if is_double:
         state.offset = torch.tensor(_LONG, dtype=torch.float64)
@@ -250,13 +250,15 @@ def _template(kind: str, is_double: bool, block: int, dtype: torch.dtype) -> dic
 # ------------------------------------------------------------------------------------------------------- 8 bits
 
 
-def _make_8bit(config: BitsAndBytesConfig, name: str, values: LazyTensor) -> tuple[LazyTensor, ToMake]:
+def _make_8bit(config: BitsAndBytesConfig, name: str, values: LazyTensor) -> tuple[LazyTensor, PlannedQuantisation]:
     prefix = name.removesuffix("weight")
-    weight, of_weight = _stand_in(name, torch.int8, values.shape, values)
-    scales, of_scales = _stand_in(f"{prefix}SCB", torch.float32, values.shape[:1], values)
-    row_format, _ = _stand_in(f"{prefix}weight_format", torch.uint8, (), values)
-    how = _Quantise8bit(values.shape[1], weight.name, scales.name, row_format.name)
-    return dequantised_8bit(of_weight, of_scales), ToMake(values, [weight, scales, row_format], how)
+    weight, of_weight = _placeholder(name, torch.int8, values.shape, values)
+    scales, of_scales = _placeholder(f"{prefix}SCB", torch.float32, values.shape[:1], values)
+    row_format, _ = _placeholder(f"{prefix}weight_format", torch.uint8, (), values)
+    quantisation = _Quantise8bit(values.shape[1], weight.name, scales.name, row_format.name)
+    return dequantised_8bit(of_weight, of_scales), PlannedQuantisation(
+        values, [weight, scales, row_format], quantisation
+    )
 
 
 class _Quantise8bit:
@@ -278,10 +280,10 @@ class _Quantise8bit:
         tensors = fields[1].view(torch.int8), fields[0].view(torch.float32), torch.tensor(0, dtype=torch.uint8)
         return dict(zip(self._names, tensors, strict=True))
 
-    def settle(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    def record_quant_state(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, int]:
         return {}
 
 
-def sources_of(made: Mapping[str, ToMake]) -> Iterator[TensorEntry]:
+def sources_of(made: Mapping[str, PlannedQuantisation]) -> Iterator[TensorEntry]:
     """The tensors of the checkpoint that are quantised."""
     return entries_of(each.values.view_of_node for each in made.values())

@@ -15,8 +15,8 @@ from ...checkpoint.nodes import FileTensor, HostTensor, View
 from .programs import Neighbours, NotPackable, NotQuantised, Program, taken_apart
 
 
-class Bytes(NamedTuple):
-    """Where bytes of one tensor of the checkpoint lie in a row.
+class SourceRange(NamedTuple):
+    """The place in a row of bytes of one tensor of the checkpoint.
 
     Attributes:
         first: number of the tensor's byte that comes first.
@@ -31,7 +31,7 @@ class Bytes(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PackedWeight:
-    """How a frozen parameter of bytes (uint8) becomes matrices, and which tensors of the checkpoint it holds.
+    """A frozen parameter of bytes (uint8): the program that makes matrices of it, and the tensors that it holds.
 
     The parameter is flat: the rows lie one after the other. So FSDP2, which cuts along the first dimension, gives each
     rank as many bytes as ZeRO-3 does, also where there are fewer experts than ranks.
@@ -50,7 +50,7 @@ class PackedWeight:
     inputs: tuple[tuple[int, torch.dtype, int], ...]
     dtype: torch.dtype
     row_bytes: int
-    rows: tuple[tuple[Bytes, ...], ...]
+    rows: tuple[tuple[SourceRange, ...], ...]
     is_stack: bool
     computes_in: torch.dtype | None = None
 
@@ -79,7 +79,7 @@ class PackedWeight:
     def shorten(self, name: str, nbytes: int) -> None:
         """Note that the tensor `name` of the checkpoint, flat and of bytes, has only `nbytes` bytes."""
 
-        def shortened(each: Bytes) -> Bytes:
+        def shortened(each: SourceRange) -> SourceRange:
             if each.entry.name != name:
                 return each
             entry = each.entry._replace(shape=(nbytes,), stop=each.entry.start + nbytes)
@@ -99,8 +99,8 @@ def _as_dtype(row: torch.Tensor, start: int, dtype: torch.dtype, numel: int) -> 
     return values.view(dtype)
 
 
-class Taken:
-    """Which bytes of which tensors weights hold: when they are written back, each byte must be there exactly once.
+class SourceBytes:
+    """The bytes of the checkpoint's tensors that weights hold: when written back, each must be there exactly once.
 
     `unused` has the tensors that no weight comes from, by their common prefix with the others of their module, for
     instance ``weight_shape`` beside ``weight_packed``, or ``weight.quant_state.x`` beside ``weight``: they are kept,
@@ -117,7 +117,7 @@ class Taken:
                 self.unused.setdefault(_prefix(above or entry.name), []).append(entry)
         self._nodes: dict[str, FileTensor] = {}
 
-    def view(self, bytes_of: Bytes) -> View:
+    def view(self, bytes_of: SourceRange) -> View:
         """The bytes, as uint8, of the file."""
         entry, count = bytes_of.entry, bytes_of.stop - bytes_of.start
         node = self._nodes.get(entry.name)
@@ -133,7 +133,7 @@ def _prefix(name: str) -> str:
 
 
 def pack(
-    weight: LazyTensor, dtype: torch.dtype, is_stack: bool, taken: Taken, *, always: bool = False
+    weight: LazyTensor, dtype: torch.dtype, is_stack: bool, source_bytes: SourceBytes, *, always: bool = False
 ) -> tuple[PackedWeight, LazyTensor]:
     """A dequantised lazy weight, that is to have `dtype`, as a lazy tensor of packed bytes.
 
@@ -146,7 +146,7 @@ def pack(
     """
     whole = weight.view_of_node
     matrices = [whole.narrow(0, number, 1) for number in range(whole.sizes[0])] if is_stack else [whole]
-    program, of_matrices = _alike(matrices)
+    program, of_matrices = _common_program(matrices)
     if program.does_nothing:
         raise NotQuantised("its values are in the file")
     inputs, row_bytes = _laid_out(of_matrices[0])
@@ -155,16 +155,16 @@ def pack(
         places = [(region, start) for region, (start, _, _) in zip(regions, inputs, strict=True)]
         rows.append([_bytes(region, start) for region, start in places if isinstance(region.source, FileTensor)])
         constants.append([(start, region.source) for region, start in places if isinstance(region.source, HostTensor)])
-    rows, row_bytes = _with_unused(rows, row_bytes, taken)
+    rows, row_bytes = _with_unused(rows, row_bytes, source_bytes)
     if row_bytes >= program.result.numel * dtype.itemsize and not always:
         raise NotPackable("its bytes are not fewer than those of its values")
     packed = PackedWeight(program, tuple(inputs), dtype, row_bytes, tuple(map(tuple, rows)), is_stack)
-    lines = [_line(row, more, row_bytes, taken) for row, more in zip(rows, constants, strict=True)]
-    view = View.joined(tuple(lines), 0)
+    row_views = [_row_view(row, more, row_bytes, source_bytes) for row, more in zip(rows, constants, strict=True)]
+    view = View.joined(tuple(row_views), 0)
     return packed, LazyTensor.of(View(view.node, (row_bytes * len(rows),), (1,), view.offset), weight.reader)
 
 
-def _alike(matrices: Sequence[View]) -> tuple[Program, list[list[Neighbours]]]:
+def _common_program(matrices: Sequence[View]) -> tuple[Program, list[list[Neighbours]]]:
     """The one program of all `matrices`, and the regions of each; constants are inputs only if they differ."""
     for takes_constants in (False, True):
         program, regions = taken_apart(matrices[0], takes_constants=takes_constants)
@@ -180,7 +180,7 @@ def _alike(matrices: Sequence[View]) -> tuple[Program, list[list[Neighbours]]]:
 
 
 def _laid_out(regions: Sequence[Neighbours]) -> tuple[list[tuple[int, torch.dtype, int]], int]:
-    """Where in a row the inputs are, each aligned to its dtype, and the length of a row."""
+    """Return the place of each input in a row, aligned to its dtype, and the length of a row."""
     inputs, stop = [], 0
     for region in regions:
         itemsize = region.source.dtype.itemsize
@@ -191,19 +191,21 @@ def _laid_out(regions: Sequence[Neighbours]) -> tuple[list[tuple[int, torch.dtyp
     return inputs, -(-stop // largest) * largest  # after which the next row's inputs are aligned too
 
 
-def _bytes(region: Neighbours, start: int) -> Bytes:
+def _bytes(region: Neighbours, start: int) -> SourceRange:
     assert isinstance(region.source, FileTensor)
     itemsize = region.source.dtype.itemsize
-    return Bytes(region.source.entry, region.first * itemsize, start, start + region.numel * itemsize)
+    return SourceRange(region.source.entry, region.first * itemsize, start, start + region.numel * itemsize)
 
 
-def _with_unused(rows: list[list[Bytes]], row_bytes: int, taken: Taken) -> tuple[list[list[Bytes]], int]:
-    """Each row with the tensors beside its own that nothing else uses; all rows must get as many.
+def _with_unused(
+    rows: list[list[SourceRange]], row_bytes: int, source_bytes: SourceBytes
+) -> tuple[list[list[SourceRange]], int]:
+    """Append unused sibling tensors (for example quant_state) to each row; all rows must get as many.
 
     Texts may differ in length: each has the room of the longest.
     """
     prefixes = [{_prefix(each.entry.name) for each in row} for row in rows]
-    found = [[entry for prefix in sorted(each) for entry in taken.unused.get(prefix, ())] for each in prefixes]
+    found = [[entry for prefix in sorted(each) for entry in source_bytes.unused.get(prefix, ())] for each in prefixes]
     if not any(found):
         return rows, row_bytes
     if len(rows) > 1 and len(set.union(*prefixes)) < len(rows):
@@ -216,18 +218,20 @@ def _with_unused(rows: list[list[Bytes]], row_bytes: int, taken: Taken) -> tuple
     extended = []
     for row, entries in zip(rows, found, strict=True):
         more = [
-            Bytes(entry, 0, start, start + entry.stop - entry.start)
+            SourceRange(entry, 0, start, start + entry.stop - entry.start)
             for entry, start in zip(entries, starts, strict=False)
         ]
         extended.append([*row, *more])
     for prefix in set.union(*prefixes):
-        taken.unused.pop(prefix, None)
+        source_bytes.unused.pop(prefix, None)
     return extended, -(-starts[-1] // 8) * 8
 
 
-def _line(row: Sequence[Bytes], constants: Sequence[tuple[int, HostTensor]], row_bytes: int, taken: Taken) -> View:
-    """The bytes of a row, with zeros where none are; each constant begins at a byte of the row."""
-    spans = [(each.start, taken.view(each)) for each in row]
+def _row_view(
+    row: Sequence[SourceRange], constants: Sequence[tuple[int, HostTensor]], row_bytes: int, source_bytes: SourceBytes
+) -> View:
+    """Join the bytes of a row, with zeros where none are; each constant begins at a byte of the row."""
+    spans = [(each.start, source_bytes.view(each)) for each in row]
     spans += [
         (start, View.whole(HostTensor.of(node.tensor.view(torch.uint8).view(1, -1)))) for start, node in constants
     ]

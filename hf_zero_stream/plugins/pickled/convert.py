@@ -52,7 +52,7 @@ _NOT_COPIED = (".gguf", ".h5", ".msgpack", ".index.json")
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has written; bytes are without headers."""
+    """The result of a conversion; bytes are without headers."""
 
     files: tuple[str, ...]  # the names of the shards
     tensors: int
@@ -97,7 +97,7 @@ def convert(
     source = Path(source)
     contents = contents_of(source)
     contents.refuse_absent(contents.absent)  # who copies the others would not even say that they are lost
-    beside = _beside(source) if config is None else Path(config)
+    beside = _folder_of_config(source) if config is None else Path(config)
     if dtype is None and contents.is_of_training:
         dtype = torch.float32
     for note in contents.notes:
@@ -115,11 +115,11 @@ def convert(
                 noted = _split(contents, checkpoint, folder, dtype, max_shard_size)
             else:
                 if contents.is_of_training:
-                    made = _of_config(beside, contents, checkpoint, trust_remote_code)
+                    made = _model_of_config(beside, contents, checkpoint, trust_remote_code)
                 else:
-                    made = _of_checkpoint(source, contents, checkpoint, trust_remote_code)
+                    made = _model_of_checkpoint(source, contents, checkpoint, trust_remote_code)
                 is_hub = layout == "hub"
-                noted = _laid_out(made, folder, dtype, max_shard_size=max_shard_size, save_original_format=is_hub)
+                noted = _lay_out(made, folder, dtype, max_shard_size=max_shard_size, save_original_format=is_hub)
             shards = [lay_out_shard(shard) for shard in noted]
             reserve(folder, shards)
             with closing(ShardWriter([folder / shard.name for shard in shards])) as files:
@@ -141,8 +141,8 @@ def convert(
     )
 
 
-def _beside(source: Path) -> Path:
-    """Where config, tokenizer and so on of a checkpoint are: around the folder of a tag, if it has none itself."""
+def _folder_of_config(source: Path) -> Path:
+    """Return the folder of a checkpoint's config, tokenizer and so on: the one around a tag's folder without any."""
     is_around = (
         (zero_folder_of(source) == source or state_folder_of(source))
         and not (source / CONFIG).exists()
@@ -184,7 +184,7 @@ def _lazy_tensors(contents: CheckpointMap, checkpoint: OpenCheckpoint) -> dict[s
 def _split(
     contents: CheckpointMap, checkpoint: OpenCheckpoint, folder: Path, dtype: torch.dtype | None, shard_size: int | str
 ) -> list[NotedShard]:
-    """The same tensors, in order of the source's files."""
+    """Split the tensors of `contents` over shards, in order of the source's files; writes the index."""
     lazy = _lazy_tensors(contents, checkpoint)
     tensors = {name: in_dtype(tensor, dtype) for name, tensor in lazy.items()}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_size)
@@ -197,11 +197,13 @@ def _split(
     ]
 
 
-_Made = tuple[Any, dict[str, torch.Tensor], Mapping[str, torch.Tensor]]
+_ModelTensors = tuple[Any, dict[str, torch.Tensor], Mapping[str, torch.Tensor]]
 """A model without memory, the lazy entries of its state dict, and lazy tensors of its parameters' shapes."""
 
 
-def _of_checkpoint(source: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool) -> _Made:
+def _model_of_checkpoint(
+    source: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool
+) -> _ModelTensors:
     """The model that ``from_pretrained`` would make."""
     from ...loading.dry_load import lazily_loaded, load_of_layouts
 
@@ -220,7 +222,9 @@ def _of_checkpoint(source: Path, contents: CheckpointMap, checkpoint: OpenCheckp
     return model, {name: value for name, value in model.state_dict().items() if name not in tied}, parameters
 
 
-def _of_config(beside: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool) -> _Made:
+def _model_of_config(
+    beside: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool
+) -> _ModelTensors:
     """The model that the config describes, with the values of `contents`."""
     from ...loading.from_config import described_model, fitting
 
@@ -232,8 +236,8 @@ def _of_config(beside: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint
     return model, fitting(model, lazy, str(beside)), parameters
 
 
-def _laid_out(made: _Made, folder: Path, dtype: torch.dtype | None, **how: Any) -> list[NotedShard]:
-    """What ``save_pretrained`` would write of the model; `how` are its own arguments."""
+def _lay_out(made: _ModelTensors, folder: Path, dtype: torch.dtype | None, **how: Any) -> list[NotedShard]:
+    """Lay out the shards that ``save_pretrained`` would write of the model; `how` are its own arguments."""
     model, values, parameters = made
     state_dict = {name: in_dtype(value, dtype) for name, value in values.items()}
     count = sum(values[name].numel() for name in parameters if name in values)

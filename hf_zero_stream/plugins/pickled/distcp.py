@@ -32,15 +32,15 @@ from .torch_metadata import OPCODES, CheckpointBox, Metadata, MetadataItem, Stor
 
 _WHAT = "the distributed checkpoint"
 _EDGE_BYTES = 4096
-"""Of the beginning and of the end of an archive, each read at once: all of it but the elements, mostly."""
+"""Bytes at the beginning and at the end of an archive, each read at once: all of it but the elements, mostly."""
 _THREADS = 16
-"""They look into one file each, and wait for a file system more than they compute."""
+"""Threads that look into one file each, and wait for a file system more than they compute."""
 _MOST_CUTS = 64
 """Levels of boxes in boxes; a mesh has as many as it has dimensions."""
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """What the ``.metadata`` at `path` says, and where elements lie; see :class:`...checkpoint.formats.Format`.
+    """Read the ``.metadata`` at `path`, and locate the elements; see :class:`...checkpoint.formats.Format`.
 
     Raises:
         ReadError: a file is missing or cannot be read.
@@ -76,7 +76,7 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
 
 
 def map_of_file(path: Path) -> CheckpointMap:
-    """What the ``.metadata`` at `path` of this host describes; raises as :func:`read_header`."""
+    """Map what the ``.metadata`` at `path` of this host describes; raises as :func:`read_header`."""
     return read_map([path])
 
 
@@ -117,14 +117,14 @@ def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
 def _names(path: str, metadata: Metadata) -> tuple[dict[str, str], list[str]]:
     """(tensor -> its name in the model, all else).
 
-    Whoever saves nested dicts gets flat keys, with the way to each beside them. The model's tensors are those below a
-    key "model", as accelerate and most training loops save them: ("model", "lm_head.weight"). If there is no such key,
-    they are those that are not nested, as torchtitan and ``dcp.save(model.state_dict())`` save them.
+    Whoever saves nested dicts gets flat keys, with the path of keys to each beside them. The model's tensors are those
+    below a key "model", as accelerate and most training loops save them: ("model", "lm_head.weight"). If there is no
+    such key, they are those that are not nested, as torchtitan and ``dcp.save(model.state_dict())`` save them.
     """
-    ways = {key: metadata.ways.get(key, (key,)) for key in metadata.tensors}
-    below = {key: way[way.index("model", 0, -1) + 1 :] for key, way in ways.items() if "model" in way[:-1]}
-    chosen = below or {key: way for key, way in ways.items() if len(way) == 1}
-    names = {key: ".".join(map(str, way)) for key, way in chosen.items()}
+    key_paths = {key: metadata.key_paths.get(key, (key,)) for key in metadata.tensors}
+    below = {key: keys[keys.index("model", 0, -1) + 1 :] for key, keys in key_paths.items() if "model" in keys[:-1]}
+    chosen = below or {key: keys for key, keys in key_paths.items() if len(keys) == 1}
+    names = {key: ".".join(map(str, keys)) for key, keys in chosen.items()}
     skipped = sorted([*(metadata.tensors.keys() - names.keys()), *metadata.others])
     if not names:
         some = ", ".join(map(excerpt, skipped[:8]))

@@ -23,15 +23,15 @@ from ...errors import CheckpointError
 
 
 MOST_BYTES = 512 * 2**20
-"""Of a pickle; those of checkpoints of a hundred thousand tensors have 20 MB."""
+"""Most bytes of a pickle; those of checkpoints of a hundred thousand tensors have 20 MB."""
 
 MOST_NODES = 20_000_000
-"""Opcodes of a pickle, and so the objects that it may make."""
+"""Most opcodes of a pickle, and so most objects that it may make."""
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """What a pickle would import."""
+    """An object that a pickle would import."""
 
     module: str
     name: str
@@ -42,7 +42,7 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """What a pickle would call, or make an instance of, and what it would put into the result.
+    """A call or an instance that a pickle would make, and what it would put into the result.
 
     Attributes:
         state: what BUILD would set.
@@ -67,13 +67,13 @@ class Call:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Persistent:
-    """What a pickle would ask its loader for, by this id."""
+    """An object that a pickle would ask its loader for, by this id."""
 
     id: Any
 
 
 class Pickle(NamedTuple):
-    """What a pickle describes.
+    """The contents of a pickle.
 
     Attributes:
         size_bytes: of the pickle itself; something else may follow it.
@@ -101,7 +101,7 @@ _NOT_READ = {
 def read_pickle(
     data: bytes, what: str, opcodes: AbstractSet[str] | None = None, *, objects_as_keys: bool = False
 ) -> Pickle:
-    """What the pickle at the beginning of `data` describes; it may use these `opcodes` only.
+    """Read the pickle at the beginning of `data`, and make no object of it; it may use these `opcodes` only.
 
     With `objects_as_keys`, dicts may have keys that would be made by a call; no two of them are equal here.
 
@@ -125,8 +125,8 @@ def read_pickle(
 _FAULTS = (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error)
 
 
-def kind_of(value: Any) -> str:
-    """What an object is, for messages; containers are not written out, since shared ones have no end of items."""
+def object_kind(value: Any) -> str:
+    """Name an object in a message; containers are not written out, since shared ones have no end of items."""
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return excerpt(value)
     if isinstance(value, Call):
@@ -137,7 +137,7 @@ def kind_of(value: Any) -> str:
 
 
 class _Opcodes(dict[int, Callable[["_Unpickler"], None]]):
-    """What each opcode does; counts them."""
+    """The handlers of opcodes; counts the opcodes."""
 
     left = MOST_NODES
 
@@ -239,4 +239,4 @@ _NAMES = {
     for name, value in vars(pickle).items()
     if name.isupper() and type(value) is bytes and len(value) == 1
 }
-"""Of opcodes, by their code."""
+"""The names of opcodes, by code."""

@@ -36,7 +36,7 @@ from ...checkpoint.nodes import View, row_major_strides
 from ...checkpoint.safetensors import parse_entry
 from ...errors import CheckpointError
 from ...sources.base import ByteSource, ReadableFile, as_read_error
-from .pickles import Call, Global, Persistent, Pickle, kind_of, read_pickle
+from .pickles import Call, Global, Persistent, Pickle, object_kind, read_pickle
 from .torch_zip import MOST_READ, OPCODES, SIGNATURE, Storage, read_zip
 
 
@@ -117,7 +117,7 @@ def view_of_field(path: str, number: int, name: str, field: dict[str, Any], size
 
 
 def _description(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, Storage]]:
-    """What :func:`describe` gives of a file that names nothing else than tensors need."""
+    """Return what :func:`describe` gives of a file that names nothing else than tensors need."""
     pickle, storages = describe(file, path, OPCODES)
     strange = next((each for each in pickle.globals if each not in _KNOWN), None)
     if strange is not None:
@@ -145,7 +145,7 @@ def _tensors(file: ReadableFile, path: str) -> dict[str, Any]:
 def describe(
     file: ReadableFile, path: str, opcodes: AbstractSet[str] | None = None
 ) -> tuple[Pickle, dict[str, Storage]]:
-    """What a file describes, in these `opcodes` only, and where the bytes of each storage lie, by its key.
+    """Return a file's pickle, of these `opcodes` only, and the places of the storages' bytes, by key.
 
     Raises:
         CheckpointError: it is no sound file of ``torch.save``.
@@ -158,8 +158,8 @@ def describe(
         if type(numel) is not int or place is None or place.stop - place.start != numel * dtype.itemsize:
             held = "no storage" if place is None else f"{place.stop - place.start} bytes"
             raise CheckpointError(
-                f"{path}: expected {kind_of(numel)} elements of {dtype} in storage {excerpt(key)}, found {held}. The "
-                "file is damaged; save it again."
+                f"{path}: expected {object_kind(numel)} elements of {dtype} in storage {excerpt(key)}, found {held}. "
+                "The file is damaged; save it again."
             )
     return pickle, storages
 
@@ -181,7 +181,7 @@ def _named(persistents: Iterable[Persistent], length: int) -> Iterator[tuple[str
 
 
 def _check_calls(path: str, pickle: Pickle, storages: Mapping[str, Storage]) -> None:
-    """What torch would call must be what it calls in every file, also where no tensor of ours comes of it."""
+    """Refuse a call that torch does not make in every file, also where no tensor of ours comes of it."""
     for call in pickle.calls:
         match call:
             case Call(function=Global("collections", "OrderedDict"), arguments=(), state=None | dict(), members=[]):
@@ -192,7 +192,7 @@ def _check_calls(path: str, pickle: Pickle, storages: Mapping[str, Storage]) -> 
             case Call(arguments=(Call(function=made), _, _), state=None, entries=[], members=[]):
                 if call.function == _REBUILD_PARAMETER and made == _REBUILD:
                     continue
-        raise NotAMap(f"it makes something else than a tensor ({kind_of(call)})")
+        raise NotAMap(f"it makes something else than a tensor ({object_kind(call)})")
 
 
 def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) 
     if isinstance(value, Call) and value.function == _REBUILD_PARAMETER and value.arguments:
         value = value.arguments[0]
     if not isinstance(value, Call) or value.function != _REBUILD or len(value.arguments) != 6:
-        raise NotAMap(f"{name} is no plain tensor ({kind_of(value)})")
+        raise NotAMap(f"{name} is no plain tensor ({object_kind(value)})")
     storage, offset, shape, strides, requires_grad, hooks = value.arguments
     if not isinstance(requires_grad, bool) or not isinstance(hooks, Call) or hooks.function != _ORDERED:
         raise NotAMap(f"{name} is no plain tensor")
@@ -213,7 +213,7 @@ def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) 
     if not (are_tuples and are_sizes([offset]) and are_sizes(shape) and are_sizes(strides)):
         raise CheckpointError(
             f"{path}: tensor {name!r}: expected at most {MAX_DIMENSIONS} sizes, as many strides, and an offset, found "
-            f"{kind_of(shape)}, {kind_of(strides)}, {kind_of(offset)}."
+            f"{object_kind(shape)}, {object_kind(strides)}, {object_kind(offset)}."
         )
     place = storages[key]
     count = prod(shape)

@@ -13,7 +13,7 @@ import torch
 
 from ...checkpoint.format import DTYPES, MAX_DIMENSIONS, are_sizes, excerpt
 from ...errors import CheckpointError, UnsupportedError
-from .pickles import Call, Global, Pickle, kind_of
+from .pickles import Call, Global, Pickle, object_kind
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -31,7 +31,7 @@ _FIELDS = {
 }
 """The dataclasses, and their fields."""
 _MOST_PARTS = 256
-"""Of the path in a StorageMeta."""
+"""Most parts of the path in a StorageMeta."""
 _SIZE = Global("torch", "Size")
 _DTYPES = {Global("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()}
 
@@ -42,7 +42,7 @@ OPCODES = {
     *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
     *("STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
 }
-"""Those with which Python writes such objects since version 3.8."""
+"""The opcodes with which Python writes such objects since version 3.8."""
 
 
 class CheckpointBox(NamedTuple):
@@ -77,18 +77,18 @@ class MetadataItem(NamedTuple):
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a distributed checkpoint holds.
+    """The contents of a distributed checkpoint.
 
     Attributes:
         tensors: by key.
         others: keys of everything else.
-        ways: key -> the keys of the nested dicts and lists that lead to it.
+        key_paths: key -> the keys of the nested dicts and lists that lead to it.
         items: (key, offsets of a chunk) -> where it is.
     """
 
     tensors: Mapping[str, StoredBytes]
     others: tuple[str, ...]
-    ways: Mapping[str, tuple[str | int, ...]]
+    key_paths: Mapping[str, tuple[str | int, ...]]
     items: Mapping[tuple[str, tuple[int, ...]], MetadataItem]
 
 
@@ -125,12 +125,12 @@ def metadata_of(path: str, pickle: Pickle) -> Metadata:
         if at in items:
             raise CheckpointError(f"{path}: tensor {excerpt(key)}: its chunk at {list(at[1])} is there twice.")
         items[at] = _item(path, key, value)
-    ways = fields.get("planner_data") or {}
-    return Metadata(tensors, tuple(others), _ways(path, ways), items)
+    key_paths = fields.get("planner_data") or {}
+    return Metadata(tensors, tuple(others), _key_paths(path, key_paths), items)
 
 
 def _check_call(path: str, call: Call) -> None:
-    """What torch would make must be what it makes in every such file, also where nothing of ours comes of it."""
+    """Refuse a call that torch does not make in every such file, also where nothing of ours comes of it."""
     sound = False
     if not call.entries and not call.members:
         match call:
@@ -152,7 +152,7 @@ def _check_call(path: str, call: Call) -> None:
                 sound = len(parts) <= _MOST_PARTS and all(isinstance(part, str) for part in parts)
     if not sound:
         raise CheckpointError(
-            f"{path}: it makes something else than torch.distributed.checkpoint does ({kind_of(call)})."
+            f"{path}: it makes something else than torch.distributed.checkpoint does ({object_kind(call)})."
         )
 
 
@@ -195,19 +195,19 @@ def _item(path: str, key: str, value: Any) -> MetadataItem:
     transforms = state.get("transform_descriptors") or []
     if not isinstance(transforms, list):
         raise _faulty(path, key, "a list of what was done to the bytes", transforms)
-    return MetadataItem(file, offset, length, ", ".join(map(kind_of, transforms)))
+    return MetadataItem(file, offset, length, ", ".join(map(object_kind, transforms)))
 
 
-def _ways(path: str, ways: Any) -> dict[str, tuple[str | int, ...]]:
-    """Of a planner that flattens nested dicts; another one's are of no use."""
-    if not isinstance(ways, dict):
+def _key_paths(path: str, key_paths: Any) -> dict[str, tuple[str | int, ...]]:
+    """Return the key paths of a planner that flattens nested dicts; another one's are of no use."""
+    if not isinstance(key_paths, dict):
         return {}
-    for key, way in ways.items():
-        if not isinstance(key, str) or not isinstance(way, tuple) or not way:
-            raise _faulty(path, "planner_data", "the keys that lead to a tensor", way)
-        if not all(isinstance(part, (str, int)) for part in way):
-            raise _faulty(path, "planner_data", "the keys that lead to a tensor", way)
-    return ways
+    for key, key_path in key_paths.items():
+        if not isinstance(key, str) or not isinstance(key_path, tuple) or not key_path:
+            raise _faulty(path, "planner_data", "the keys that lead to a tensor", key_path)
+        if not all(isinstance(part, (str, int)) for part in key_path):
+            raise _faulty(path, "planner_data", "the keys that lead to a tensor", key_path)
+    return key_paths
 
 
 def _fields(path: str, value: Any, name: str) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _fields(path: str, value: Any, name: str) -> dict[str, Any]:
     match value:
         case Call(function=Global(_, found), state=dict() as state) if found == name and value.function in _FIELDS:
             return state
-    raise CheckpointError(f"{path}: expected a {name} of torch.distributed.checkpoint; found {kind_of(value)}.")
+    raise CheckpointError(f"{path}: expected a {name} of torch.distributed.checkpoint; found {object_kind(value)}.")
 
 
 def _dict(path: str, fields: Mapping[str, Any], name: str) -> dict[Any, Any]:
@@ -238,4 +238,4 @@ def _is_tuple_of_sizes(value: Any) -> bool:
 
 
 def _faulty(path: str, what: str, expected: str, found: Any) -> CheckpointError:
-    return CheckpointError(f"{path}: {excerpt(what)}: expected {expected}; found {kind_of(found)}.")
+    return CheckpointError(f"{path}: {excerpt(what)}: expected {expected}; found {object_kind(found)}.")

@@ -16,7 +16,7 @@ import torch
 from ...checkpoint.format import DTYPES, MAX_DIMENSIONS, NotAMap, TensorEntry, are_sizes, excerpt
 from ...errors import CheckpointError
 from ...sources.base import ReadableFile
-from .pickles import Call, Global, kind_of
+from .pickles import Call, Global, object_kind
 from .torch_files import describe, field_of
 
 
@@ -31,7 +31,7 @@ _MOST_LOOKS = 2_000_000
 _MOST_PLAIN = 200_000
 """Objects in what is taken over as it is from one file: options, a scheduler's state, what the user gave."""
 _BYTES_OF_OBJECT = 64
-"""Of a tensor in there: as many count as an object."""
+"""Bytes of a tensor in there that count as one object."""
 _MOST_DEEP = 32
 
 
@@ -40,7 +40,7 @@ class NotPlain(Exception):
 
 
 class TorchObjects:
-    """What an open file of ``torch.save`` holds, from its `root` on.
+    """Reads the objects of an open file of ``torch.save``, from its `root` on.
 
     Raises:
         CheckpointError: the file is not sound.
@@ -60,7 +60,7 @@ class TorchObjects:
 
     def fault(self, what: str, expected: str, found: Any) -> CheckpointError:
         """An error about the object `found`, which is called `what` in the file."""
-        return CheckpointError(f"{self.path}: {what}: expected {expected}, found {kind_of(found)}.")
+        return CheckpointError(f"{self.path}: {what}: expected {expected}, found {object_kind(found)}.")
 
     def mapping(self, value: Any, what: str) -> Mapping[Any, Any]:
         if isinstance(value, Call) and value.function in _MAPPINGS:
@@ -103,7 +103,7 @@ class TorchObjects:
         return value
 
     def sizes(self, value: Any, what: str) -> tuple[int, ...]:
-        """Those of a tensor; their product may be counted in 64 bits."""
+        """Return the sizes of a tensor, whose product may be counted in 64 bits."""
         if isinstance(value, Call) and value.function == _SIZE and len(value.arguments) == 1:
             value = value.arguments[0]
         sizes = self.sequence(value, what)
@@ -114,7 +114,7 @@ class TorchObjects:
         return tuple(sizes)
 
     def attributes(self, value: Any, what: str) -> Mapping[str, Any]:
-        """Those of an instance of a class, which is not made."""
+        """Return the attributes of an instance of a class, which is not made."""
         if not isinstance(value, Call) or not isinstance(value.state, dict):
             raise self.fault(what, "an object with attributes", value)
         return value.state
@@ -124,14 +124,14 @@ class TorchObjects:
             isinstance(value, Call) and value.function not in (_SIZE, *_MAPPINGS) and _plain_tensor(value) is not None
         )
 
-    def mark(self, value: Any, name: str) -> Any:
+    def python_attribute(self, value: Any, name: str) -> Any:
         """The attribute `name` that Python code has put on a tensor; None if there is none."""
         has_any = isinstance(value, Call) and value.function == _WITH_ATTRIBUTES and len(value.arguments) == 4
-        marks = value.arguments[3] if has_any else None
-        return marks.get(name) if isinstance(marks, dict) else None
+        attributes = value.arguments[3] if has_any else None
+        return attributes.get(name) if isinstance(attributes, dict) else None
 
     def tensor(self, value: Any, what: str) -> TensorEntry:
-        """Where a tensor lies, row by row and inside the file, whose number is not known here."""
+        """Return the entry of a tensor that lies row by row and inside the file, whose number is not known here."""
         inner = _plain_tensor(value)
         if inner is None:
             raise self.fault(what, "a tensor", value)
@@ -197,13 +197,13 @@ class TorchObjects:
                     return self._values(stored)
                 if stored.numel == 1:
                     return self.number(value, what)
-            raise NotPlain(f"{what} is {kind_of(value)}")
+            raise NotPlain(f"{what} is {object_kind(value)}")
 
         return convert(value, what, 0)
 
 
 def _plain_tensor(value: Any) -> Any:
-    """What makes a tensor, without the attributes that Python code has put on it; None if it is no tensor."""
+    """Return the call that makes a tensor, without attributes that Python code has put on it; None if no tensor."""
     if isinstance(value, Call) and value.function == _WITH_ATTRIBUTES and len(value.arguments) == 4:
         function, kind, arguments, _ = value.arguments
         if not isinstance(kind, Global) or kind not in _TENSOR or not isinstance(arguments, tuple):

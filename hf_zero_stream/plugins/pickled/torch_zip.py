@@ -23,17 +23,17 @@ SIGNATURE = b"PK\x03\x04"
 _LOCAL_HEADER = 30  # bytes, and then the name and an extra field, whose lengths are its last two numbers
 
 _FLAGS = 0x080E
-"""Of a member: how it was compressed, sizes behind it, a name in UTF-8. All others are of encryption and patches."""
+"""Flags that a member may have: compression, sizes behind it, UTF-8. All others are of encryption and patches."""
 
 _IS_FOLDER = 0x10
-"""Of a member's attributes, those of MS-DOS."""
+"""The bit of a folder in a member's attributes of MS-DOS."""
 
 _NOTES = ("byteorder", ".data/version", "version", ".storage_alignment", ".data/serialization_id")
 _VERSIONS = {b"%d" % number for number in range(1, 11)}
-"""Of the archive's format, as torch's reader has them."""
+"""Versions of the archive's format, as torch's reader has them."""
 
 MOST_READ = 512 * 2**20
-"""Bytes of anything but storages, at once."""
+"""Most bytes of anything but storages that are read at once."""
 
 OPCODES = {
     *("PROTO", "STOP", "MARK", "GLOBAL", "REDUCE", "BUILD", "BINPERSID", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -41,7 +41,7 @@ OPCODES = {
     *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_SET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
     *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT"),
 }
-"""Of ``torch/_weights_only_unpickler.py``: those that torch itself writes."""
+"""The opcodes of ``torch/_weights_only_unpickler.py`` that torch itself writes."""
 
 
 class Storage(NamedTuple):
@@ -84,7 +84,7 @@ class _Bytes(io.RawIOBase):
 
 
 def read_zip(file: ReadableFile, path: str, opcodes: AbstractSet[str] | None) -> tuple[Pickle, dict[str, Storage]]:
-    """What the archive describes in these `opcodes`, and where the bytes of each storage lie, by its key.
+    """Return the archive's pickle, of these `opcodes`, and the places of the storages' bytes, by key.
 
     Raises:
         CheckpointError: it is no sound archive of ``torch.save``; `path` is for the message.
@@ -117,7 +117,7 @@ def read_zip(file: ReadableFile, path: str, opcodes: AbstractSet[str] | None) ->
 
 
 def _note(file: ReadableFile, place: Storage) -> bytes:
-    """What a small member holds, such as a version; something that is no text if it is not small."""
+    """Read a small member, such as a version; returns something that is no text if it is not small."""
     return file.read(place.start, place.stop - place.start) if place.stop - place.start <= 256 else b"\xff"
 
 
@@ -132,7 +132,7 @@ def _folder(path: str, names: Sequence[str]) -> str:
 
 
 def _checked_count(file: ReadableFile, path: str) -> int:
-    """How many members there are, if the directory is where torch looks for it: ``zipfile`` looks elsewhere, too.
+    """Count the members, if the directory is where torch looks for it: ``zipfile`` looks elsewhere, too.
 
     After the directory come one record, or three where numbers have 64 bits (APPNOTE.TXT of PKWARE, 4.3.14 to 4.3.16).
     """
@@ -174,7 +174,7 @@ def _unpacked(record: struct.Struct, file: ReadableFile, start: int) -> tuple[An
 
 
 def _places(file: ReadableFile, path: str, members: Sequence[zipfile.ZipInfo]) -> dict[str, Storage]:
-    """Where the bytes of each member lie; raises a CheckpointError unless each has its own, as they are."""
+    """Locate the bytes of each member; raises a CheckpointError unless each has its own, as they are."""
     places: dict[str, Storage] = {}
     end = 0
     for member in sorted(members, key=lambda member: member.header_offset):

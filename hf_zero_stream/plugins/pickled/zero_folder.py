@@ -34,7 +34,7 @@ _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_.*_model_states\.pt|expp_rank_\d+
 _PIPELINE = re.compile(r"layer_\d+-.*model_.*states\.pt")
 
 _THREADS = 8
-"""They wait for a file system, and hardly compute."""
+"""Threads that wait for a file system, and hardly compute."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ZeroGroup:
 
 @dataclass(frozen=True)
 class ZeroFolder:
-    """What is in a ZeRO checkpoint; no value of a tensor has been read.
+    """The contents of a ZeRO checkpoint; no value of a tensor has been read.
 
     Attributes:
         shards: its files; an entry's ``shard`` counts in them.
@@ -98,7 +98,7 @@ class ZeroFolder:
         return {name: self._other(name, first_shard) for name in self._others if name in self._buffers}
 
     def renamed(self, rename: Callable[[str], str]) -> ZeroFolder:
-        """The same with other names of parameters and buffers."""
+        """Return a copy with other names of parameters and buffers."""
 
         def keys(of_names: Mapping[str, Any]) -> dict[str, Any]:
             return {rename(name): value for name, value in of_names.items()}
@@ -280,7 +280,7 @@ def _swapped(
 
 
 def _length(sub_group: Mapping[str, Trained], world_size: int) -> int:
-    """How many elements a flat of a sub-group has at stage 3."""
+    """Count the elements of a sub-group's flat at stage 3."""
     return max(it.first - (-prod(it.shape) // world_size) for it in sub_group.values())
 
 

@@ -1,4 +1,4 @@
-"""Where parameters lie in the flat tensors of a ZeRO checkpoint; see :mod:`.zero_folder`.
+"""Locates parameters in the flat tensors of a ZeRO checkpoint; see :mod:`.zero_folder`.
 
 At stage 3 a sub-group's flat holds, of each of its parameters in order, ``ceil(numel / N)`` elements, where N is the
 number of ranks; only the last ranks have padding. At stages 1 and 2 a group's parameters lie one after the other, and

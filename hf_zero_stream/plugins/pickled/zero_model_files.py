@@ -13,7 +13,7 @@ from typing import Any
 from ...checkpoint.format import TensorEntry, excerpt
 from ...errors import UnsupportedError
 from ...sources.base import ByteSource
-from .pickles import kind_of
+from .pickles import object_kind
 from .torch_objects import NotPlain, TorchObjects
 from .zero_optimizer_files import BY_DEEPSPEED
 
@@ -31,7 +31,7 @@ _EXPERTS = ("num_experts", "ds_autoep_layers", "autoep_layers")
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What is not in the optimizers' files, and what is in them.
+    """The model file of one rank: what the optimizers' files lack, and the layout of what they have.
 
     Attributes:
         trained: for each sub-group of parameters that lie in one flat, their shapes, in their order there.
@@ -114,7 +114,7 @@ def _refuse_other_parallelism(objects: TorchObjects, root: Mapping[Any, Any]) ->
     for name, size in sizes.items():
         if size not in (1, None):
             raise UnsupportedError(
-                f"{objects.path}: {excerpt(name)}: expected 1, found {kind_of(size)}: each rank has a part of the "
+                f"{objects.path}: {excerpt(name)}: expected 1, found {object_kind(size)}: each rank has a part of the "
                 "model itself (tensor or pipeline parallelism), not only of its parameters. Use DeepSpeed's own tools."
             )
     for name in _EXPERTS:
@@ -130,7 +130,7 @@ def _shapes(objects: TorchObjects, value: Any, what: str) -> dict[str, tuple[int
 
 
 def _tensors(objects: TorchObjects, value: Any, what: str) -> dict[str, TensorEntry]:
-    """Those that are tensors: modules may keep other extra state (``ModelFile.others``)."""
+    """Select the entries that are tensors: modules may keep other extra state (``ModelFile.others``)."""
     named = {objects.name(name, what): each for name, each in objects.mapping(value, what).items()}
     return {name: objects.tensor(each, name) for name, each in named.items() if objects.is_tensor(each)}
 

@@ -58,7 +58,7 @@ class PartitionGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerFile:
-    """What one rank's optimizer keeps.
+    """The state of one rank's optimizer.
 
     Attributes:
         stage: of ZeRO.
@@ -210,9 +210,9 @@ def _paddings(objects: TorchObjects, wrapper: Mapping[Any, Any], count: int) -> 
 
 def _flat(objects: TorchObjects, what: str, values: Any, state: Any, padding: int) -> Flat:
     stored = objects.tensor(values, what)
-    mark = objects.mark(values, "ds_id")
+    swap_name = objects.python_attribute(values, "ds_id")
     # DeepSpeed empties a tensor whose values it has written to a swap file.
-    is_swapped = not stored.numel and isinstance(mark, str) and _SWAP_NAME.fullmatch(mark) is not None
+    is_swapped = not stored.numel and isinstance(swap_name, str) and _SWAP_NAME.fullmatch(swap_name) is not None
     entries = objects.mapping(state, f"the state of {what}")
     if len(entries) > _MOST_KEYS:
         raise CheckpointError(
@@ -242,7 +242,7 @@ def _flat(objects: TorchObjects, what: str, values: Any, state: Any, padding: in
             raise UnsupportedError(f"{objects.path}: {name} of {what}: expected floating-point numbers.")
         else:
             moments[name] = place
-    return Flat(stored, moments, numbers, nothing, mark if is_swapped else "")
+    return Flat(stored, moments, numbers, nothing, swap_name if is_swapped else "")
 
 
 def _gaps(objects: TorchObjects, wrapper: Mapping[Any, Any]) -> list[Sequence[int]]:

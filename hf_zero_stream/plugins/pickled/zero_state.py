@@ -63,7 +63,7 @@ def read_state(folder: Path) -> ZeroState:
 
 
 def _record_of(zero: ZeroFolder, training: Training, with_scheduler: bool) -> StateRecord:
-    """What a state of ours would have recorded; DeepSpeed names neither the optimizer's class nor the scheduler's.
+    """Return the record of a state of ours; DeepSpeed names neither the optimizer's class nor the scheduler's.
 
     Raises:
         ConfigError: the optimizer or the scheduler of `training` keeps something else.

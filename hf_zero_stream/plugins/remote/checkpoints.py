@@ -1,4 +1,4 @@
-"""What is known of checkpoints in buckets, on servers and on the Hub (:class:`...checkpoint.urls.UrlCheckpoints`).
+"""Finds checkpoints in buckets, on servers and on the Hub (:class:`...checkpoint.urls.UrlCheckpoints`).
 
 Nothing is listed there: a web server has no list of files, and who may read a bucket may not be allowed to list it.
 """
@@ -18,9 +18,9 @@ from ...checkpoint.soundness import Soundness, check_tensors, read_weight_map
 from ...errors import CheckpointError, ReadError, UrlError
 from ...settings import scope
 from ...sources.base import Retries
-from .answers import answers_once
 from .files import RemoteFiles
 from .hub import remember_token
+from .response_cache import cached_responses
 from .small_files import SmallFiles
 from .urls import RequestFailed, checkpoint_url, joined, repository_of, scheme_of
 
@@ -50,10 +50,10 @@ def source(retries: Retries) -> RemoteFiles:
 @contextmanager
 def prefetching(url: str, names: Sequence[str]) -> Iterator[None]:
     """Inside, files with these `names` are asked for at once, and each file once."""
-    with answers_once() as answers:
+    with cached_responses() as cache:
         places = [joined(url, name) for name in names]
         small = [place for place in places if not holds_values(place)]
-        scope.resource(SmallFiles).ask_ahead(small, set(places) - set(small), answers)
+        scope.resource(SmallFiles).prefetch(small, set(places) - set(small), cache)
         yield
 
 
@@ -117,7 +117,7 @@ def check_soundness(url: str) -> Soundness:
 
 
 def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointMap | tuple[str, str]:
-    """What a shard holds, or (the kind of its fault, what is wrong)."""
+    """Return the contents of a shard, or (the kind of its fault, what is wrong)."""
     path = joined(url, name)
     try:
         return map_from_headers([path], [files.header(path, safetensors.read_header)])

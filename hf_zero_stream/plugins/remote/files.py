@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...errors import CheckpointError, ReadError
 from ...sources.base import Hints, Retries, SourceFile
 from ...sources.local import advance
-from .answers import Answers
 from .hub import HubFiles
+from .response_cache import ResponseCache
 from .urls import PASSING_STATUS, RequestFailed, located, scheme_of
 
 
@@ -100,7 +100,7 @@ class RemoteFiles:
     An object is pinned to the version whose header was read: every answer's ETag (generation, or time of the last
     change) and size are compared with that one's, so what has been read is of one version.
 
-    The beginnings of objects, with their headers, are asked for once in a call (``answers_once()``).
+    The beginnings of objects, with their headers, are asked for once in a call (``cached_responses()``).
     """
 
     def __init__(self, retries: Retries | None = None) -> None:
@@ -194,15 +194,15 @@ class RemoteFiles:
 
     def beginning(self, path: str) -> Beginning:
         """The first bytes of an object; raises as :meth:`ask`."""
-        ask, answers = partial(self._ask_beginning, path), Answers.current()
-        found = ask() if answers is None else answers.get((BEGINNING, path), ask)
+        ask, cache = partial(self._ask_beginning, path), ResponseCache.current()
+        found = ask() if cache is None else cache.get((BEGINNING, path), ask)
         self._pin(path, found.size_bytes, found.tag)  # another source may have asked for it
         return found
 
-    def beginnings_ahead(self, paths: Iterable[str], answers: Answers) -> None:
+    def prefetch_beginnings(self, paths: Iterable[str], cache: ResponseCache) -> None:
         """Begin to ask for what :meth:`beginning` is going to give."""
         for path in paths:
-            answers.ask_ahead((BEGINNING, path), partial(self._ask_beginning, path))
+            cache.prefetch((BEGINNING, path), partial(self._ask_beginning, path))
 
     def _ask_beginning(self, path: str) -> Beginning:
         (size_bytes, tag), pieces = self.ask(path, 0, FIRST_BYTES)
@@ -352,7 +352,7 @@ def _changed(path: str) -> CheckpointError:
 
 
 def _explained(path: str, error: Exception) -> RequestFailed:
-    """What obstore says, in short, without the signatures that addresses may hold, and what to do about it."""
+    """Shorten an error of obstore, without the signatures that addresses may hold, and say what to do about it."""
     import obstore.exceptions as kinds
 
     text = re.sub(r"\?[^\s)]*", "?...", str(error).partition("\n\nDebug source")[0].strip()[:500]).removesuffix(".")

@@ -1,4 +1,4 @@
-"""Where the files of a repository on the Hugging Face Hub lie: it redirects to a store, by an address that expires.
+"""Resolves files of the Hugging Face Hub, which redirects to a store by an address that expires.
 
 huggingface_hub knows the Hub's conventions (``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``).
 """
@@ -23,7 +23,7 @@ _tokens: dict[str, str | bool] = {}
 
 
 class HubFile(NamedTuple):
-    """Where the contents of a file are to be had; `commit` is that of the revision that was asked for."""
+    """The address of a file's contents; `commit` is that of the revision that was asked for."""
 
     url: str
     headers: tuple[tuple[str, str], ...]

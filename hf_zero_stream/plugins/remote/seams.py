@@ -20,7 +20,7 @@ from ...settings import scope
 from ...settings.config import announced_local_rank
 from ...sources.base import is_url
 from . import checkpoints
-from .answers import Answers
+from .response_cache import ResponseCache
 from .small_files import SmallFiles
 from .urls import RequestFailed, joined
 
@@ -74,9 +74,9 @@ def cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args
             if error.status == 403 and announced_local_rank() == 0:
                 logger.info(f"{place}: {error} It counts as absent.")
             return None
-    answers = Answers.current()
-    if are_required and answers is not None and _reads_headers():
-        files.ask_ahead([], filter(is_url, found), answers)
+    cache = ResponseCache.current()
+    if are_required and cache is not None and _reads_headers():
+        files.prefetch([], filter(is_url, found), cache)
     return found
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...sources.base import RETRIES, ByteSource, Retries
-from .answers import Answers
 from .files import RemoteFiles
+from .response_cache import ResponseCache
 
 
 MOST_BYTES = 200_000_000
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class SmallFiles:
     """Copies of small files, until it is closed.
 
-    A file may change, so it is fetched anew whenever it is asked for, but once within one call (``answers_once()``).
+    A file may change, so it is fetched anew whenever it is asked for, but once in a call (``cached_responses()``).
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,15 @@ class SmallFiles:
         Raises RequestFailed if it is not there (status 404) or cannot be read.
         """
         path = (folder or self.new_folder(url)) / url.rpartition("/")[2]
-        read, answers = partial(self._remote.read_whole, url, MOST_BYTES), Answers.current()
-        path.write_bytes(read() if answers is None else answers.get((_WHOLE, url), read))
+        read, cache = partial(self._remote.read_whole, url, MOST_BYTES), ResponseCache.current()
+        path.write_bytes(read() if cache is None else cache.get((_WHOLE, url), read))
         return path
 
-    def ask_ahead(self, urls: Iterable[str], beginnings: Iterable[str], answers: Answers) -> None:
+    def prefetch(self, urls: Iterable[str], beginnings: Iterable[str], cache: ResponseCache) -> None:
         """Begin to fetch small files, of which some may not be there, and the beginnings of large ones."""
         for url in urls:
-            answers.ask_ahead((_WHOLE, url), partial(self._remote.read_whole, url, MOST_BYTES))
-        self._remote.beginnings_ahead(beginnings, answers)
+            cache.prefetch((_WHOLE, url), partial(self._remote.read_whole, url, MOST_BYTES))
+        self._remote.prefetch_beginnings(beginnings, cache)
 
     def new_folder(self, url: str) -> Path:
         """An empty folder with the last name of `url`."""
@@ -62,7 +62,7 @@ class SmallFiles:
         self._retries.call(partial(self._remote.beginning, url), self._remote.is_transient, jitter=True)
 
     def header(self, url: str, read: Callable[[ByteSource, str], T]) -> T:
-        """What `read` reads of a file, tried again while its error has a passing cause."""
+        """Return what `read` reads of a file, tried again while its error has a passing cause."""
         return self._retries.call(
             lambda: read(self._remote, url), lambda error: self._remote.is_transient(error.__cause__), jitter=True
         )

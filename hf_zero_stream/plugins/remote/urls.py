@@ -35,7 +35,7 @@ class StoreKey(NamedTuple):
 
 
 class Repository(NamedTuple):
-    """What an ``hf://`` URL names; `revision` and `file` may be empty."""
+    """A repository that an ``hf://`` URL names; `revision` and `file` may be empty."""
 
     name: str
     revision: str
@@ -104,7 +104,7 @@ def located(url: str) -> StoreKey:
 
 
 def repository_of(url: str) -> Repository:
-    """What an ``hf://`` URL names; in a revision a slash is written ``%2F``, but for ``refs/pr/1`` and its like."""
+    """Parse an ``hf://`` URL; in a revision a slash is written ``%2F``, but for ``refs/pr/1`` and its like."""
     found = _REPOSITORY.fullmatch(url.partition("://")[2].rstrip("/"))
     fault = ""
     if found is None or not url.isprintable():

@@ -1,4 +1,4 @@
-"""What a weight stream is made with: a model, and values that are known, and the same on all ranks."""
+"""Checks the arguments of a weight stream: a model, and values that are known, and the same on all ranks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ...saving.plan import SegmentPart
 from ...saving.write import take
 from .buckets import Filling
 from .merging import AdaptedLayers
-from .plan import BucketPlan, Named
+from .plan import BucketPlan, NamedView
 from .reads import Ranges, whole
 from .servers import VLLM
 from .weights import WeightStream
@@ -38,10 +38,10 @@ from .wire import (
 
 
 MESSAGE_BYTES = 2 * 2**20
-"""What a rank sends at once; two such messages are in its memory."""
+"""Bytes that a rank sends at once; two such messages are in its memory."""
 
 
-class Shares(NamedTuple):
+class MessagePlan(NamedTuple):
     """A bucket as ranks send it.
 
     Attributes:
@@ -53,18 +53,18 @@ class Shares(NamedTuple):
     parts: Sequence[Sequence[SegmentPart | None]]
 
 
-def shares_of(bucket: BucketPlan, worker: int) -> Shares:
-    """Who sends what of a bucket, which a plan gives to rank 0, to the worker that shares it with the others."""
+def plan_messages(bucket: BucketPlan, worker: int) -> MessagePlan:
+    """Assign the pieces of a rank-0 bucket to senders; `worker` receives it, and shares it with the others."""
     filling: dict[int, list[tuple[SentElements, SegmentPart | None]]] = defaultdict(list)
     sizes: Counter[int] = Counter()
     found: list[tuple[int, list[tuple[SentElements, SegmentPart | None]]]] = []
 
-    def add(giver: int, piece: SentElements, part: SegmentPart | None) -> None:
-        if sizes[giver] and sizes[giver] + piece.message_bytes > MESSAGE_BYTES:
-            found.append((giver, filling.pop(giver)))
-            sizes[giver] = 0
-        filling[giver].append((piece, part))
-        sizes[giver] += piece.message_bytes
+    def add(sender: int, piece: SentElements, part: SegmentPart | None) -> None:
+        if sizes[sender] and sizes[sender] + piece.message_bytes > MESSAGE_BYTES:
+            found.append((sender, filling.pop(sender)))
+            sizes[sender] = 0
+        filling[sender].append((piece, part))
+        sizes[sender] += piece.message_bytes
 
     for of_round in bucket.rounds:
         for _, segment in of_round:
@@ -82,38 +82,38 @@ def shares_of(bucket: BucketPlan, worker: int) -> Shares:
         BucketSlot(tensor.name, name_of(tensor.dtype), tensor.shape, at, whole(tensor.shape))
         for tensor, _, at in bucket.entries
     ]
-    messages = [Message(giver, [piece for piece, _ in pieces]) for giver, pieces in found]
+    messages = [Message(sender, [piece for piece, _ in pieces]) for sender, pieces in found]
     parts = [[part for _, part in pieces] for _, pieces in found]
-    return Shares(bucket, BucketLayout(bucket.nbytes.get(0, 0), slots, messages, worker, True), parts)
+    return MessagePlan(bucket, BucketLayout(bucket.nbytes.get(0, 0), slots, messages, worker, True), parts)
 
 
-def sliced(bucket: BucketPlan, worker: int, read: Sequence[Mapping[str, Ranges]]) -> list[Shares]:
-    """As :func:`shares_of`, of what each worker has `read`.
+def sliced(bucket: BucketPlan, worker: int, read: Sequence[Mapping[str, Ranges]]) -> list[MessagePlan]:
+    """As :func:`plan_messages`, of what each worker has `read`.
 
     What all read in full, or rank 0 computes, goes to one `worker`, which shares it: it is planned and sent once.
     """
     planner, tensors = bucket.planner, [entry.tensor for entry in bucket.entries]
     shared = {each.name: each for each in tensors if _is_read_by_all(each, read) or planner.is_computed(each)}
-    found = [shares_of(planner.bucket(list(shared.values())), worker)] if shared else []
+    found = [plan_messages(planner.bucket(list(shared.values())), worker)] if shared else []
     for number, by_worker in enumerate(read):
         mine = {each.name: each for each in tensors if each.name in by_worker and each.name not in shared}
-        shares = shares_of(planner.bucket([_narrowed(each, by_worker[name]) for name, each in mine.items()]), number)
+        plan = plan_messages(planner.bucket([_narrowed(each, by_worker[name]) for name, each in mine.items()]), number)
         slots = [
             slot._replace(shape=mine[slot.name].shape, ranges=by_worker[slot.name])
             if slot.shape != mine[slot.name].shape
             else slot
-            for slot in shares.layout.slots
+            for slot in plan.layout.slots
         ]
-        found.append(shares._replace(layout=shares.layout._replace(slots=slots, is_shared=False)))
+        found.append(plan._replace(layout=plan.layout._replace(slots=slots, is_shared=False)))
     return found
 
 
-def _is_read_by_all(tensor: Named, read: Sequence[Mapping[str, Ranges]]) -> bool:
+def _is_read_by_all(tensor: NamedView, read: Sequence[Mapping[str, Ranges]]) -> bool:
     everything = whole(tensor.shape)
     return all(tensor.name in each and tuple(map(tuple, each[tensor.name])) == everything for each in read)
 
 
-def _narrowed(tensor: Named, ranges: Ranges) -> Named:
+def _narrowed(tensor: NamedView, ranges: Ranges) -> NamedView:
     """The elements of a tensor in these ranges; all of one that is read in another shape than it is stored."""
     view = tensor.view
     if view.sizes != tensor.shape:
@@ -125,17 +125,17 @@ def _narrowed(tensor: Named, ranges: Ranges) -> Named:
 
 @torch.no_grad()
 def messages_of(
-    shares: Sequence[Shares], parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
+    plans: Sequence[MessagePlan], parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """This rank's messages and the workers that get them, each made when it is asked for (all ranks)."""
-    computed = [_computed(each.bucket, parameters, adapted, coordinator) for each in shares]
-    return _messages(shares, parameters, computed, coordinator.rank)
+    computed = [_computed(each.bucket, parameters, adapted, coordinator) for each in plans]
+    return _messages(plans, parameters, computed, coordinator.rank)
 
 
 def _computed(
     bucket: BucketPlan, parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
 ) -> torch.Tensor:
-    """What rank 0 computes of a bucket, in its place there (all ranks)."""
+    """Compute the entries of a bucket that rank 0 computes, in their place there (all ranks)."""
     if not bucket.evaluations:
         return torch.empty(0, dtype=torch.uint8)
     filling = Filling(coordinator, adapted)
@@ -148,20 +148,20 @@ def _computed(
 
 
 def _messages(
-    shares: Sequence[Shares], parameters: Parameters, computed: Sequence[torch.Tensor], rank: int
+    plans: Sequence[MessagePlan], parameters: Parameters, computed: Sequence[torch.Tensor], rank: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     # One order for all: who sends or gets an earlier message waits for nobody who is at a later one.
     turns = [
         (not each.layout.is_shared, turn, number)
-        for number, each in enumerate(shares)
+        for number, each in enumerate(plans)
         for turn, message in enumerate(each.layout.messages)
-        if message.giver == rank
+        if message.sender == rank
     ]
     with opened(parameters.holdings) as values:
         for _, turn, number in sorted(turns):
-            layout, message = shares[number].layout, shares[number].layout.messages[turn]
+            layout, message = plans[number].layout, plans[number].layout.messages[turn]
             memory = message.new(collective_device())
-            for piece, at, part in zip(message.pieces, message.starts(), shares[number].parts[turn], strict=False):
+            for piece, at, part in zip(message.pieces, message.starts(), plans[number].parts[turn], strict=False):
                 done = computed[number][piece.position : piece.position + piece.nbytes]
                 piece.view(memory, at).copy_(done if part is None else take(part, values))
             yield layout.worker, memory
@@ -183,22 +183,22 @@ class DirectVLLM(VLLM):
         self._of_plan: Any = None
         self._plans = 0
         self._read: list[dict[str, Ranges]] | None = None
-        """By each worker, at the first update by the stream's plan."""
-        self._shares: list[list[Shares]] = []
-        """Of each bucket: what workers share, and what is one's alone."""
+        """The ranges that each worker has read, at the first update by the stream's plan."""
+        self._message_plans: list[list[MessagePlan]] = []
+        """For each bucket: the messages that all workers need, and those of one worker."""
         self._number = 0
-        """Of the bucket that comes next in this pass."""
+        """The number of the bucket that comes next in this pass."""
 
     def meet(self, coordinator: Coordinator, address: str | None, port: int | None) -> None:
-        self._calls.asks = coordinator.is_main
+        self._client.asks = coordinator.is_main
         accepted: Future[Any] | None = None
 
         def announced() -> dict[str, Any]:
             nonlocal accepted
-            config = self._calls.get("server_info?config_format=json")["vllm_config"].get("weight_transfer_config")
+            config = self._client.get("server_info?config_format=json")["vllm_config"].get("weight_transfer_config")
             if config is None or config.get("backend") != BACKEND:
                 raise StreamError(
-                    f"{self._calls.url}: expected a vLLM server with the plugin of hf_zero_stream; its backend for "
+                    f"{self._client.url}: expected a vLLM server with the plugin of hf_zero_stream; its backend for "
                     f"weight transfer is {config and config.get('backend')!r}. Install hf_zero_stream beside vLLM "
                     "(pip install --no-deps hf_zero_stream), and start the server with VLLM_SERVER_DEV_MODE=1 and "
                     f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'."""
@@ -206,27 +206,29 @@ class DirectVLLM(VLLM):
             info = {
                 **self._own_place(address, port),
                 "rank_offset": coordinator.world_size,
-                "world_size": self._calls.get("get_world_size")["world_size"] + coordinator.world_size,
+                "world_size": self._client.get("get_world_size")["world_size"] + coordinator.world_size,
                 "backend": "nccl" if accelerators.is_accelerator(self._device) else "gloo",
             }
-            accepted = self._calls.posting("init_weight_transfer_engine", {"init_info": info})
+            accepted = self._client.begin_post("init_weight_transfer_engine", {"init_info": info})
             return info
 
         info = coordinator.broadcast(announced)
         with coordinator.reporting():
-            joining = self._calls.background(lambda: WeightGroup(info, coordinator.rank, self._device))
-            self._group = self._calls.wait(joining, accepted)
+            joining = self._client.background(lambda: WeightGroup(info, coordinator.rank, self._device))
+            self._group = self._client.wait(joining, accepted)
             if accepted is not None:
-                self._calls.wait(accepted)
+                self._client.wait(accepted)
 
     def passing(self, stream: WeightStream, coordinator: Coordinator) -> Generator[Any]:
         self._number = 0
         self._changes = self._deltas and stream.can_compare(coordinator)
         return (
-            stream.deltas(coordinator) if self._changes else stream.passing(coordinator, partial(self._given, stream))
+            stream.deltas(coordinator)
+            if self._changes
+            else stream.passing(coordinator, partial(self._bucket_messages, stream))
         )
 
-    def _given(
+    def _bucket_messages(
         self,
         stream: WeightStream,
         bucket: BucketPlan,
@@ -236,11 +238,11 @@ class DirectVLLM(VLLM):
     ) -> Iterator[tuple[int, torch.Tensor]]:
         if self._number == 0:
             self._plan_again(stream, coordinator)
-        if self._number == len(self._shares):
-            self._shares.append(self._shares_of(bucket))
+        if self._number == len(self._message_plans):
+            self._message_plans.append(self._plan_messages(bucket))
             if coordinator.is_main:
-                self._tell_workers(self._shares[-1])
-        return messages_of(self._shares[self._number], parameters, adapted, coordinator)
+                self._tell_workers(self._message_plans[-1])
+        return messages_of(self._message_plans[self._number], parameters, adapted, coordinator)
 
     def _plan_again(self, stream: WeightStream, coordinator: Coordinator) -> None:
         """Begin a new plan, if the stream has one, or if it is known since its first pass what the workers read."""
@@ -249,22 +251,22 @@ class DirectVLLM(VLLM):
         if not is_new and self._read is None and self._group.workers > 1:
             found = coordinator.broadcast(self._read_by_workers)
         if is_new or found is not None:
-            self._of_plan, self._read, self._shares = stream.buckets, found, []
+            self._of_plan, self._read, self._message_plans = stream.buckets, found, []
             self._plans += 1
 
     def _read_by_workers(self) -> list[dict[str, Ranges]] | None:
-        """What each has read of the tensors of the last plan; None if that says nothing of the next update."""
+        """Return the ranges each worker has read of the last plan's tensors; None if the next update may differ."""
         keys = [f"{self._plan} read by {worker}" for worker in range(self._group.workers)]
         found = [decoded(self._group.store.get(key)) for key in keys]
         return None if None in found else found
 
-    def _shares_of(self, bucket: BucketPlan) -> list[Shares]:
+    def _plan_messages(self, bucket: BucketPlan) -> list[MessagePlan]:
         worker = self._number % self._group.workers
-        return [shares_of(bucket, worker)] if self._read is None else sliced(bucket, worker, self._read)
+        return [plan_messages(bucket, worker)] if self._read is None else sliced(bucket, worker, self._read)
 
-    def _tell_workers(self, shares: Sequence[Shares]) -> None:
+    def _tell_workers(self, plans: Sequence[MessagePlan]) -> None:
         """Leave the layouts of a bucket in the group's store."""
-        key, layouts = f"{self._plan} {self._number}", [each.layout for each in shares]
+        key, layouts = f"{self._plan} {self._number}", [each.layout for each in plans]
         if self._read is None:
             self._group.store.set(key, encoded(layouts))
         for worker in range(self._group.workers if self._read is not None else 0):

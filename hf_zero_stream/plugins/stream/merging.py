@@ -15,7 +15,7 @@ from ...errors import UnsupportedError
 from ...holdings import fsdp
 from ...holdings.own_names import named_parameters
 from ...saving.parameters import Layout
-from .plan import Merging
+from .plan import MergePlan
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -43,7 +43,7 @@ def base_of(model: Any) -> Any:
 
 
 def active_adapter(model: Any) -> str:
-    """Of a model of PEFT the only adapter that is active: several have the same names in their files."""
+    """Return the only active adapter of a model of PEFT: several have the same names in their files."""
     if len(model.active_adapters) != 1:
         raise UnsupportedError(
             f'weight_stream: only="trainable" expects one active adapter; got {", ".join(model.active_adapters)}. '
@@ -53,7 +53,7 @@ def active_adapter(model: Any) -> str:
 
 
 def trained_copies(model: nn.Module) -> dict[str, str]:
-    """Of modules trained in full beside adapters, the name of each parameter's copy in use, by its own name."""
+    """Map each parameter of modules trained in full beside adapters to its copy in use; both by name."""
     peft = sys.modules.get("peft")
     if peft is None:
         return {}
@@ -69,7 +69,7 @@ def trained_copies(model: nn.Module) -> dict[str, str]:
 
 
 def state_of_adapters(model: nn.Module) -> list[str]:
-    """What merging depends on beside values. (transformers' models have a method of the name ``active_adapters``.)"""
+    """List what merging depends on beside values. (transformers' models have a method named ``active_adapters``.)"""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     found = [getattr(module, name, None) for module in model.modules() for name in names]
     return [str(value) for value in found if value is not None and not callable(value)]
@@ -107,11 +107,11 @@ class AdaptedLayers:
         `values` gives those of the training, in memory that may be changed.
         """
         params = self.params[number]
-        stand_ins = {id(param): nn.Parameter(values(name), requires_grad=False) for name, param in params.items()}
-        layer = _stand_in(self._layers[number], stand_ins)
+        replacements = {id(param): nn.Parameter(values(name), requires_grad=False) for name, param in params.items()}
+        layer = _with_parameters(self._layers[number], replacements)
         for each in reversed(list(_chain(layer))):
             each.merge()
-        found = {name: stand_ins[id(param)].data for name, param in params.items()}
+        found = {name: replacements[id(param)].data for name, param in params.items()}
         # LNTuning puts its own layer in the base's place, and leaves the parameters as they are.
         names = {id(param): name for name, param in params.items()}
         in_use = dict(layer.get_base_layer().named_parameters())
@@ -119,14 +119,14 @@ class AdaptedLayers:
         return found | {names[id(param)]: in_use[key].data for key, param in of_base}
 
 
-def merging_of(adapted: AdaptedLayers | None, layout: Layout) -> Merging:
-    """What a plan must know of them."""
+def merge_plan_of(adapted: AdaptedLayers | None, layout: Layout) -> MergePlan:
+    """Describe the adapted layers for a plan."""
     if adapted is None:
-        return Merging({}, [])
+        return MergePlan({}, [])
     stored = {name: Stored(box.shape, dtype, name) for name, box, dtype, *_ in layout.held}
     of_layers = [[stored[name] for name in params] for params in adapted.params]
     numbers = {each.name: number for number, of_layer in enumerate(of_layers) for each in of_layer}
-    return Merging(numbers, of_layers)
+    return MergePlan(numbers, of_layers)
 
 
 def _outermost_layers(model: nn.Module) -> Iterator[Any]:
@@ -142,7 +142,7 @@ def _outermost_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _quantised(layers: Iterable[Any]) -> torch.Tensor | None:
-    """What a quantiser has made of the weights inside one of PEFT's `layers`."""
+    """Return a quantised tensor inside one of PEFT's `layers`; None if there is none."""
     bases = (layer.get_base_layer() for layer in layers)
     tensors = (tensor for base in bases for tensor in (*base.parameters(), *base.buffers()))
     return next((each for each in tensors if not each.is_floating_point() or each.dtype.itemsize < 2), None)
@@ -156,17 +156,20 @@ def _chain(layer: Any) -> Iterator[Any]:
         layer = layer.base_layer
 
 
-def _stand_in(module: nn.Module, stand_ins: Mapping[int, nn.Parameter]) -> Any:
+def _with_parameters(module: nn.Module, replacements: Mapping[int, nn.Parameter]) -> Any:
     """A copy of a module with other parameters, and without hooks of the training."""
     new = object.__new__(fsdp.original_class(module))
     vars(new).update({key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, (list, dict))})
     vars(new).update({key: value for key, value in vars(module).items() if key not in vars(new)})
     vars(new).update({key: value for key, value in vars(nn.Module()).items() if key != "training"})
     new._parameters.update(
-        {key: None if param is None else stand_ins[id(param)] for key, param in module._parameters.items()}
+        {key: None if param is None else replacements[id(param)] for key, param in module._parameters.items()}
     )
     new._buffers.update(module._buffers)
     new._modules.update(
-        {key: None if child is None else _stand_in(child, stand_ins) for key, child in module._modules.items()}
+        {
+            key: None if child is None else _with_parameters(child, replacements)
+            for key, child in module._modules.items()
+        }
     )
     return new

@@ -19,8 +19,8 @@ from ...holdings.marks import has_partition
 from ...holdings.own_names import named_parameters
 from .buckets import Bucket
 from .merging import has_adapters
-from .of_trainers import stream_of
 from .plan import StreamedTensor
+from .trainer_streams import stream_of
 
 
 def broadcast_to_vllm(original: Callable[..., Any], self: Any) -> Any:
@@ -36,8 +36,10 @@ def broadcast_to_vllm(original: Callable[..., Any], self: Any) -> Any:
     buckets = stream.passing()  # at once, and its first bucket: so that all ranks hear of any error from here on
     first = [next(buckets)]
     mine = [each for each in stream.metadata if dist.get_rank() in each.owners and each.name not in frozen]
-    tensors = _ending_with_the_pass(_resumed(first, buckets), {each.name for each in mine})
-    module = SimpleNamespace(named_parameters=lambda: [(each.name, _Arriving(each, tensors)) for each in mine])
+    tensors = _tensors_of_pass(_resumed(first, buckets), {each.name for each in mine})
+    module = SimpleNamespace(
+        named_parameters=lambda: [(each.name, _StreamedParameter(each, tensors)) for each in mine]
+    )
     try:
         if not mine:
             next(tensors, None)  # who gets nothing takes part in the pass
@@ -48,8 +50,8 @@ def broadcast_to_vllm(original: Callable[..., Any], self: Any) -> Any:
         raise
 
 
-class _Arriving:
-    """What OpenRLHF takes for a parameter of ZeRO-3's; it asks for `data` once, in the order of the stream."""
+class _StreamedParameter:
+    """A proxy for a ZeRO-3 parameter: OpenRLHF reads its `data` once, in the order of the stream."""
 
     requires_grad = True
 
@@ -68,7 +70,7 @@ def _resumed(first: list[Bucket], buckets: Iterator[Bucket]) -> Iterator[Bucket]
     yield from buckets
 
 
-def _ending_with_the_pass(buckets: Iterator[Bucket], wanted: Set[str]) -> Iterator[torch.Tensor]:
+def _tensors_of_pass(buckets: Iterator[Bucket], wanted: Set[str]) -> Iterator[torch.Tensor]:
     """The tensors with these names. The pass is over when the last one comes: afterwards ranks wait for each other."""
     last = None
     for name, tensor in chain.from_iterable(buckets):

@@ -20,7 +20,7 @@ from ...saving.plan import ExchangeRound, Segment, Sources, segments_of
 LEAST_ROUND_BYTES = 2**20
 
 
-class Named(NamedTuple):
+class NamedView(NamedTuple):
     """A tensor that is streamed: what `view` gives, read as `dtype` and `shape`."""
 
     name: str
@@ -29,7 +29,7 @@ class Named(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, tensor: Any, described: Any) -> Named:
+    def of(cls, name: str, tensor: Any, described: Any) -> NamedView:
         """A lazy tensor, or a buffer, that `described` gives dtype and shape."""
         view = tensor.view_of_node if isinstance(tensor, LazyTensor) else View.whole(HostTensor.of(tensor))
         return cls(name, view, described.dtype, tuple(described.shape))
@@ -48,10 +48,10 @@ class StreamedTensor(NamedTuple):
     owners: tuple[int, ...]
 
 
-class Entry(NamedTuple):
+class BucketEntry(NamedTuple):
     """A tensor in the buckets of its owners, from byte `at` on."""
 
-    tensor: Named
+    tensor: NamedView
     owners: tuple[int, ...]
     at: int
 
@@ -65,7 +65,7 @@ class Evaluation:
         layers: the adapters that are merged into these parameters first, by number.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     starts: Mapping[str, tuple[int, Stored]]
     nbytes: int
     rounds: tuple[ExchangeRound, ...]
@@ -74,16 +74,16 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What ranks do together for one bucket of each owner.
+    """The exchange of all ranks for one bucket of each owner.
 
-    What they exchange is planned at the bucket's first use, when all ranks come to it together: of a large model there
+    It is planned at the bucket's first use, when all ranks come to it together: of a large model there
     are thousands of buckets, and nobody need wait for the plans of all of them before the first one is sent.
 
     Attributes:
         nbytes: by owner.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     nbytes: Mapping[int, int]
     planner: Planner
 
@@ -101,8 +101,8 @@ class BucketPlan:
 
 
 @dataclass(frozen=True)
-class Merging:
-    """What adapters change.
+class MergePlan:
+    """The layers that adapters change.
 
     Attributes:
         layer_of: the number of the layer of adapters that a parameter belongs to, by the parameter's name.
@@ -125,15 +125,15 @@ class Planner:
 
     sources: Sources
     replicas: Set[str]
-    merging: Merging
+    merging: MergePlan
     ranks: Sequence[int]
     spread: bool
     bucket_bytes: int
     overfull: bool
 
-    def buckets(self, tensors: Sequence[Named]) -> Iterator[BucketPlan]:
-        owners = self._dealt(tensors) if self.spread else [tuple(self.ranks)] * len(tensors)
-        found: list[list[Entry]] = []
+    def buckets(self, tensors: Sequence[NamedView]) -> Iterator[BucketPlan]:
+        owners = self._assigned_owners(tensors) if self.spread else [tuple(self.ranks)] * len(tensors)
+        found: list[list[BucketEntry]] = []
         reached = {rank: (0, 0) for rank in self.ranks}  # the bucket, and bytes in it
         for tensor, mine in zip(tensors, owners, strict=True):
             number, position = reached[mine[0]]
@@ -143,19 +143,19 @@ class Planner:
             reached.update({rank: (number, at + tensor.nbytes) for rank in mine})
             if number == len(found):
                 found.append([])
-            found[number].append(Entry(tensor, mine, at))
+            found[number].append(BucketEntry(tensor, mine, at))
         return map(self._planned, found)
 
-    def bucket(self, tensors: Sequence[Named]) -> BucketPlan:
+    def bucket(self, tensors: Sequence[NamedView]) -> BucketPlan:
         """These tensors in one bucket of rank 0."""
         entries, at = [], 0
         for tensor in tensors:
             at += -at % tensor.dtype.itemsize
-            entries.append(Entry(tensor, (0,), at))
+            entries.append(BucketEntry(tensor, (0,), at))
             at += tensor.nbytes
         return self._planned(entries)
 
-    def _dealt(self, tensors: Sequence[Named]) -> list[tuple[int, ...]]:
+    def _assigned_owners(self, tensors: Sequence[NamedView]) -> list[tuple[int, ...]]:
         """An owner of each: who holds most of it, of those that have not got their share of all bytes yet."""
         share = sum(tensor.nbytes for tensor in tensors) / len(self.ranks)
         dealt: Counter[int] = Counter()
@@ -172,14 +172,14 @@ class Planner:
             owners.append((owner,))
         return owners
 
-    def _planned(self, entries: Sequence[Entry]) -> BucketPlan:
+    def _planned(self, entries: Sequence[BucketEntry]) -> BucketPlan:
         nbytes: dict[int, int] = {}
         for entry in entries:
             for rank in entry.owners:
                 nbytes[rank] = max(nbytes.get(rank, 0), entry.at + entry.tensor.nbytes)
         return BucketPlan(tuple(entries), nbytes, self)
 
-    def is_computed(self, tensor: Named) -> bool:
+    def is_computed(self, tensor: NamedView) -> bool:
         """Whether its owners compute a tensor from whole parameters, because no ranges give it."""
         view = tensor.view
         if stored_names(view) & self.merging.layer_of.keys():
@@ -189,10 +189,10 @@ class Planner:
             isinstance(region.leaf, Computed) for region in self.sources.regions(view, 0, view.numel)
         )
 
-    def exchanges(self, entries: Sequence[Entry]) -> tuple[tuple[ExchangeRound, ...], tuple[Evaluation, ...]]:
-        """What ranks exchange of these, and what owners compute."""
+    def exchanges(self, entries: Sequence[BucketEntry]) -> tuple[tuple[ExchangeRound, ...], tuple[Evaluation, ...]]:
+        """Plan the exchange of these entries: its rounds, and what owners compute."""
         direct: list[tuple[Segment, tuple[int, ...]]] = []
-        evaluated: dict[tuple[tuple[str, ...], tuple[int, ...]], list[Entry]] = defaultdict(list)
+        evaluated: dict[tuple[tuple[str, ...], tuple[int, ...]], list[BucketEntry]] = defaultdict(list)
         for entry in entries:
             view = entry.tensor.view
             if self.is_computed(entry.tensor):
@@ -201,7 +201,7 @@ class Planner:
                 direct += self._segments(view, entry.at, entry.owners)
         return tuple(self._rounds(direct)), tuple(map(self._evaluation, evaluated.values()))
 
-    def _evaluation(self, entries: Sequence[Entry]) -> Evaluation:
+    def _evaluation(self, entries: Sequence[BucketEntry]) -> Evaluation:
         stored = {each.name: each for entry in entries for each in _stored(entry.tensor.view.node)}
         layers = sorted({self.merging.layer_of[name] for name in stored if name in self.merging.layer_of})
         stored.update({each.name: each for layer in layers for each in self.merging.stored[layer]})
@@ -217,7 +217,7 @@ class Planner:
 
     @property
     def _round_bytes(self) -> int:
-        """What a rank may send or receive at once; two rounds are on their way."""
+        """The most bytes that a rank sends or receives at once; two rounds are on their way."""
         return max(LEAST_ROUND_BYTES, self.bucket_bytes // 16)
 
     def _segments(self, view: View, at: int, owners: tuple[int, ...]) -> list[tuple[Segment, tuple[int, ...]]]:
@@ -225,7 +225,7 @@ class Planner:
         return [(segment, owners) for segment in segments_of(view, self.sources, 0, at, limit)]
 
     def _rounds(self, segments: Sequence[tuple[Segment, tuple[int, ...]]]) -> list[ExchangeRound]:
-        """What owners hold themselves is dealt to all rounds: it is copied while the rest is on its way."""
+        """Pack segments into rounds; what owners hold themselves is dealt to all: it is copied during exchanges."""
         rounds: list[list[tuple[int, Segment]]] = [[]]
         alone: list[tuple[int, Segment]] = []
         sent: Counter[int] = Counter()
@@ -290,19 +290,19 @@ def layer_of(name: str) -> str:
     return found[1] if found else name.rpartition(".")[0]
 
 
-def by_layers(tensors: Sequence[Named]) -> list[Named]:
+def by_layers(tensors: Sequence[NamedView]) -> list[NamedView]:
     """Layer after layer: an engine holds a layer back until it is complete.
 
     In a layer, the widest elements go first: then all are aligned, with nothing between them.
     """
-    layers: dict[str, list[Named]] = defaultdict(list)
+    layers: dict[str, list[NamedView]] = defaultdict(list)
     for tensor in tensors:
         layers[layer_of(tensor.name)].append(tensor)
     return list(chain.from_iterable(sorted(each, key=lambda one: -one.dtype.itemsize) for each in layers.values()))
 
 
-def with_whole_layers(tensors: Sequence[Named], is_wanted: Callable[[str], bool]) -> list[Named]:
-    """Those of layers in which any comes from a parameter that `is_wanted`.
+def with_whole_layers(tensors: Sequence[NamedView], is_wanted: Callable[[str], bool]) -> list[NamedView]:
+    """Select the tensors of layers in which any comes from a parameter that `is_wanted`.
 
     Engines put tensors of a layer together (q, k and v; experts); what is missing of such a one would be arbitrary.
     """

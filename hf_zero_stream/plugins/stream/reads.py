@@ -29,7 +29,7 @@ _LOOK = {
 """Functions that tell something of a tensor, and nothing of its values, if they return no tensor."""
 
 
-class _Given(NamedTuple):
+class _WatchedRange(NamedTuple):
     """A tensor in a piece of memory, from byte `at` on; what is `there` has values."""
 
     at: int
@@ -40,11 +40,11 @@ class _Given(NamedTuple):
 
 
 class Reads(TorchDispatchMode):
-    """What is read of the tensors that :meth:`watched` gives, until :meth:`end`; loaders run inside of it."""
+    """Records the reads of the tensors that :meth:`watched` gives, until :meth:`end`; loaders run inside of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._memories: dict[int, tuple[StorageWeakRef, list[_Given]]] = {}  # by their addresses
+        self._memories: dict[int, tuple[StorageWeakRef, list[_WatchedRange]]] = {}  # by their addresses
         self._read: dict[str, Ranges] = {}
         self._class = type("Watched", (_Watched,), {"reads": self})
 
@@ -63,12 +63,12 @@ class Reads(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self._memories[storage.data_ptr()] = StorageWeakRef(storage), []
         at = tensor.storage_offset() * tensor.itemsize
-        given = _Given(at, name, tuple(tensor.shape), tensor.itemsize, there)
+        given = _WatchedRange(at, name, tuple(tensor.shape), tensor.itemsize, there)
         self._memories[tensor.untyped_storage().data_ptr()][1].append(given)
         return tensor.as_subclass(self._class)
 
     def end(self) -> dict[str, Ranges]:
-        """What has been read of each tensor of which anything has; all of those to which somebody still refers."""
+        """Return the ranges read, by tensor; the whole of a tensor to which somebody still refers."""
         gc.collect()
         for memory, tensors in self._memories.values():
             if not memory.expired():
@@ -119,7 +119,7 @@ def whole(shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((0, size) for size in shape)
 
 
-def _around(view: torch.Tensor, first: int, given: _Given) -> Ranges:
+def _around(view: torch.Tensor, first: int, given: _WatchedRange) -> Ranges:
     """A box around the elements of a `view` that begins at byte `first` of a row-major tensor."""
     units = [prod(given.shape[dim + 1 :]) * given.itemsize for dim in range(len(given.shape))]
     begins = [first // unit % size for unit, size in zip(units, given.shape, strict=True)]

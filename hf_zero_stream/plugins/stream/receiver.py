@@ -55,7 +55,7 @@ class Receiver:
         if layout.worker == self._group.number:
             self._fill(bucket, layout.messages)
         if layout.is_shared:
-            self._group.share(bucket, layout.worker)
+            self._group.broadcast_from_worker(bucket, layout.worker)
         found = [(slot.name, slot.whole(bucket)) for slot in layout.slots]
         if self._reads is None:
             return found
@@ -67,7 +67,7 @@ class Receiver:
         largest = max((message.nbytes for message in messages), default=0)
         halves = torch.empty(2, largest + -largest % ALIGNMENT, dtype=torch.uint8, device=self._group.device)
         places = [halves[number % 2, : message.nbytes] for number, message in enumerate(messages)]
-        works = map(self._group.begin_receive, places, (message.giver for message in messages))
+        works = map(self._group.begin_receive, places, (message.sender for message in messages))
         work: Any = next(works, None)
         for message, place in zip(messages, places, strict=True):
             following = next(works, None)  # on its way while this one is put into its place
@@ -86,7 +86,7 @@ class Receiver:
         self._group.store.set(f"{self._plan} read by {self._group.number}", encoded(reads))
 
     def changes(self, buckets: int) -> Iterator[list[Patch]]:
-        """What has changed, bucket after bucket."""
+        """Receive the patches, bucket after bucket."""
         for number in range(buckets):
             worker = number % self._group.workers
             sizes = self._received(torch.empty(2, dtype=torch.int64, device=self._group.device), worker).tolist()
@@ -100,5 +100,5 @@ class Receiver:
         if memory.numel():
             if worker == self._group.number:
                 self._group.receive(memory, 0)
-            self._group.share(memory, worker)
+            self._group.broadcast_from_worker(memory, worker)
         return memory

@@ -17,8 +17,8 @@ from ...errors import ConfigError, HfZeroStreamError, StreamError
 from ...ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ...ranks.rendezvous import STREAM
 from ...saving.arguments import dtype_of_argument
-from .calls import Calls
 from .plan import StreamedTensor
+from .server_client import ServerClient
 from .servers import VLLM, EngineServer, Join, SGLang
 from .weights import BUCKET_BYTES, WeightStream
 
@@ -81,17 +81,17 @@ def weight_sender(
         if (direct and (engine != "vllm" or join is not None)) or (deltas and not direct):
             raise ConfigError("direct: expected engine='vllm' beside it, and no `join`; deltas: expected direct=True")
         device = collective_device()
-        calls = Calls(url, SERVERS[engine].alive, device)
+        client = ServerClient(url, SERVERS[engine].alive, device)
         server: EngineServer
         if direct:
             from .direct import DirectVLLM
 
-            server = DirectVLLM(calls, bucket_bytes, None, device, deltas=deltas)
+            server = DirectVLLM(client, bucket_bytes, None, device, deltas=deltas)
         else:
-            server = SERVERS[engine](calls, bucket_bytes, join, device)
+            server = SERVERS[engine](client, bucket_bytes, join, device)
         options = {"overfull": server.packs, "deltas": deltas}
         stream = WeightStream(model, "rank0", bucket_bytes, dtype_of_argument(dtype), "all", "hub", **options)
-    sender = WeightSender(stream, server, calls, checkpoint)
+    sender = WeightSender(stream, server, client, checkpoint)
     with meeting(STREAM, f"a new sender of {stream.name}") as coordinator:
         sender._connect(coordinator, address, port)
     return sender
@@ -105,10 +105,14 @@ class WeightSender:
     """
 
     def __init__(
-        self, stream: WeightStream, server: EngineServer, calls: Calls, checkpoint: str | os.PathLike[str] | None
+        self,
+        stream: WeightStream,
+        server: EngineServer,
+        client: ServerClient,
+        checkpoint: str | os.PathLike[str] | None,
     ) -> None:
         self.stream = stream
-        self._server, self._calls, self._checkpoint = server, calls, checkpoint
+        self._server, self._client, self._checkpoint = server, client, checkpoint
         self._compared: Sequence[StreamedTensor] | None = None
         self._lost = ""
 
@@ -131,7 +135,7 @@ class WeightSender:
                     if not begun:  # what ranks find wrong until then leaves the server as it is
                         self._compare(coordinator)
                         name = version or str(self.stream.version)
-                        self._calls.check = coordinator.check
+                        self._client.check = coordinator.check
                         begun = True
                         coordinator.run_on_main(lambda: self._server.begin(self.stream, name))
                     self._server.give(item, coordinator)
@@ -142,7 +146,7 @@ class WeightSender:
                 raise
             self._server.abandon()
             self._lost = (
-                f"The server at {self._calls.url} may have some of the weights of an update that failed, so it is "
+                f"The server at {self._client.url} may have some of the weights of an update that failed, so it is "
                 f"lost: end it, start it again, and make a new weight_sender. The error was: {error}"
             )
             if isinstance(error, Exception):
@@ -150,7 +154,7 @@ class WeightSender:
             raise
 
     def _connect(self, coordinator: Coordinator, address: str | None, port: int | None) -> None:
-        self._calls.check = coordinator.check
+        self._client.check = coordinator.check
         self._compare(coordinator)
         self._server.meet(coordinator, address, port)
 
@@ -168,7 +172,7 @@ class WeightSender:
                 views = read_checkpoint_map(place).views
         except HfZeroStreamError as error:
             raise StreamError(
-                f"The checkpoint from which the server at {self._calls.url} was started is not to be had here, so "
+                f"The checkpoint from which the server at {self._client.url} was started is not to be had here, so "
                 f"names cannot be compared: {error} Give weight_sender its place as `checkpoint`."
             ) from error
         model = self.stream.model
@@ -182,7 +186,7 @@ class WeightSender:
             more = f"\n... and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
             raise StreamError(
                 f"{len(found)} tensors differ between this training and {path}, from which the server at "
-                f"{self._calls.url} was started. Nothing has been sent.\n"
+                f"{self._client.url} was started. Nothing has been sent.\n"
                 + "\n".join(found[:_MOST_NAMED])
                 + more
                 + "\nStart the server from a checkpoint of this model, such as one that save_pretrained wrote."
@@ -199,7 +203,7 @@ class WeightSender:
 def differences(
     tensors: Sequence[StreamedTensor], views: Mapping[str, View], left_out: Sequence[str] = ()
 ) -> list[str]:
-    """What of `tensors` a checkpoint has not or has otherwise, and what is not among them, in words.
+    """Describe in words what a checkpoint lacks or has otherwise than `tensors`, and has in addition.
 
     Of names that match a pattern of `left_out`, the checkpoint may have more. Floating-point dtypes of at least 16
     bits are as good as each other: an engine casts what it loads.

@@ -20,8 +20,8 @@ from ...errors import StreamError, VersionError
 from ...ranks import accelerators
 from ...ranks.coordinator import Coordinator
 from .buckets import Bucket
-from .calls import Calls
 from .plan import StreamedTensor
+from .server_client import ServerClient
 from .weights import WeightStream
 from .wire import name_of
 
@@ -42,15 +42,15 @@ class EngineServer:
     packs = True
     """Whether nothing may lie between two tensors of a bucket, which ends after the one that passes its size."""
 
-    def __init__(self, calls: Calls, bucket_bytes: int, join: Join | None, device: torch.device) -> None:
-        self._calls, self.bucket_bytes, self._device = calls, bucket_bytes, device
+    def __init__(self, client: ServerClient, bucket_bytes: int, join: Join | None, device: torch.device) -> None:
+        self._client, self.bucket_bytes, self._device = client, bucket_bytes, device
         self._join = join or self._join_by_nccl
         self._group: Any = None
         self._announced: Future[Any] | None = None
         self._sent: Future[Any] | None = None
 
     def checkpoint(self) -> str:
-        """What the server was started from, in its own words."""
+        """The checkpoint that the server was started from, as it names it."""
         raise NotImplementedError
 
     def connect(self, address: str | None, port: int | None) -> None:
@@ -83,16 +83,16 @@ class EngineServer:
         destroy = getattr(self._group, "destroy", None)
         self._group = None
         if destroy is not None:
-            self._calls.background(destroy)
+            self._client.background(destroy)
 
     def _join_by_nccl(self, info: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def _joined(self, path: str, body: dict[str, Any], info: dict[str, Any]) -> None:
         """Tell the server to join the group, and join it: each waits for the other."""
-        accepted = self._calls.posting(path, body)
-        self._group = self._calls.wait(self._calls.background(lambda: self._join(info)), accepted)
-        self._calls.wait(accepted)
+        accepted = self._client.begin_post(path, body)
+        self._group = self._client.wait(self._client.background(lambda: self._join(info)), accepted)
+        self._client.wait(accepted)
 
     def _send_in_background(self, send: Callable[[], None]) -> None:
         """Begin to `send` bytes; those before have arrived by then."""
@@ -105,25 +105,25 @@ class EngineServer:
                 send()
                 accelerators.synchronise([self._device])
 
-        self._sent = self._calls.background(work)
+        self._sent = self._client.background(work)
 
     def _broadcast(self, packed: torch.Tensor) -> None:
         self._send_in_background(partial(self._group.broadcast, packed, src=0))
 
     def _wait_for_bytes(self) -> None:
         if self._sent is not None:
-            self._calls.wait(self._sent, self._announced)
+            self._client.wait(self._sent, self._announced)
         self._sent = None
 
     def _finish_update(self) -> None:
         """Wait until all that was announced has been loaded."""
         self._wait_for_bytes()
         if self._announced is not None:
-            self._calls.wait(self._announced)
+            self._client.wait(self._announced)
         self._announced = None
 
     def _own_place(self, address: str | None, port: int | None) -> dict[str, Any]:
-        return {"master_address": address or self._calls.own_address(), "master_port": port or _free_port()}
+        return {"master_address": address or self._client.own_address(), "master_port": port or _free_port()}
 
 
 class VLLM(EngineServer):
@@ -136,19 +136,19 @@ class VLLM(EngineServer):
     alive = "health"
 
     def checkpoint(self) -> str:
-        return str(self._calls.get("v1/models")["data"][0]["root"])
+        return str(self._client.get("v1/models")["data"][0]["root"])
 
     def connect(self, address: str | None, port: int | None) -> None:
-        info = self._calls.get("server_info?config_format=json")
+        info = self._client.get("server_info?config_format=json")
         if info["vllm_config"].get("weight_transfer_config") is None:
             raise StreamError(
-                f"{self._calls.url}: this vLLM has no engine for weight transfer. Start it with "
+                f"{self._client.url}: this vLLM has no engine for weight transfer. Start it with "
                 """VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'."""
             )
         init_info = {
             **self._own_place(address, port),
             "rank_offset": 1,
-            "world_size": self._calls.get("get_world_size")["world_size"] + 1,
+            "world_size": self._client.get("get_world_size")["world_size"] + 1,
             "packed": True,
             "packed_buffer_size_bytes": self.bucket_bytes,
         }
@@ -156,9 +156,9 @@ class VLLM(EngineServer):
 
     def begin(self, stream: WeightStream, version: str) -> None:
         # What generates between two buckets would kill the engine. "keep": requests go on afterwards.
-        self._calls.post("pause?mode=keep")
-        self._calls.post("start_weight_update")
-        self._announced = self._calls.posting("update_weights", {"update_info": self._update_info(stream)})
+        self._client.post("pause?mode=keep")
+        self._client.post("start_weight_update")
+        self._announced = self._client.begin_post("update_weights", {"update_info": self._update_info(stream)})
 
     def _update_info(self, stream: WeightStream) -> dict[str, Any]:
         return described(stream.metadata, "dtype_names")
@@ -168,9 +168,9 @@ class VLLM(EngineServer):
 
     def end(self, version: str) -> None:
         self._finish_update()
-        self._calls.post("finish_weight_update", {"weight_version": version})
-        self._calls.post("reset_prefix_cache")
-        self._calls.post("resume")
+        self._client.post("finish_weight_update", {"weight_version": version})
+        self._client.post("reset_prefix_cache")
+        self._client.post("resume")
 
     def _join_by_nccl(self, info: dict[str, Any]) -> Any:
         try:
@@ -189,13 +189,13 @@ class SGLang(EngineServer):
     alive = "ping"
 
     def checkpoint(self) -> str:
-        return str(self._calls.get("model_info")["model_path"])
+        return str(self._client.get("model_info")["model_path"])
 
     def connect(self, address: str | None, port: int | None) -> None:
-        info = self._calls.get("server_info")
+        info = self._client.get("server_info")
         if info.get("pp_size", 1) > 1:
             raise StreamError(
-                f"{self._calls.url}: SGLang takes weights from a group without pipeline parallelism only."
+                f"{self._client.url}: SGLang takes weights from a group without pipeline parallelism only."
             )
         group = {
             **self._own_place(address, port),
@@ -208,12 +208,12 @@ class SGLang(EngineServer):
 
     def begin(self, stream: WeightStream, version: str) -> None:
         self._version = version
-        self._calls.post("pause_generation", {"mode": "retract"})  # requests go on afterwards, from their tokens
-        self._calls.post("begin_weight_update")
+        self._client.post("pause_generation", {"mode": "retract"})  # requests go on afterwards, from their tokens
+        self._client.post("begin_weight_update")
 
     def send(self, bucket: Bucket) -> None:
         self._finish_update()
-        self._announced = self._calls.posting(
+        self._announced = self._client.begin_post(
             "update_weights_from_distributed",
             {
                 **described(tensors_of(bucket), "dtypes"),
@@ -227,9 +227,9 @@ class SGLang(EngineServer):
 
     def end(self, version: str) -> None:
         self._finish_update()
-        self._calls.post("end_weight_update")
-        self._calls.post("flush_cache")
-        self._calls.post("continue_generation")
+        self._client.post("end_weight_update")
+        self._client.post("flush_cache")
+        self._client.post("continue_generation")
 
     def _join_by_nccl(self, info: dict[str, Any]) -> Any:
         return TorchGroup(info, info["backend"])
@@ -265,7 +265,7 @@ def tensors_of(bucket: Bucket) -> list[StreamedTensor]:
 
 
 def described(tensors: Sequence[StreamedTensor], dtypes: str) -> dict[str, Any]:
-    """What servers want to know of tensors that come, before they come; `dtypes`: the name of that field."""
+    """Describe the tensors that will come, as servers take it; `dtypes`: the name of that field."""
     return {
         "names": [each.name for each in tensors],
         dtypes: [name_of(each.dtype) for each in tensors],

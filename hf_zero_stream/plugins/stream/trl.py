@@ -22,10 +22,10 @@ from ...ranks.presence import is_alone
 from ...ranks.rendezvous import STREAM
 from ...seams.wrappers import unwrapped
 from .buckets import Bucket
-from .calls import Calls
 from .merging import has_adapters, merges_values
-from .of_trainers import stream_of
+from .server_client import ServerClient
 from .servers import EngineServer, described, tensors_of
+from .trainer_streams import stream_of
 from .weights import BUCKET_BYTES, WeightStream
 
 
@@ -35,34 +35,34 @@ _CLIENT = "trl.generation.vllm_client"
 def sync_weights(original: Callable[..., Any], self: Any) -> Any:
     """``VLLMGeneration.sync_weights`` (all ranks)."""
     model = unwrapped(self.model)
-    if _gives_all_it_has(model):
+    if _has_all_values(model):
         return original(self)
     serves = self.mode == "server"
     stream = stream_of(self, self.model, "rank0" if serves else "all")
     info = described(stream.metadata, "dtype_names")
-    with _walking(stream) as buckets:
+    with _open_pass(stream) as buckets:
         tensors = chain.from_iterable(buckets)
-        stand_ins = {
+        overrides = {
             "_iter_named_params": lambda: tensors,
             "_weight_metadata": list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True)),
         }
         if serves and self.accelerator.is_main_process:
-            stand_ins["vllm_client"] = _ByBuckets(self.vllm_client, stream, buckets, tensors)
-        with override_methods(self, **stand_ins):
+            overrides["vllm_client"] = _BucketClient(self.vllm_client, stream, buckets, tensors)
+        with override_methods(self, **overrides):
             return original(self)
 
 
 def sync_weight_merged(original: Callable[..., Any], self: Any, t0: float) -> Any:
     """``AsyncGRPOTrainer._sync_weight_merged`` (all ranks)."""
     model = unwrapped(self.model)
-    if _gives_all_it_has(model):
+    if _has_all_values(model):
         return original(self, t0)
     adapts = has_adapters(model)
     stream = stream_of(self, self.model, "rank0", "all" if adapts else "trainable")
     if self.accelerator.is_main_process and hasattr(self.weight_transfer, "_weight_update_info"):
         self.weight_transfer._weight_update_info |= described(stream.metadata, "dtype_names")
     nothing = {"merge_adapter": lambda: None, "unmerge_adapter": lambda: None} if adapts else {}
-    with _walking(stream) as buckets, override_methods(self, _streaming_iter=lambda: chain.from_iterable(buckets)):
+    with _open_pass(stream) as buckets, override_methods(self, _streaming_iter=lambda: chain.from_iterable(buckets)):
         with override_methods(model, **nothing):
             return original(self, t0)
 
@@ -70,14 +70,14 @@ def sync_weight_merged(original: Callable[..., Any], self: Any, t0: float) -> An
 def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
     """``OnlineDPOTrainer._move_model_to_vllm`` (all ranks)."""
     model = unwrapped(self.model)
-    if _gives_all_it_has(model):
+    if _has_all_values(model):
         return original(self)
     serves = self.vllm_mode == "server"
     stream = stream_of(self, self.model, "rank0" if serves else "all")
-    with _walking(stream) as buckets:
+    with _open_pass(stream) as buckets:
         tensors, client = chain.from_iterable(buckets), None
         if serves and self.accelerator.is_main_process:
-            client = _ByBuckets(self.vllm_client, stream, buckets, tensors)
+            client = _BucketClient(self.vllm_client, stream, buckets, tensors)
 
         def move() -> None:
             if client is not None:
@@ -87,13 +87,13 @@ def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
                 if not serves:
                     self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights([each])
 
-        stand_ins = {"_move_model_to_vllm_inner": move, **({} if client is None else {"vllm_client": client})}
-        with override_methods(self, **stand_ins):
+        overrides = {"_move_model_to_vllm_inner": move, **({} if client is None else {"vllm_client": client})}
+        with override_methods(self, **overrides):
             return original(self)
 
 
 @contextmanager
-def _walking(stream: WeightStream) -> Iterator[Iterator[Bucket]]:
+def _open_pass(stream: WeightStream) -> Iterator[Iterator[Bucket]]:
     """The buckets of a pass. An error of what takes them, or comes before it, is one of all ranks at once."""
     buckets = stream.passing()
     with expected_at(STREAM):
@@ -111,13 +111,13 @@ def iter_named_params(original: Callable[..., Any], model: Any) -> Iterator[tupl
         yield name, torch.empty(shape, dtype=param.dtype, device="meta") if has_partition(param) else param
 
 
-def _gives_all_it_has(model: Any) -> bool:
+def _has_all_values(model: Any) -> bool:
     """Whether TRL's own way is as good: this rank has all parameters, and nothing is merged that we can merge."""
     shares = any(map(has_partition, model.parameters())) or is_sharded(model)
     return not shares and (is_alone() or not merges_values(model))
 
 
-class _ByBuckets:
+class _BucketClient:
     """A client of TRL's that broadcasts a bucket as it is: the packer behind TRL's own copies all that it is given.
 
     TRL's session makes a call that failed again; these calls are made once. `buckets` are a pass of the `stream`, and
@@ -137,7 +137,7 @@ class _ByBuckets:
         return nullcontext()
 
     def update_named_params(self, metadata: Any, named_params: Iterator[Any]) -> None:
-        """In place of what is given, send the buckets, in one update of the server's.
+        """Send the buckets, in one update of the server's, in place of the tensors that are given.
 
         Raises a VersionError if it is not what we have TRL give: the other ranks are at something else then, too.
         """
@@ -162,19 +162,19 @@ class _Server(EngineServer):
 
     def __init__(self, client: Any) -> None:
         device = collective_device()
-        super().__init__(Calls(client.base_url, self.alive, device), BUCKET_BYTES, None, device)
+        super().__init__(ServerClient(client.base_url, self.alive, device), BUCKET_BYTES, None, device)
         self._group = client.communicator
         # Before vLLM 0.28 each update says that it comes in chunks.
         is_told = getattr(sys.modules[_CLIENT], "_HAS_STATEFUL_TRAINER_ENGINE", False)
         self._more = {} if is_told else {"packed": True}
 
     def begin(self, tensors: Any, version: str) -> None:
-        self._calls.post("start_weight_update")
+        self._client.post("start_weight_update")
 
     def send(self, bucket: Bucket) -> None:
         self._finish_update()
         info = {**described(tensors_of(bucket), "dtype_names"), **self._more}
-        self._announced = self._calls.posting("update_weights", {"update_info": info})
+        self._announced = self._client.begin_post("update_weights", {"update_info": info})
         packed = bucket.packed
         if sum(tensor.nbytes for _, tensor in bucket) < packed.nbytes:  # dtypes of several sizes
             packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
@@ -182,4 +182,4 @@ class _Server(EngineServer):
 
     def end(self, version: str) -> None:
         self._finish_update()
-        self._calls.post("finish_weight_update", {"weight_version": version})
+        self._client.post("finish_weight_update", {"weight_version": version})

@@ -25,7 +25,7 @@ from .weights import WeightStream, weight_stream
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 
 _streams: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
-"""By the engine whose weights they are."""
+"""The streams, by the engine whose weights they are."""
 
 
 def get_per_tensor_param(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,11 +51,11 @@ def get_per_tensor_param(original: Callable[..., Any], self: Any, *args: Any, **
 
 
 _Following = Mapping[str, Sequence[tuple[str, torch.Tensor | None]]]
-"""By the name of a tensor of a stream, or nothing: what verl gives from then on, of which None is that tensor."""
+"""Maps the name of a streamed tensor, or nothing, to verl's items from then on; None stands for that tensor."""
 
 
 def _following(stream: WeightStream, state: Mapping[str, torch.Tensor]) -> _Following | None:
-    """Where tensors of `stream` belong in verl's `state`, which has persistent buffers too, and tied weights twice.
+    """Match `stream` with verl's `state`, which has persistent buffers too, and tied weights twice.
 
     None if the stream lacks any that ranks share, or has others.
     """

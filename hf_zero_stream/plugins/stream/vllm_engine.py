@@ -36,7 +36,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What comes in so many `buckets`: all weights by a `plan`, or slices of them, or what has changed of them."""
+    """An update in so many `buckets`: all weights by a `plan`, or slices of them, or what has changed of them."""
 
     plan: str
     buckets: int

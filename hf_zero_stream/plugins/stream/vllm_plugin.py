@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes, where this package is installed beside it."""
+"""The function that vLLM calls in each of its processes, where this package is installed beside it."""
 
 from __future__ import annotations
 

@@ -34,22 +34,22 @@ from ...saving.lazy_parameters import holdings_of_model
 from ...saving.parameters import Layout, NewParameters, Parameters
 from ...saving.preparation import circumstances, quiet, refuse_other_tensors
 from ...saving.save import make_ready
-from ...seams.adapted import lay_out_adapters
+from ...seams.adapter_saving import lay_out_adapters
 from ...seams.saving import lay_out_pretrained
 from ...seams.wrappers import unwrapped
 from .arguments import refuse_different_values, refuse_other_models, refuse_unknown_values
 from .buckets import Bucket, filled
-from .deltas import Given, patches
+from .deltas import SentSnapshot, patches
 from .merging import (
     AdaptedLayers,
     active_adapter,
     base_of,
     has_adapters,
-    merging_of,
+    merge_plan_of,
     state_of_adapters,
     trained_copies,
 )
-from .plan import BucketPlan, Named, Planner, StreamedTensor, by_layers, with_whole_layers
+from .plan import BucketPlan, NamedView, Planner, StreamedTensor, by_layers, with_whole_layers
 from .vllm_source import weight_source
 from .wire import Patch
 
@@ -107,7 +107,7 @@ def weight_stream(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is kept from pass to pass. `circumstances`: what the plan depends on beside the `layout`."""
+    """The plan that is kept from pass to pass. `circumstances`: what it depends on beside the `layout`."""
 
     circumstances: Any
     layout: Layout
@@ -158,11 +158,11 @@ class WeightStream:
             )
         self._overfull, self._deltas = overfull, deltas
         self.version = 0
-        self._given: Given | None = None
+        self._sent: SentSnapshot | None = None
         self._is_complete = False
         """Whether the last pass came to its end: what is kept is what it gave."""
         self._open: Coordinator | None = None
-        """Of the pass that has begun and not ended."""
+        """The coordinator of the pass that has begun and not ended."""
         self._plan: _Plan | None = None
         with meeting(STREAM, "a new weight stream") as coordinator:
             refuse_different_values(arguments, coordinator)
@@ -184,7 +184,7 @@ class WeightStream:
 
     @property
     def bucket_count(self) -> int:
-        """How many buckets a pass gives, empty ones too."""
+        """The number of buckets that a pass gives, empty ones too."""
         assert self._plan is not None
         return len(self._plan.buckets)
 
@@ -218,7 +218,7 @@ class WeightStream:
         """
         if not self._deltas:
             raise ConfigError("deltas: this stream keeps nothing to compare with. Make it with deltas=True.")
-        return self._passing(coordinator, f"the changes of {self.name}", self._given_before, self._patches)
+        return self._passing(coordinator, f"the changes of {self.name}", self._sent_plan, self._patches)
 
     def weight_source(self) -> Any:
         """This stream as a ``WeightSource`` for vLLM's trainer engines ``"nccl"`` and ``"ipc"``, of 0.32 or 0.33.
@@ -236,8 +236,8 @@ class WeightStream:
         return self._comparable(coordinator) is not None
 
     def _comparable(self, coordinator: Coordinator) -> tuple[_Plan, Parameters] | None:
-        has_given = self._given is not None and self._is_complete
-        return self._as_before(coordinator) if all(coordinator.all_gather(has_given)) else None
+        has_sent = self._sent is not None and self._is_complete
+        return self._unchanged_plan(coordinator) if all(coordinator.all_gather(has_sent)) else None
 
     def _passing(
         self,
@@ -246,7 +246,7 @@ class WeightStream:
         planned: Callable[[Coordinator], tuple[_Plan, Parameters]],
         give: Callable[[BucketPlan, Parameters, AdaptedLayers | None, Coordinator], T],
     ) -> Generator[T]:
-        self._call_off()
+        self._cancel_open_pass()
         with meeting(STREAM, what, coordinator) as coordinator:
             self._plan, parameters = planned(coordinator)
             self._open = coordinator
@@ -263,20 +263,20 @@ class WeightStream:
                     coordinator.agree()  # a rank that has left the loop takes no part in the next exchange
             except GeneratorExit:
                 if self._open is coordinator:
-                    self._call_off()
+                    self._cancel_open_pass()
                 return
             finally:
                 if self._open is coordinator:
                     self._open = None
             if self._deltas:
                 with coordinator.reporting():
-                    if self._given is not None and self._given.of is self._plan.buckets:
-                        self._given.update(parameters.holdings)
+                    if self._sent is not None and self._sent.buckets is self._plan.buckets:
+                        self._sent.update(parameters.holdings)
                     else:
-                        self._given = Given(self._plan.buckets, parameters.holdings, coordinator.rank)
+                        self._sent = SentSnapshot(self._plan.buckets, parameters.holdings, coordinator.rank)
             self._is_complete = True
 
-    def _call_off(self) -> None:
+    def _cancel_open_pass(self) -> None:
         """End the pass that is open, if there is one, with an error on the other ranks."""
         coordinator, self._open = self._open, None
         if coordinator is not None:
@@ -287,7 +287,7 @@ class WeightStream:
             with suppress(HfZeroStreamError):
                 coordinator.agree(error)
 
-    def _given_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
+    def _sent_plan(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
         """As :meth:`_planned`, if there is something to compare with."""
         found = self._comparable(coordinator)
         if found is None:
@@ -300,13 +300,13 @@ class WeightStream:
     def _patches(
         self, plan: BucketPlan, parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
     ) -> Sequence[Patch]:
-        assert self._given is not None
-        return patches(plan, parameters.holdings, self._given, adapted, coordinator)
+        assert self._sent is not None
+        return patches(plan, parameters.holdings, self._sent, adapted, coordinator)
 
     def _planned(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
         """The plan of the pass that begins, and what is held now (all ranks)."""
         with torch.no_grad(), collector_paused():
-            return self._as_before(coordinator) or self._anew(coordinator)
+            return self._unchanged_plan(coordinator) or self._new_plan(coordinator)
 
     @property
     def _gives_adapters(self) -> bool:
@@ -316,7 +316,7 @@ class WeightStream:
         trained = [param.requires_grad for param in self._model.parameters()]
         return circumstances(self._model), trained, state_of_adapters(self._model) if self._adapters else ()
 
-    def _as_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters] | None:
+    def _unchanged_plan(self, coordinator: Coordinator) -> tuple[_Plan, Parameters] | None:
         plan = self._plan
         with coordinator.reporting():
             if plan is not None:  # else the stream is made, which needs no values
@@ -333,12 +333,12 @@ class WeightStream:
         """The model whose parameters are streamed, by their own names in it."""
         return self._model if self._gives_adapters else self._base
 
-    def _anew(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
+    def _new_plan(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
         parameters = NewParameters(self._held, coordinator, self._dtype, compares=False, threads=1)
         with coordinator.reporting():
             adapted = AdaptedLayers(self._base) if self._adapters and not self._gives_adapters else None
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):
-                tensors = by_layers(list(map(Named.of, *self._laid_out(Path(elsewhere), parameters))))
+                tensors = by_layers(list(map(NamedView.of, *self._lay_out(Path(elsewhere), parameters))))
             if self._only == "trainable" and not self._gives_adapters:
                 trained = {name for name, param in named_parameters(self._base) if param.requires_grad}
                 tensors = with_whole_layers(tensors, trained.__contains__)
@@ -346,7 +346,7 @@ class WeightStream:
             planner = Planner(
                 parameters.sources,
                 parameters.sources.replicas - gathered,
-                merging_of(adapted, parameters.layout),
+                merge_plan_of(adapted, parameters.layout),
                 [0] if self._to == "rank0" else range(coordinator.world_size),
                 self._to == "owners",
                 self._bucket_bytes,
@@ -372,7 +372,7 @@ class WeightStream:
             )
         return plan, parameters
 
-    def _laid_out(self, folder: Path, parameters: NewParameters) -> tuple[Sequence[str], Sequence[Any], Sequence[Any]]:
+    def _lay_out(self, folder: Path, parameters: NewParameters) -> tuple[Sequence[str], Sequence[Any], Sequence[Any]]:
         """Names, lazy tensors, and what has the dtype and the shape of each."""
         if self._gives_adapters and self._model is not self._base:
             noted = lay_out_adapters(self._model, folder, parameters.entries(), [active_adapter(self._model)])

@@ -1,4 +1,4 @@
-"""What ranks of a training and workers of an engine agree on, where each rank sends its own bytes.
+"""The protocol between ranks of a training and workers of an engine, where each rank sends its own bytes.
 
 The workers' end runs in the engine's environment, where torch is, and perhaps nothing else that this package needs.
 """
@@ -47,9 +47,9 @@ class SentElements(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What the rank `giver` sends to a worker at once: pieces, each from a multiple of 16 bytes on."""
+    """The bytes that the rank `sender` sends to a worker at once: pieces, each from a multiple of 16 bytes on."""
 
-    giver: int
+    sender: int
     pieces: Sequence[SentElements]
 
     def new(self, device: torch.device) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Message(NamedTuple):
         return self.starts()[-1]
 
     def starts(self) -> list[int]:
-        """Where each piece begins, and the end."""
+        """The byte at which each piece begins, and the end."""
         starts, at = [], 0
         for piece in self.pieces:
             at += -at % ALIGNMENT
@@ -77,7 +77,7 @@ class Message(NamedTuple):
 
 
 class BucketSlot(NamedTuple):
-    """What a bucket has of a tensor, from byte `at` on: the elements in `ranges`, in row-major order.
+    """The elements of a tensor in a bucket, from byte `at` on: those in `ranges`, in row-major order.
 
     Attributes:
         shape: of the whole tensor.
@@ -118,7 +118,7 @@ class BucketLayout(NamedTuple):
     @classmethod
     def of(cls, nbytes: int, slots: Any, messages: Any, worker: int, is_shared: bool) -> BucketLayout:
         """From what :func:`decoded` gives."""
-        given = [Message(giver, [SentElements(*piece) for piece in pieces]) for giver, pieces in messages]
+        given = [Message(sender, [SentElements(*piece) for piece in pieces]) for sender, pieces in messages]
         return cls(nbytes, [BucketSlot(*slot) for slot in slots], given, worker, is_shared)
 
 
@@ -146,7 +146,7 @@ class Patch(NamedTuple):
 
 
 def packed_patches(patches: Sequence[Patch]) -> tuple[bytes, torch.Tensor]:
-    """What patches are, and the bytes of their indices and values, one patch after the other."""
+    """Encode the description of patches, and the bytes of their indices and values, one patch after the other."""
     header = [
         (name, shape, name_of(indices.dtype), name_of(values.dtype), len(values))
         for name, shape, indices, values in patches
@@ -202,15 +202,15 @@ class WeightGroup:
     def send(self, tensor: torch.Tensor, worker: int) -> None:
         self._group.send([tensor], self.first_worker + worker, 0).wait()
 
-    def begin_receive(self, tensor: torch.Tensor, giver: int) -> Any:
+    def begin_receive(self, tensor: torch.Tensor, sender: int) -> Any:
         """The work, to be waited for."""
-        return self._group.recv([tensor], giver, 0)
+        return self._group.recv([tensor], sender, 0)
 
-    def receive(self, tensor: torch.Tensor, giver: int) -> None:
-        self.begin_receive(tensor, giver).wait()
+    def receive(self, tensor: torch.Tensor, sender: int) -> None:
+        self.begin_receive(tensor, sender).wait()
 
-    def share(self, tensor: torch.Tensor, worker: int) -> None:
-        """Give all workers the `tensor` of one of them."""
+    def broadcast_from_worker(self, tensor: torch.Tensor, worker: int) -> None:
+        """Give all workers the `tensor` of the worker of this number."""
         if self._of_workers is not None:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = worker, 0

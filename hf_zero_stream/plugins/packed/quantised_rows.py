@@ -23,7 +23,7 @@ CHUNK_NUMEL = 2**21
 
 
 class Quantisation(Protocol):
-    """How a format quantises one weight. All tensors of bytes are flat, uint8.
+    """Quantises one weight in a format. All tensors of bytes are flat, uint8.
 
     Attributes:
         unit: number of values, in row-major order, that are quantised by themselves. A part has whole units, but that
@@ -44,8 +44,8 @@ class Quantisation(Protocol):
         """The tensors of the checkpoint, of any shape and dtype, from the bytes of all parts, joined."""
         ...
 
-    def settle(self, pieces: Mapping[str, torch.Tensor]) -> Mapping[str, int]:
-        """Take note of the bytes of each tensor; returns the sizes of those that are shorter than was planned."""
+    def record_quant_state(self, pieces: Mapping[str, torch.Tensor]) -> Mapping[str, int]:
+        """Record the quant state in the bytes of each tensor; returns the sizes of those shorter than planned."""
         ...
 
 
@@ -55,13 +55,13 @@ class Quantised(Opaque):
 
     As any :class:`Opaque`, it can be computed on one rank. Where ranks share the work, each calls :meth:`part`, and
     quantises those values by :meth:`quantise`; one calls :meth:`joined` with what all have made; each calls
-    :meth:`settle` with the row.
+    :meth:`record_quant_state` with the row.
     """
 
     joint_batches: ClassVar[str] = f"{__package__}.batches:quantising_batches"
 
     weight: PackedWeight | None = None
-    how: Quantisation | None = None
+    quantisation: Quantisation | None = None
 
     @property
     def reason(self) -> str:
@@ -75,60 +75,62 @@ class Quantised(Opaque):
 
     def part(self, rank: int, world_size: int) -> tuple[int, int, int]:
         """(values of one rank's part, first own value, one past the last own)."""
-        assert self.how is not None
-        units = -(-self.source.numel // self.how.unit)
-        numel = -(-units // world_size) * self.how.unit
+        assert self.quantisation is not None
+        units = -(-self.source.numel // self.quantisation.unit)
+        numel = -(-units // world_size) * self.quantisation.unit
         return numel, min(self.source.numel, rank * numel), min(self.source.numel, (rank + 1) * numel)
 
     def part_nbytes(self, world_size: int) -> int:
         """The bytes that a rank makes of its part, at most."""
-        assert self.how is not None
-        return sum(self.how.nbytes(self.part(0, world_size)[0]))
+        assert self.quantisation is not None
+        return sum(self.quantisation.nbytes(self.part(0, world_size)[0]))
 
     def quantise(self, values: torch.Tensor) -> torch.Tensor:
         """The bytes of a part."""
-        assert self.how is not None
-        fields = [[torch.empty(0, dtype=torch.uint8, device=values.device)] for _ in self.how.nbytes(0)]
-        for chunk in values.split(max(1, CHUNK_NUMEL // self.how.unit) * self.how.unit):
+        assert self.quantisation is not None
+        fields = [[torch.empty(0, dtype=torch.uint8, device=values.device)] for _ in self.quantisation.nbytes(0)]
+        for chunk in values.split(max(1, CHUNK_NUMEL // self.quantisation.unit) * self.quantisation.unit):
             if chunk.numel():
-                for field, made in zip(fields, self.how.quantise(chunk), strict=True):
+                for field, made in zip(fields, self.quantisation.quantise(chunk), strict=True):
                     field.append(made)
         return torch.cat([piece for field in fields for piece in field])
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The row, from the bytes of all ranks' parts in order of rank, each of which may end in padding."""
-        assert self.how is not None and self.weight is not None
-        fields: list[list[torch.Tensor]] = [[] for _ in self.how.nbytes(0)]
+        assert self.quantisation is not None and self.weight is not None
+        fields: list[list[torch.Tensor]] = [[] for _ in self.quantisation.nbytes(0)]
         for rank, part in enumerate(parts):
             _, start, stop = self.part(rank, len(parts))
-            sizes = self.how.nbytes(stop - start)
+            sizes = self.quantisation.nbytes(stop - start)
             for field, piece in zip(fields, part[: sum(sizes)].split(sizes), strict=True):
                 field.append(piece)
         row = torch.zeros(self.weight.row_bytes, dtype=torch.uint8, device=parts[0].device)
-        tensors = self.how.join([torch.cat(field) for field in fields])
+        tensors = self.quantisation.join([torch.cat(field) for field in fields])
         for each in self.weight.rows[0]:
             values = tensors[each.entry.name].contiguous().view(-1).view(torch.uint8)
             row[each.start : each.start + values.numel()] = values
         return row
 
-    def settle(self, row: torch.Tensor) -> None:
-        """Take note of what the values decide beside bytes; :attr:`weight` is complete from then on."""
-        assert self.how is not None and self.weight is not None
+    def record_quant_state(self, row: torch.Tensor) -> None:
+        """Record the quant state that the values decide beside bytes; :attr:`weight` is complete from then on."""
+        assert self.quantisation is not None and self.weight is not None
         pieces = {each.entry.name: row[each.start : each.stop] for each in self.weight.rows[0]}
-        for name, nbytes in self.how.settle(pieces).items():
+        for name, nbytes in self.quantisation.record_quant_state(pieces).items():
             self.weight.shorten(name, nbytes)
 
 
-def quantised(values: LazyTensor, weight: PackedWeight, how: Quantisation) -> LazyTensor:
+def quantised(values: LazyTensor, weight: PackedWeight, quantisation: Quantisation) -> LazyTensor:
     """The lazy row of bytes of `weight` (uint8), which is to be made of `values`."""
     flat = values.reshape(-1)
     assert isinstance(flat, LazyTensor)
-    node = Quantised((weight.row_bytes,), torch.uint8, torch.empty, (flat.view_of_node,), {}, None, weight, how)
+    node = Quantised(
+        (weight.row_bytes,), torch.uint8, torch.empty, (flat.view_of_node,), {}, None, weight, quantisation
+    )
     node.function = partial(_on_one_rank, node)
     return LazyTensor.whole(node, values.reader)
 
 
 def _on_one_rank(node: Quantised, values: torch.Tensor) -> torch.Tensor:
     row = node.joined([node.quantise(values.view(-1))])
-    node.settle(row)
+    node.record_quant_state(row)
     return row

@@ -10,13 +10,13 @@ from ...seams.wrappers import unwrapped
 from .weights import WeightStream, weight_stream
 
 
-_of_trainers: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
+_trainer_streams: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
 
 
 def stream_of(trainer: Any, model: Any, to: Any, only: Any = "all") -> WeightStream:
     """The stream by which `trainer` gives `model` to engines, made once: by its own names, or the hub's if packed."""
-    stream = _of_trainers.get(trainer)
+    stream = _trainer_streams.get(trainer)
     if stream is None:
         layout: Any = "hub" if is_packed(unwrapped(model)) else "model"
-        stream = _of_trainers[trainer] = weight_stream(model, to, layout=layout, only=only)
+        stream = _trainer_streams[trainer] = weight_stream(model, to, layout=layout, only=only)
     return stream

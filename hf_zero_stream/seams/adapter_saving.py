@@ -19,7 +19,7 @@ from ..holdings.own_names import adapter_names, named_parameters
 def lay_out_adapters(
     model: Any, folder: Path, entries: Mapping[str, torch.Tensor], adapters: Collection[str] | None = None
 ) -> list[NotedShard]:
-    """What ``model.save_pretrained`` saves of its `adapters`, with the lazy `entries` of the model's state dict.
+    """Lay out the shards of `adapters` as ``model.save_pretrained`` does, from the lazy `entries` of its state dict.
 
     As PEFT does it, those of another name than "default" get folders of their names.
     """
@@ -28,7 +28,7 @@ def lay_out_adapters(
 
     noted = []
     for name in model.peft_config if adapters is None else adapters:
-        with _as_for_inference(model.peft_config[name], prompt := _prompt_of(model, name)):
+        with _inference_config(model.peft_config[name], prompt := _prompt_of(model, name)):
             tensors = get_peft_model_state_dict(
                 model, state_dict=dict(entries), adapter_name=name, save_embedding_layers=False
             )
@@ -62,7 +62,7 @@ def _prompt_of(model: Any, adapter: str) -> str | None:
 
 
 @contextmanager
-def _as_for_inference(config: Any, prompt: str | None) -> Iterator[None]:
+def _inference_config(config: Any, prompt: str | None) -> Iterator[None]:
     """Inside, PEFT takes a prompt as it is, without running its module, of which a rank may hold a part."""
     before = config.inference_mode
     config.inference_mode = before or prompt is not None
@@ -73,7 +73,7 @@ def _as_for_inference(config: Any, prompt: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def with_all_adapters(model: Any) -> Iterator[None]:
+def saving_all_adapters(model: Any) -> Iterator[None]:
     """Inside, DeepSpeed counts frozen adapters of a ZeRO-3 model among what is trained.
 
     The Trainer gathers what is trained, and has PEFT save all adapters from that: for one that it does not find, such

@@ -29,7 +29,7 @@ ANSWER_S = 10.0
 """How long it may take to answer that."""
 
 
-class Calls:
+class ServerClient:
     """Requests of the server at `url`. What has failed is not made again: a second update would wait for ever.
 
     While this rank waits, it looks after the server by the route `alive`, and after the other ranks by `check`.
@@ -59,9 +59,9 @@ class Calls:
         return self.wait(self.background(partial(self._request, path, None, None)))
 
     def post(self, path: str, body: Any = None) -> Any:
-        return self.wait(self.posting(path, body))
+        return self.wait(self.begin_post(path, body))
 
-    def posting(self, path: str, body: Any = None) -> Future[Any]:
+    def begin_post(self, path: str, body: Any = None) -> Future[Any]:
         """The answer to come."""
         return self.background(partial(self._request, path, json.dumps(body or {}).encode(), None))
 

@@ -17,20 +17,20 @@ from ..seams.wrappers import ignored_by_fsdp2
 
 
 class _ModuleKey(NamedTuple):
-    """Where a module keeps a tensor."""
+    """The place of a tensor: a module, and the key of its parameters or buffers."""
 
     module: nn.Module
     key: str
 
 
 class _Source(NamedTuple):
-    """Where the values of one parameter come from, and all places where it is."""
+    """The origin of one parameter's values, and all places where the parameter is."""
 
     values: LazyTensor
     places: list[_ModuleKey]
 
 
-class SetAside:
+class MetaReplacement:
     """Replaces the parameters of `model` by meta tensors, and remembers their values and its buffers (all ranks).
 
     What is not `lazy` on all ranks gets rank 0's values, as in accelerate's own loading: adapters, and parameters that
@@ -50,12 +50,12 @@ class SetAside:
         for name, param in list(model.named_parameters()):  # a list, because places change
             values = param.detach()
             if name not in lazy:
-                values = LazyTensor.whole(HostTensor.of(self._of_rank_0(values)), reader)
+                values = LazyTensor.whole(HostTensor.of(self._from_rank_0(values)), reader)
             source = _Source(values, places[id(param)])
             # FSDP2 has accelerate move what it ignores to the device, where a meta tensor cannot go.
             device = self._device if id(param) in ignored else torch.device("meta")
             empty = torch.empty(param.shape, dtype=param.dtype, device=device)
-            _put(nn.Parameter(empty, requires_grad=param.requires_grad), source.places)
+            _set_everywhere(nn.Parameter(empty, requires_grad=param.requires_grad), source.places)
             self._sources.append(source)
         self._buffers = [
             (_ModuleKey(module, key), buffer)
@@ -64,7 +64,7 @@ class SetAside:
             if buffer is not None
         ]
 
-    def _of_rank_0(self, values: torch.Tensor) -> torch.Tensor:
+    def _from_rank_0(self, values: torch.Tensor) -> torch.Tensor:
         if self._coordinator.is_alone:
             return values
         if isinstance(values, LazyTensor):
@@ -87,7 +87,7 @@ class SetAside:
             assert sharded is not None
             # accelerate trains in fp32 what mixed precision computes in another dtype.
             lazy = nn.Parameter(values.to(sharded.dtype), requires_grad=sharded.requires_grad)
-            _put(lazy, places)
+            _set_everywhere(lazy, places)
         return destination
 
 
@@ -101,6 +101,6 @@ def _places(model: nn.Module) -> dict[int, list[_ModuleKey]]:
     return found
 
 
-def _put(param: nn.Parameter, places: list[_ModuleKey]) -> None:
+def _set_everywhere(param: nn.Parameter, places: list[_ModuleKey]) -> None:
     for module, key in places:
         setattr(module, key, param)

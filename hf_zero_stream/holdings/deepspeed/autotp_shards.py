@@ -43,19 +43,19 @@ _DESCRIBED = (
 """The layers that cut as their maps say. Those of ``Conv1D`` (GPT-2) transpose what they cut, which no map says."""
 
 
-def held_parts(
+def held_autotp_shards(
     model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
 ) -> dict[str, Holding]:
     """A :class:`..holding.Holder`: the parts that AutoTP has left, each of which other ranks may hold too."""
 
     def holding(name: str, param: nn.Parameter) -> Holding:
-        part = part_of(name, param)
+        part = autotp_shard_of(name, param)
         return Holding(part.box, param.dtype, *part.share, partial(open_flat, param), is_whole=part.copies > 1)
 
     return {name: holding(name, param) for name, param in params.items() if is_cut(param)}
 
 
-def part_of(name: str, param: Any) -> LocalShard:
+def autotp_shard_of(name: str, param: Any) -> LocalShard:
     """The elements of parameter `name` that this rank holds, as one of the ranks of data parallelism that do.
 
     Raises:
@@ -78,24 +78,24 @@ def part_of(name: str, param: Any) -> LocalShard:
     return LocalShard(box, copy, dist.get_world_size() // size)
 
 
-def trained_part(name: str, param: Any, rank: int, world_size: int) -> tuple[ParameterBox, tuple[int, int]]:
+def trained_box(name: str, param: Any, rank: int, world_size: int) -> tuple[ParameterBox, tuple[int, int]]:
     """The box of parameter `name`, none of ZeRO-3, of which an optimizer trains the elements, and this rank's share.
 
     The share are the elements that it gives if it trains all of the box.
     """
     if is_cut(param):
-        part = part_of(name, param)
+        part = autotp_shard_of(name, param)
         return part.box, part.share
     _, start, stop = partition_range(param.numel(), rank, world_size)
     return ParameterBox.whole(param.shape), (start, stop)
 
 
-def is_empty_part(param: Any) -> bool:
+def is_empty_shard(param: Any) -> bool:
     """Whether other ranks of tensor parallelism hold all of `param`, which is trained."""
     return is_cut(param) and not param.numel() and bool(param.requires_grad)
 
 
-def is_empty_somewhere(param: Any) -> bool:
+def is_empty_on_any_rank(param: Any) -> bool:
     """Whether any rank of tensor parallelism holds nothing of `param`, which is trained; the same on all ranks."""
     if not is_cut(param) or not param.requires_grad:
         return False

@@ -1,7 +1,7 @@
-"""What servers answer within one call, such as a ``from_pretrained``: each thing is asked for once, many at a time.
+"""Servers' responses within one call, such as a ``from_pretrained``: each thing is asked for once, many at a time.
 
 Requests to a server mostly wait. What a call is going to need is asked for ahead, by threads, and is there when the
-call comes to it. Answers are forgotten with the call: objects may change.
+call comes to it. The cache is forgotten with the call: objects may change.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Key = tuple[str, str]
 """What is asked for, and of which object."""
 
 
-class Answers:
-    """Answers by key; used by many threads. Once closed, it passes every question on and remembers nothing."""
+class ResponseCache:
+    """Responses by key; used by many threads. Once closed, it passes every question on and remembers nothing."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hf_zero_stream-ask")
@@ -39,11 +39,11 @@ class Answers:
         self._is_closed = False
 
     @staticmethod
-    def current() -> Answers | None:
-        """Those of the call that the running code is in, if it is in one (:func:`answers_once`)."""
+    def current() -> ResponseCache | None:
+        """Return the cache of the call that the running code is in (:func:`cached_responses`); None outside one."""
         return _current.get()
 
-    def ask_ahead(self, key: Key, ask: Callable[[], Any]) -> None:
+    def prefetch(self, key: Key, ask: Callable[[], Any]) -> None:
         """Have a thread call `ask`, unless that was done before. Its error is raised by :meth:`get`."""
         with self._lock:
             if not self._is_closed and key not in self._found:
@@ -80,14 +80,14 @@ class Answers:
 
 
 @contextmanager
-def answers_once() -> Iterator[Answers]:
-    """A call inside which each thing is asked for once. A call inside another one shares its answers."""
+def cached_responses() -> Iterator[ResponseCache]:
+    """A call inside which each thing is asked for once. A call inside another one shares its cache."""
     around = _current.get()
     if around is not None:
         yield around
         return
-    with closing(Answers()) as answers, set_in_context(_current, answers):
-        yield answers
+    with closing(ResponseCache()) as cache, set_in_context(_current, cache):
+        yield cache
 
 
-_current: ContextVar[Answers | None] = ContextVar("hf_zero_stream_answers", default=None)
+_current: ContextVar[ResponseCache | None] = ContextVar("hf_zero_stream_answers", default=None)
