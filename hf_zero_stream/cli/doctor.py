@@ -153,8 +153,8 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     """What works with the installed packages; fills `ops` with DeepSpeed's."""
     import torch
 
+    from ..accelerators import kind
     from ..extensions import advice_on, left_locks
-    from ..ranks.accelerators import kind
 
     found = kind()
     yield Check("accelerator", "ok" if found else "no", found or "none that this process can use: ranks run on CPUs")

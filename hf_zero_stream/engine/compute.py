@@ -9,10 +9,10 @@ from math import ceil, floor, prod
 
 import torch
 
+from ..accelerators import is_accelerator, settle
 from ..checkpoint.nodes import Blockwise, HostTensor, Leaf, Opaque, Pointwise, View
 from ..planning.boxes import Axis, Placed, box_of_view, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
-from ..ranks.accelerators import is_accelerator, settle
 from ..sources.base import ByteSource
 from .execute import execute_reads, run_in_threads
 from .lanes import copy_cast

@@ -11,11 +11,11 @@ import torch
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
+from .. import accelerators
 from ..bindings.table import refuse_unsafe_partitions
 from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import UnsupportedError
-from ..ranks import accelerators
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
 from ..settings import scope

@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from .. import accelerators
+from ..accelerators import is_accelerator
 from ..errors import ConfigError, DisagreementError, PeerError
 from ..settings.config import announced_local_rank, announces_local_rank
-from . import accelerators
-from .accelerators import is_accelerator
 from .contact import Verdict, pauses
 from .liveness import Watch
 from .presence import Presence, Topology, begun_collectives, is_alone

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..accelerators import settle
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta, refuse_unreadable
 from ..holdings.marks import has_gathered, is_packed, refuse_parts
-from ..ranks.accelerators import settle
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE, Occasion

@@ -27,9 +27,9 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.utils import groups
 from torch import nn
 
+from ... import accelerators
 from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ...holdings.deepspeed.partitions import own_range
-from ...ranks import accelerators
 from ..base import allocating
 
 

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import torch
 
+from ... import accelerators
 from ...errors import ConfigError, StreamError
-from ...ranks import accelerators
 from ...ranks.contact import pauses
 
 

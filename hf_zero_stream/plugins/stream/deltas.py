@@ -14,9 +14,9 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from ...accelerators import is_accelerator, synchronise
 from ...checkpoint.nodes import HostTensor
 from ...holdings.holder import Holding
-from ...ranks.accelerators import is_accelerator, synchronise
 from ...ranks.coordinator import Coordinator, collective_device
 from ...saving.host_copy import pinned_parts
 from ...saving.parameters import Values, opened

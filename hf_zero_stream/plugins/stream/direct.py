@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ... import accelerators
 from ...errors import StreamError
-from ...ranks import accelerators
 from ...ranks.coordinator import Coordinator, collective_device
 from ...saving.parameters import Parameters, opened
 from ...saving.plan import Part

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ...accelerators import settle
 from ...bindings.install import standing_in
 from ...checkpoint.safetensors import NotedShard
 from ...errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
@@ -24,7 +25,6 @@ from ...holdings.holder import refuse_meta
 from ...holdings.marks import is_packed
 from ...holdings.own_names import adapter_names, named_buffers, named_parameters
 from ...planning.plan import materialise_reason
-from ...ranks.accelerators import settle
 from ...ranks.coordinator import Coordinator, expected_at, meeting
 from ...ranks.rendezvous import STREAM
 from ...reports.measures import collector_paused
