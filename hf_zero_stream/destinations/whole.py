@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..accelerators import collective_device
 from ..holdings.marks import local_of
 from ..holdings.shards import Shard
 from ..planning.boxes import ParameterBox
-from ..ranks.coordinator import Coordinator, collective_device
+from ..ranks.coordinator import Coordinator
 from .base import random_state, run_with_what_is_touched, set_random_state
 
 

@@ -57,7 +57,6 @@ class Load:
         self.ds_config = ds_config
         self.coordinator = coordinator
         self.destination = destination
-        coordinator.set_timeout(config.peer_timeout_s)
         self.clock = PhaseClock(PHASES)
         self.memory = AnonymousMemory()
         self.plan: LoadPlan | None = None

@@ -17,7 +17,7 @@ from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
-from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
+from ..ranks.rendezvous import LOAD, SHARED_LOAD, MeetingKind
 from ..settings import scope
 from ..settings.config import StreamingConfig, announced_local_rank, announces_zero3, announces_zero3_init, completed
 from .entrance import shards_by_fsdp2
@@ -30,13 +30,13 @@ class Choice(NamedTuple):
     """A load that streams.
 
     Attributes:
-        occasion: what ranks come together for; None: for nothing, each makes the load at its own pace.
+        meeting_kind: what ranks come together for; None: for nothing, each makes the load at its own pace.
         subject: what this rank loads; see :meth:`..ranks.coordinator.Coordinator.watched`.
         make_load: called once the ranks are together.
         works_alone: whether a rank that the others do not join makes this load alone; else stock's.
     """
 
-    occasion: Occasion | None
+    meeting_kind: MeetingKind | None
     subject: str
     make_load: Callable[[Coordinator], Load]
     works_alone: bool = False
@@ -75,8 +75,8 @@ def choose(
         load = Deferral.load_to_cut if will_be_cut else Deferral.load
         settings = settings_for(found, strict)
         # Ranks meet when the model is sharded. Until then they only need each other where one reads for others.
-        occasion = None if settings.read_from == "all" else SHARED_LOAD
-        return Choice(occasion, subject, partial(load, settings), works_alone=True)
+        kind = None if settings.read_from == "all" else SHARED_LOAD
+        return Choice(kind, subject, partial(load, settings), works_alone=True)
     if _ranks_load_the_same(kwargs):
         with expected_at(SHARED_LOAD):
             settings = settings_for(found, strict)

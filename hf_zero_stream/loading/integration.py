@@ -18,7 +18,7 @@ from ..engine.load import Load
 from ..errors import PACKAGE, DisagreementError
 from ..holdings.marks import is_inside_zero_init
 from ..ranks.coordinator import Coordinator, expected_at, meeting
-from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
+from ..ranks.rendezvous import LOAD, SHARED_LOAD, MeetingKind, NoJointLoad
 from ..reports.measures import collector_paused
 from ..seams.ds_config import ModelsConfig, found_config
 from ..seams.loading import raise_if_misfit
@@ -52,7 +52,7 @@ def _in_block(around: Session | None, cls: Any, stock: Stock, path: Any, kwargs:
     if ds_config is None:
         return _load(cls, stock, path, kwargs, strict, None)
     ds_config = _buildable(ds_config)
-    with expected_at(_occasion_of(ds_config)):  # the stage is known now, if the config was a file's path
+    with expected_at(_kind_of_load(ds_config)):  # the stage is known now, if the config was a file's path
         own_config = ModelsConfig(ds_config)
     try:
         result = _load(cls, stock, path, kwargs, strict, own_config)
@@ -75,17 +75,17 @@ def auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
         is_for_all = found_config()[1] or is_inside_zero_init()
     else:
         ds_config = kwargs["ds_config"] = _buildable(ds_config)
-        is_for_all = _occasion_of(ds_config) is LOAD
+        is_for_all = _kind_of_load(ds_config) is LOAD
     with expected_at(LOAD) if is_for_all else nullcontext():
         return original(*args, **kwargs)
 
 
 def _buildable(ds_config: Any) -> dict[str, Any]:
-    with expected_at(_occasion_of(ds_config)):
+    with expected_at(_kind_of_load(ds_config)):
         return buildable(ds_config)
 
 
-def _occasion_of(ds_config: Any) -> Occasion:
+def _kind_of_load(ds_config: Any) -> MeetingKind:
     """What ranks come together for under `ds_config`, which is not validated yet; ZeRO-3's load if in doubt."""
     if is_inside_zero_init():
         return LOAD
@@ -114,15 +114,15 @@ def _load(
     """Stream, together with the other ranks; or leave the load to stock."""
     found, is_zero3 = found_config(own_config)
     choice = choose(cls, path, kwargs, found, strict, is_zero3=is_zero3 or is_inside_zero_init())
-    if choice is not None and choice.occasion is not None:
+    if choice is not None and choice.meeting_kind is not None:
         coordinator = Coordinator.of_default_group()
         try:
-            with meeting(choice.occasion, choice.subject, coordinator=coordinator):
+            with meeting(choice.meeting_kind, choice.subject, coordinator=coordinator):
                 return _streamed(choice.make_load, coordinator, stock, path, kwargs)
-        except (Apart, DisagreementError) as why:
-            if not choice.occasion.is_optional:
+        except (NoJointLoad, DisagreementError) as why:
+            if not choice.meeting_kind.is_optional:
                 raise
-            if why.says_it if isinstance(why, Apart) else coordinator.is_main:
+            if why.says_it if isinstance(why, NoJointLoad) else coordinator.is_main:
                 as_what = "" if choice.works_alone else ", as stock transformers does"
                 logger.warning(
                     f"hf_zero_stream: ranks do not share the reading of {path}. Each loads it alone{as_what}: {why}"

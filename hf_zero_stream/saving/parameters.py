@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ..accelerators import collective_device
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View, sources_of
 from ..destinations.base import narrowed
@@ -22,7 +23,7 @@ from ..engine.compute import Evaluator
 from ..errors import SaveError
 from ..holdings.holder import Holding
 from ..planning.boxes import ParameterBox
-from ..ranks.coordinator import Coordinator, collective_device
+from ..ranks.coordinator import Coordinator
 from ..sources.local import LocalFiles
 from .differences import refuse_or_say_differing, refuse_other_parameters, wrapper_of
 from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model

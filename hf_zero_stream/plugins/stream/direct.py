@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import accelerators
+from ...accelerators import collective_device
 from ...errors import StreamError
-from ...ranks.coordinator import Coordinator, collective_device
+from ...ranks.coordinator import Coordinator
 from ...saving.parameters import Parameters, opened
 from ...saving.plan import Part
 from ...saving.write import take

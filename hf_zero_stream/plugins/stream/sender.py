@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 from transformers.utils import logging
 
+from ...accelerators import collective_device
 from ...checkpoint.nodes import View
 from ...engine.places import map_of, place_of
 from ...errors import ConfigError, HfZeroStreamError, StreamError
-from ...ranks.coordinator import Coordinator, collective_device, expected_at, meeting
-from ...ranks.rendezvous import STREAM
+from ...ranks.coordinator import Coordinator, expected_at, meeting
 from ...saving.calls import dtype_of_argument
+from .arguments import STREAM
 from .calls import Calls
 from .plan import StreamedTensor
 from .servers import VLLM, Join, Server, SGLang

@@ -26,7 +26,6 @@ from ...holdings.marks import is_packed
 from ...holdings.own_names import adapter_names, named_buffers, named_parameters
 from ...planning.plan import materialise_reason
 from ...ranks.coordinator import Coordinator, expected_at, meeting
-from ...ranks.rendezvous import STREAM
 from ...reports.measures import collector_paused
 from ...saving.calls import dtype_of_argument
 from ...saving.count import refuse_cut
@@ -37,7 +36,7 @@ from ...saving.save import make_ready
 from ...seams.adapted import lay_out_adapters
 from ...seams.saving import lay_out_pretrained
 from ...seams.wrappers import unwrapped
-from .arguments import refuse_different_values, refuse_other_models, refuse_unknown_values
+from .arguments import STREAM, refuse_different_values, refuse_other_models, refuse_unknown_values
 from .buckets import Bucket, filled
 from .deltas import Given, patches
 from .merging import (
