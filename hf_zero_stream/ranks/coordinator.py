@@ -23,7 +23,7 @@ from ..accelerators import all_gather, collective_device, is_accelerator
 from ..errors import DisagreementError, HfZeroStreamError, PeerError
 from .presence import Presence, Topology, begun_collectives, is_alone
 from .rendezvous import LOAD, CollectiveLock, MeetingKind, NoJointLoad, Rendezvous
-from .store import Verdict, pauses
+from .store import PREFIX, Verdict, pauses
 from .watchdog import Watchdog
 
 
@@ -188,7 +188,7 @@ class Coordinator:
 
     @contextmanager
     def watched(self, kind: MeetingKind = LOAD, subject: str = "") -> Iterator[None]:
-        """Wait for all ranks; inside, they watch each other: agreements and :meth:`wait` raise if one dies.
+        """Wait for all ranks; inside, they watch each other: agreements and collectives raise if one dies.
 
         If an error leaves it that the other ranks have not heard of, they are told that this rank has given up.
         Nested in itself, it does nothing. For `subject` and what it raises see :class:`.rendezvous.Rendezvous`.
@@ -269,6 +269,36 @@ class Coordinator:
             raise PeerError(f"The connection to another rank is lost, so this rank gives up too: {error}") from error
 
 
+class BackgroundCoordinator(Coordinator):
+    """Coordinator of one thread of every rank beside a training; made by all in a meeting, closed by the threads.
+
+    The training has the process group to itself: collectives of another thread would mix with its own. So threads
+    exchange values, of what JSON can hold, by the key-value store. They wait for each other as long as all ranks live.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator.rank, coordinator.world_size, alone=coordinator.is_alone)
+        if not self.is_alone:
+            self._presence = Presence.in_default_group()
+            self._held = self._presence.group_store()  # its server, if it is in this process, must live on
+            self._watchdog = Watchdog(self._presence, f"{coordinator.meeting}/background", is_background=True)
+
+    def _gather(self, value: Any) -> list[Any]:
+        assert self._watchdog is not None
+        # No key is deleted: the next save in the background begins when this one has ended on all ranks.
+        keys = [f"{PREFIX}/background/{rank}" for rank in range(self.world_size)]
+        self._presence.store.set(keys[self.rank], value)
+        self._watchdog.meet()
+        return self._presence.store.get_many(keys)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave; rank 0, whose process may hold the store, when the others have left. Tell them of an `error`."""
+        if self._watchdog is not None:
+            if error is not None:
+                self._watchdog.announce(error, comes=False)
+            self._watchdog.close()
+
+
 def _begun_in_thread(begin: Callable[[], Any], device: torch.device) -> Future[Any]:
     stream, begun = accelerators.stream(device), Future[Any]()
 
@@ -318,7 +348,7 @@ def meeting(kind: MeetingKind, subject: str = "", coordinator: Coordinator | Non
 
 @contextmanager
 def expected_at(kind: MeetingKind) -> Iterator[None]:
-    """Around code that runs before an `kind`: if it fails, tell the other ranks, so that they do not wait."""
+    """Tell the other ranks if code inside, before a meeting of this `kind`, fails, so that they do not wait."""
     if is_alone():
         yield
         return

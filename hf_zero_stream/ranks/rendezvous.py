@@ -2,17 +2,14 @@
 
 Rendezvous of each *kind* (a load, a save) are numbered. Each ends with one decision in the store: the last rank to
 arrive decides *together*; a rank that has waited in vain or long enough, *apart*; one that comes with an error,
-*failed*. The store keeps the first decision only, so that all ranks believe the same. A rank arrives at the first
-rendezvous that is not decided: whatever happened before, the next ranks meet.
+*failed*. The store keeps the first decision only. A rank arrives at the first rendezvous that is not decided: whatever
+happened before, the next ranks meet.
 
 The first rank to arrive looks for the absent ones on behalf of all. If ranks need not load together, it waits as long
-as all of them may be on their way, up to a limit.
-
-The ranks of a program begin the same collectives in the same order. So a rank that has begun one to which this rank
-has not come is past the load, or has never been on the way there: it waits in a barrier for the rank that loads alone
-(``main_process_first``, ``if rank == 0``), or trains. That is a proof, which time is not: a slow rank, however late,
-has begun no more collectives than this one. torch counts them itself, in every group. So nothing has to be hooked in,
-and neither the library that begins a collective matters nor whether the process waits for it, as with NCCL it may not.
+as all of them may be on their way. The ranks of a program begin the same collectives in the same order. So one that
+has begun more than this rank is past the load, or has never been on the way there: it waits in a barrier for the rank
+that loads alone (``main_process_first``, ``if rank == 0``), or trains. That is a proof, which time is not: a slow rank
+has begun no more. torch counts them itself, in every group.
 
 A rank that waits for this one by other means than collectives (a file, a queue) shows nothing. So waiting has a limit.
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
-from ..ranks.background import BackgroundCoordinator
+from ..ranks.coordinator import BackgroundCoordinator
 from ..reports.measures import PhaseClock
 from ..reports.save import SavingRank
 from .files import Comparison, ShardWriter, sync_all

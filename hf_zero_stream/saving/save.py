@@ -23,8 +23,7 @@ from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta, refuse_unreadable
 from ..holdings.marks import has_gathered, is_packed, refuse_parts
-from ..ranks.background import BackgroundCoordinator
-from ..ranks.coordinator import Coordinator, meeting
+from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
 from ..ranks.rendezvous import SAVE, MeetingKind
 from ..reports.measures import AnonymousMemory, PhaseClock, collector_paused, progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
@@ -159,7 +158,7 @@ class Save:
                     try:
                         pending.start()
                     except BaseException as error:
-                        beside.give_up(error)
+                        beside.close(error)
                         raise
                     return pending
                 self._write(prepared)

@@ -106,7 +106,7 @@ def load_with_a_victim(
     if prepare is not None:
         prepare()
     make_contact()
-    handles = len(os.listdir("/proc/self/fd"))
+    handles = count_handles()
     if dist.get_rank() == victim:
         kill()
     try:
@@ -121,13 +121,22 @@ def load_with_a_victim(
         "patched": transformers.PreTrainedModel.from_pretrained != before,
         "threads": [name for name in thread_names() if name.startswith("hf_zero_stream")],
         "shards open": [path for path in open_files() if path.endswith(".safetensors")],
-        "handles": len(os.listdir("/proc/self/fd")) - handles,
+        "handles": count_handles() - handles,
     }
 
 
 def thread_names() -> set[str]:
     """All but that of the sleeping thread that every rank in contact has."""
     return {thread.name for thread in threading.enumerate()} - {"hf_zero_stream-listener"}
+
+
+def count_handles() -> int:
+    """All but those of the lines to other ranks, which open when these make contact."""
+    from hf_zero_stream.ranks import presence
+
+    assert presence._current is not None
+    lines = sum(line._socket is not None for line in presence._current._lines.values())
+    return len(os.listdir("/proc/self/fd")) - lines
 
 
 def open_files() -> list[str]:
@@ -140,8 +149,8 @@ def open_files() -> list[str]:
     return found
 
 
-def assert_survivors_name(victim: int, outcomes: list[Outcome], lines: int = 0) -> None:
-    """They name the victim, and keep nothing open but `lines` by which they ask hosts for processes."""
+def assert_survivors_name(victim: int, outcomes: list[Outcome]) -> None:
+    """They name the victim, and keep nothing open."""
     assert outcomes[victim].error_type == "Died", outcomes[victim]
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
@@ -152,7 +161,7 @@ def assert_survivors_name(victim: int, outcomes: list[Outcome], lines: int = 0) 
         assert f"rank {victim} " in message
         assert not outcome.value["patched"]
         assert outcome.value["threads"] == [] and outcome.value["shards open"] == []
-        assert outcome.value["handles"] <= 1 + lines
+        assert outcome.value["handles"] <= 1
         assert outcome.seconds < SOON_S
 
 
@@ -204,7 +213,7 @@ def test_killed_on_another_host(
         {},
         timeout=60,
     )
-    assert_survivors_name(victim, outcomes, lines=4)  # to both others, and from both
+    assert_survivors_name(victim, outcomes)
     assert any(how in outcome.value["caught"][1] for outcome in outcomes if outcome.value)
 
 
@@ -264,6 +273,25 @@ def test_killed_before_it_enters(
             assert outcome.value["caught"][0] == "PeerError"
             assert f"rank {victim} has died (process " in outcome.value["caught"][1], outcome.value
             assert outcome.value["seconds"] < SOON_S
+
+
+def load_before_rank_0(folder: Path) -> Any:
+    """Rank 0, which looks at all others, comes late; rank 2 waits there, and rank 1 is dead."""
+    make_contact()
+    if dist.get_rank() == 1:
+        kill_this_process()
+    if dist.get_rank() == 0:
+        time.sleep(8)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 has died \(process "):
+        load(folder, {})
+    return time.monotonic() - began
+
+
+def test_killed_while_rank_0_is_elsewhere(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    first, _, third = run_ranks_expecting_errors(3, load_before_rank_0, zoo_checkpoint("llama"), timeout=60)
+    assert first.error_type is None and third.error_type is None, (first, third)
+    assert third.value < 7, "long before rank 0 comes"
 
 
 def go_on_alone(folder: Path) -> bool:
