@@ -73,7 +73,7 @@ class Listener:
         self._thread.join(1)
         with suppress(OSError):
             while True:
-                with self._server.accept()[0] as connection:
+                with self._server.accept()[0] as connection, suppress(OSError):  # some may be gone
                     connection.send(b".")
         self.forget()
 

@@ -6,6 +6,8 @@ import errno
 import os
 import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -67,8 +69,10 @@ def test_a_process_that_can_do_nothing() -> None:
 
 def test_a_process_that_ends_by_itself_says_so() -> None:
     listener = Listener("127.0.0.1")
-    lines = [Line(listener.address, listener.port) for _ in range(200)]
-    assert all(said(line, True) for line in lines)
+    reset, *lines = [Line(listener.address, listener.port) for _ in range(200)]
+    assert all(said(line, True) for line in (reset, *lines))
+    reset._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
     for line in lines[100:]:
         line.close()
     assert all(said(line, True) and line.end != ENDED for line in lines), "and there is room for more"
