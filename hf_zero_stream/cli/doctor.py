@@ -161,8 +161,8 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     """Check what works with the installed packages; fills `ops` with DeepSpeed's."""
     import torch
 
+    from ..accelerators import kind
     from ..extensions import stale_lock_advice, stale_locks
-    from ..ranks.accelerators import kind
 
     accelerator = kind()
     yield Check(

@@ -20,12 +20,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from .. import accelerators
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor, View
 from ..errors import LoadError, UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import Target
-from ..ranks import accelerators
 from ..settings.config import StreamingConfig
 from ..sources.base import Hints
 

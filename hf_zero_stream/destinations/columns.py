@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..accelerators import collective_device
 from ..checkpoint.nodes import FileTensor, View
 from ..holdings.holding import LocalShard
 from ..planning.boxes import Cut, ParameterBox, regions_of_range
 from ..planning.plan import Target
-from ..ranks.coordinator import Coordinator, collective_device
+from ..ranks.coordinator import Coordinator
 from ..sources.base import Hints
 from .base import Batch, Item, narrowed
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..accelerators import collective_device
 from ..errors import LoadError
 from ..holdings.marks import whole_shape
 from ..holdings.own_names import named_buffers, named_parameters
-from ..ranks.coordinator import Coordinator, collective_device
+from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, SourcedTensor, flat_items, source_of
 from .replicated import chunk_bytes, exchange_batches

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..accelerators import all_gather, serves
 from ..checkpoint.lazy import LazyTensor
 from ..planning.plan import Target
-from ..ranks.coordinator import Coordinator, all_gather, serves
+from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, SourcedTensor, allocating, flat_items, host_buffer, replace_lazy
 

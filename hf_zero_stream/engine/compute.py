@@ -11,10 +11,10 @@ from math import ceil, floor, lcm, prod
 
 import torch
 
+from ..accelerators import is_accelerator, settle
 from ..checkpoint.nodes import Blockwise, HostTensor, Leaf, Node, Opaque, Pointwise, Stored, View, row_major_strides
 from ..planning.boxes import Axis, Box, CoordinateBox, box_of_view, regions_of_box, to_coordinates
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
-from ..ranks.accelerators import is_accelerator, settle
 from ..sources.base import ByteSource
 from .execute import execute_reads, run_in_threads
 from .lanes import copy_cast

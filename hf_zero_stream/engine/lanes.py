@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..accelerators import is_accelerator, on_device, pinned, side_streams, sleeping_event, stream
 from ..planning.plan import Piece, Read
-from ..ranks.accelerators import is_accelerator, on_device, pinned, side_streams, sleeping_event, stream
 
 
 class Lane:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..accelerators import peak_bytes, reserved_bytes, used_bytes
 from ..checkpoint.format import ShardHeader, TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.map import AbsentSlice, CheckpointMap, CheckpointSlice
@@ -22,7 +23,6 @@ from ..checkpoint.nodes import HostTensor, Leaf, View
 from ..destinations.base import Batch, Destination, is_out_of_memory, lacks_values, refuse_wrapped
 from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..planning.plan import LoadPlan
-from ..ranks.accelerators import peak_bytes, reserved_bytes, used_bytes
 from ..ranks.coordinator import Coordinator
 from ..reports.load import PHASES, LoadReport, RankReport
 from ..reports.measures import AnonymousMemory, PhaseClock
@@ -57,7 +57,6 @@ class Load:
         self.ds_config = ds_config
         self.coordinator = coordinator
         self.destination = destination
-        coordinator.set_timeout(config.peer_timeout_s)
         self.clock = PhaseClock(PHASES)
         self.memory = AnonymousMemory()
         self.plan: LoadPlan | None = None

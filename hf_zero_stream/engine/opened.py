@@ -15,13 +15,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ..accelerators import is_accelerator
 from ..checkpoint import formats
 from ..checkpoint.format import Shard, ShardHeader
 from ..checkpoint.formats import Format
 from ..checkpoint.map import CheckpointMap
 from ..checkpoint.nodes import View
 from ..errors import ReadError
-from ..ranks.accelerators import is_accelerator
 from ..ranks.coordinator import Coordinator
 from ..settings.config import READS_STAGED, StreamingConfig
 from ..sources.base import RETRIES, ByteSource, FilesByPath, Hints, Retries

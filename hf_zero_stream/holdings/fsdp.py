@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from .. import accelerators
 from ..bindings.table import refuse_lacking
 from ..errors import UnsupportedError, refuse_unknown_version
 from ..planning.boxes import Cut
 from ..planning.footprint import HOST
 from ..planning.sharded_footprint import HeldShard
-from ..ranks import accelerators
 
 
 Managed = Any

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..accelerators import collective_device
 from ..checkpoint.lazy import LazyTensor, materialise_written
 from ..destinations.base import fill_whole
 from ..destinations.deferred import InPlace
@@ -21,7 +22,7 @@ from ..destinations.replicated import chunk_bytes
 from ..errors import UnsupportedError
 from ..holdings.holding import LocalShard
 from ..holdings.shards import local_shard_of
-from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
+from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from .deferral import deferrals_of
 

@@ -12,13 +12,13 @@ import torch
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
+from .. import accelerators
 from ..bindings.table import refuse_unsafe_partitions
 from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
-from ..ranks import accelerators
 from ..ranks.coordinator import Coordinator, expected_at
-from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
+from ..ranks.rendezvous import LOAD, SHARED_LOAD, MeetingKind
 from ..registry.plugins import import_object, plugins
 from ..settings import scope
 from ..settings.config import (
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
         works_alone: whether a rank that the others do not join makes this load alone; else stock's.
     """
 
-    meeting_kind: Occasion | None
+    meeting_kind: MeetingKind | None
     subject: str
     make_load: Callable[[Coordinator], Load]
     works_alone: bool = False

@@ -164,12 +164,12 @@ def _plan_of_shards(
     path: str, coordinator: Coordinator, training: Mapping[str, Any], arguments: Mapping[str, Any], lora: Any
 ) -> Forecast:
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
-    from ..ranks.stand_in import stand_in_group
+    from .fake_group import fake_group
 
     settings = StreamingConfig.resolve(None, {})
     destination = DTensors(coordinator, torch.device("cpu"), **training, shares_columns=shares_columns(settings))
     load = Load(settings, {}, coordinator, destination)
-    with stand_in_group(coordinator.rank, coordinator.world_size):
+    with fake_group(coordinator.rank, coordinator.world_size):
         return _forecast(path, load, arguments, lora)
 
 

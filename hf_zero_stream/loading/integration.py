@@ -18,7 +18,7 @@ from ..engine.load import Load
 from ..errors import PACKAGE, DisagreementError
 from ..holdings.marks import is_inside_zero_init
 from ..ranks.coordinator import Coordinator, expected_at, meeting
-from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
+from ..ranks.rendezvous import LOAD, SHARED_LOAD, MeetingKind, NoJointLoad
 from ..reports.measures import collector_paused
 from ..seams.ds_config import ModelsConfig, active_config
 from ..seams.loading import raise_if_misfit
@@ -81,7 +81,7 @@ def _buildable(ds_config: Any) -> dict[str, Any]:
         return buildable_config(ds_config)
 
 
-def _meeting_kind_of(ds_config: Any) -> Occasion:
+def _meeting_kind_of(ds_config: Any) -> MeetingKind:
     """Return the kind of meeting for a load under `ds_config`, not validated yet; ZeRO-3's load if in doubt."""
     if is_inside_zero_init():
         return LOAD
@@ -115,10 +115,10 @@ def _load(
         try:
             with meeting(choice.meeting_kind, choice.subject, coordinator=coordinator):
                 return _run_stock_with_seams(choice.make_load, coordinator, stock, path, kwargs)
-        except (Apart, DisagreementError) as why:
+        except (NoJointLoad, DisagreementError) as why:
             if not choice.meeting_kind.is_optional:
                 raise
-            if why.says_it if isinstance(why, Apart) else coordinator.is_main:
+            if why.says_it if isinstance(why, NoJointLoad) else coordinator.is_main:
                 as_what = "" if choice.works_alone else ", as stock transformers does"
                 logger.warning(
                     f"hf_zero_stream: ranks do not share the reading of {path}. Each loads it alone{as_what}: {why}"

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..accelerators import collective_device
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor
 from ..destinations.dtensor import DTensors
-from ..ranks.coordinator import Coordinator, collective_device
+from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import ignored_by_fsdp2
 
 

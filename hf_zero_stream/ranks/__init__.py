@@ -1,1 +1,8 @@
-"""The ranks of a process group: where they run, who of them lives, and how they come together and agree."""
+"""Ranks of a process group: where they run, whether they live, and how they come together and agree.
+
+- An error on one is an error on all: `rendezvous` (before a meeting), `coordinator` (at agreements), `watchdog`.
+- A death is told: `sockets` (the kernel knows), `presence` (which rank looks at which), `watchdog` (tells all).
+- No process that is stopped or busy is taken for dead: `sockets`.
+- Ranks that come apart share reads, and load alone where waiting is in vain: `rendezvous`.
+- Ranks that wait for each other in several places get an error: `watchdog`.
+"""

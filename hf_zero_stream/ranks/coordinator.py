@@ -1,4 +1,4 @@
-"""How ranks that load or save together agree on success, and exchange objects.
+"""Agreements of ranks that load or save together: on success, and on objects that they exchange.
 
 Ranks meet at agreements, always in the same order, inside :meth:`Coordinator.watched`. A rank that fails between two
 agreements brings its error to the next one, so that every rank raises there, in seconds, instead of waiting for a
@@ -18,23 +18,24 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, DisagreementError, PeerError
-from ..settings.config import announced_local_rank, announces_local_rank
-from . import accelerators
-from .accelerators import is_accelerator
-from .contact import Verdict, pauses
-from .liveness import Watch
+from .. import accelerators
+from ..accelerators import all_gather, collective_device, is_accelerator
+from ..errors import DisagreementError, HfZeroStreamError, PeerError
 from .presence import Presence, Topology, begun_collectives, is_alone
-from .rendezvous import LOAD, Apart, Occasion, Round, Turn
+from .rendezvous import LOAD, CollectiveLock, MeetingKind, NoJointLoad, Rendezvous
+from .store import PREFIX, Verdict, pauses
+from .watchdog import Watchdog
 
 
 T = TypeVar("T")
 
+_collective_lock = CollectiveLock()
+
+_SMALL_BYTES = 504
+"""Objects up to this size travel with their length, in one collective."""
+
 _HOST = torch.device("cpu")
 """Named, because a load may be made where torch's default is the meta device: in a model's ``__init__``."""
-
-# The older name warns in newer versions of torch.
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Coordinator:
@@ -46,24 +47,24 @@ class Coordinator:
         self.is_main = rank == 0
         self.is_alone = alone
         self._reported = False  # whether all ranks know of an error
-        self._watch: Watch | None = None
+        self._watchdog: Watchdog | None = None
         self._connected: set[Any] = set()
         """Groups and the kinds of collectives that have been made in them."""
 
     @classmethod
     def of_default_group(cls, *, alone: bool = False) -> Coordinator:
-        """Of torch's default process group; alone, too, without one, or in a fake one."""
+        """The coordinator of torch's default process group; alone, too, without one, or in a fake one."""
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return cls(rank, world_size, alone=alone or is_alone())
 
     @classmethod
     def of_this_rank(cls) -> Coordinator:
-        """Of this rank of torch's default process group, alone."""
+        """The coordinator of this rank of torch's default process group, alone."""
         return cls.of_default_group(alone=True)
 
     @cached_property
     def topology(self) -> Topology:
-        """Which ranks share this one's host; known inside :meth:`watched`, and alone as the launcher announces it."""
+        """The layout of ranks on hosts; known inside :meth:`watched`, and alone as the launcher announces it."""
         if self.is_alone:
             return Topology.announced(self.rank, self.world_size)
         return Presence.in_default_group().topology()
@@ -71,13 +72,13 @@ class Coordinator:
     @property
     def meeting(self) -> str:
         """The name, the same on all ranks, of the meeting that this code is in, inside :meth:`watched`."""
-        assert self._watch is not None
-        return self._watch.meeting
+        assert self._watchdog is not None
+        return self._watchdog.meeting
 
     def agree(self, error: BaseException | None = None) -> None:
         """Return on every rank if no rank brings an `error`, else raise on every rank.
 
-        A rank that failed raises its own error; the others raise :meth:`.contact.Verdict.error`, which names it.
+        A rank that failed raises its own error; the others raise :meth:`.store.Verdict.error`, which names it.
         """
         self.all_gather(None, error)
 
@@ -88,33 +89,28 @@ class Coordinator:
             _raise_again(error)
         if self.is_alone:
             return [value]
-        watch = self._watch
-        assert watch is not None, "agreements are made inside watched()"
-        if error is not None and watch.verdict is None:
-            watch.announce(error, comes=True)
+        watchdog = self._watchdog
+        assert watchdog is not None, "agreements are made inside watched()"
+        if error is not None and watchdog.verdict is None:
+            watchdog.announce(error, comes=True)
         mine = None if error is None else Verdict.of_failure(self.rank, error)
+        failures: list[Verdict] = []
         try:
-            watch.meet()
+            watchdog.meet()
             everyone = self._gather((value, mine))
-        except PeerError as lost:
+            failures = [Verdict(*failure) for _, failure in everyone if failure is not None]
+            if failures:
+                watchdog.check()  # raises what began it: rank 0 of `failures` may only have heard of it
+                raise failures[0].error()
+        except BaseException as lost:
             self._reported = True
-            if watch.verdict is None:  # the collective failed here, and the others wait in it
-                watch.announce(lost, comes=False)
-            if error is None:
+            # The collective has failed here, or Ctrl-C came too late for it: the others wait in it.
+            if not failures and (watchdog.verdict is None or not isinstance(lost, PeerError)):
+                watchdog.announce(lost, comes=False)
+            if error is None or not isinstance(lost, HfZeroStreamError):
                 raise
             _raise_again(error)
-        except BaseException as interruption:  # Ctrl-C: too late for the agreement that is under way
-            self._reported = True
-            watch.announce(interruption, comes=False)
-            raise
-        failures = [failure for _, failure in everyone if failure is not None]
-        if not failures:
-            return [value for value, _ in everyone]
-        self._reported = True
-        if error is not None:
-            _raise_again(error)
-        watch.check()  # raises the error that began it, where rank 0 of `failures` may only have heard of it
-        raise failures[0].error()
+        return [value for value, _ in everyone]
 
     def _gather(self, value: Any) -> list[Any]:
         """Like ``dist.all_gather_object``, but raises when a rank dies, and what is small is exchanged at once."""
@@ -191,47 +187,41 @@ class Coordinator:
             raise
 
     @contextmanager
-    def watched(self, occasion: Occasion = LOAD, subject: str = "") -> Iterator[None]:
-        """Wait for all ranks; inside, they watch each other: agreements and :meth:`wait` raise if one dies.
+    def watched(self, kind: MeetingKind = LOAD, subject: str = "") -> Iterator[None]:
+        """Wait for all ranks; inside, they watch each other: agreements and collectives raise if one dies.
 
         If an error leaves it that the other ranks have not heard of, they are told that this rank has given up.
-        Nested in itself, it does nothing. Raises what :meth:`Round.gather` raises. For `subject` see :class:`Round`.
+        Nested in itself, it does nothing. For `subject` and what it raises see :class:`.rendezvous.Rendezvous`.
         """
-        if self.is_alone or self._watch is not None:
+        if self.is_alone or self._watchdog is not None:
             yield
             return
         # Collectives of two loads must not mix; a load that ranks may make alone does not wait for the other one.
-        if not _turn.acquire(blocking=not occasion.is_optional):
-            raise Apart("another thread of this process loads or saves")
+        if not _collective_lock.acquire(blocking=not kind.is_optional):
+            raise NoJointLoad("another thread of this process loads or saves")
         try:
             presence = Presence.in_default_group()
-            arrival = Round(presence, occasion, subject)
-            with closing(Watch(presence, arrival.key, doing=arrival.doing)) as watch:
-                with watch.naming_lost_store():  # rank 0, which may hold the store, leaves when it hears of a death
-                    arrival.gather(watch)
-                self._watch = watch
+            arrival = Rendezvous(presence, kind, subject)
+            with closing(Watchdog(presence, arrival.key, arrival.doing, is_optional=kind.is_optional)) as watchdog:
+                arrival.gather(watchdog)
+                self._watchdog = watchdog
                 try:
                     yield
                 except BaseException as error:
                     if not self._reported:
-                        watch.announce(error, comes=False)
+                        watchdog.announce(error, comes=False)
                     raise
                 finally:
-                    self._watch = None
+                    self._watchdog = None
                     arrival.leave()
                     presence.left_together = arrival.key, begun_collectives()
         finally:
-            _turn.release()
-
-    def set_timeout(self, seconds: float) -> None:
-        """Set after how many seconds without a heartbeat a rank counts as dead."""
-        if self._watch is not None:
-            self._watch.timeout_s = seconds
+            _collective_lock.release()
 
     def check(self) -> None:
         """Raise what the next agreement will raise if a rank is dead or has failed; costs nothing."""
-        if self._watch is not None:
-            self._watch.check()
+        if self._watchdog is not None:
+            self._watchdog.check()
 
     def run(self, collective: Callable[..., Any], *args: Any, group: Any = None) -> None:
         """Make a `collective` of torch's, and wait for it; raises :class:`PeerError` if a rank dies."""
@@ -241,11 +231,13 @@ class Coordinator:
         """Begin a `collective` of torch's; returns what waits for it. Both raise :class:`PeerError` if a rank dies."""
         begin = partial(collective, *args, group=group, async_op=True)
         with self.naming_dead_rank():
-            device = collective_device()
-            # NCCL connects ranks at a group's first collective of each kind: sends have ways of their own.
-            kind = group, collective
-            if self._watch is not None and kind not in self._connected and is_accelerator(device):
-                work = _begun_beside(begin, device, self._watch)
+            device, kind = collective_device(), (group, collective)
+            # NCCL connects ranks at a group's first collective of each kind (sends have ways of their own), and blocks
+            # the thread until all have come, also a dead one.
+            if self._watchdog is not None and kind not in self._connected and is_accelerator(device):
+                begun = _begun_in_thread(begin, device)
+                self._wait_until(begun.done)
+                work = begun.result()
                 self._connected.add(kind)
             else:
                 work = begin()
@@ -253,12 +245,14 @@ class Coordinator:
 
     def _wait_for(self, work: Any) -> None:
         with self.naming_dead_rank():
-            if self._watch is not None:
-                for _ in pauses(0.005, share=0.1):
-                    if work.is_completed():
-                        break
-                    self._watch.check(dead_only=True)
+            self._wait_until(work.is_completed)
             work.wait()
+
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        for _ in pauses(0.005, share=0.1):
+            if self._watchdog is None or is_done():
+                break
+            self._watchdog.check(dead_only=True)
 
     @contextmanager
     def naming_dead_rank(self) -> Iterator[None]:
@@ -269,60 +263,54 @@ class Coordinator:
             of_connection = any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
             if isinstance(error, PeerError) or not (of_connection or isinstance(error, dist.DistError)):
                 raise
-            verdict = None if self._watch is None else self._watch.wait_for_verdict()
+            verdict = None if self._watchdog is None else self._watchdog.wait_for_verdict()
             if verdict is not None:
                 raise verdict.error() from error
             raise PeerError(f"The connection to another rank is lost, so this rank gives up too: {error}") from error
 
 
-def serves(kind: str) -> bool:
-    """Whether collectives of the default group take tensors of devices of this `kind` from where they are.
+class BackgroundCoordinator(Coordinator):
+    """Coordinator of one thread of every rank beside a training; made by all in a meeting, closed by the threads.
 
-    A group may have a backend for each kind of device (``cuda:nccl,cpu:gloo``); gloo copies all through the host.
+    The training has the process group to itself: collectives of another thread would mix with its own. So threads
+    exchange values, of what JSON can hold, by the key-value store. They wait for each other as long as all ranks live.
     """
-    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    return backends.get(kind, "gloo") != "gloo"
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator.rank, coordinator.world_size, alone=coordinator.is_alone)
+        if not self.is_alone:
+            self._presence = Presence.in_default_group()
+            self._held = self._presence.group_store()  # its server, if it is in this process, must live on
+            self._watchdog = Watchdog(self._presence, f"{coordinator.meeting}/background", is_background=True)
+
+    def _gather(self, value: Any) -> list[Any]:
+        assert self._watchdog is not None
+        # No key is deleted: the next save in the background begins when this one has ended on all ranks.
+        keys = [f"{PREFIX}/background/{rank}" for rank in range(self.world_size)]
+        self._presence.store.set(keys[self.rank], value)
+        self._watchdog.meet()
+        return self._presence.store.get_many(keys)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave; rank 0, whose process may hold the store, when the others have left. Tell them of an `error`."""
+        if self._watchdog is not None:
+            if error is not None:
+                self._watchdog.announce(error, comes=False)
+            self._watchdog.close()
 
 
-def collective_device() -> torch.device:
-    """The device on which the default group's collectives need their tensors; the host if there is no group.
-
-    Raises a ConfigError if nothing says which of several GPUs is this rank's.
-    """
-    kind = accelerators.kind() if dist.is_initialized() else None
-    if kind is None or not serves(kind):
-        return torch.device("cpu")
-    bound: torch.device | None = dist.group.WORLD.bound_device_id
-    if bound is not None:
-        return bound
-    is_known = announces_local_rank() or dist.get_world_size() == 1
-    device = accelerators.device_of_rank(kind, announced_local_rank() if is_known else None)
-    if device is None:
-        raise ConfigError(
-            f"Nothing says which of the {accelerators.device_count()} devices is that of rank "
-            f"{dist.get_rank()}: no launcher announces its local rank (LOCAL_RANK), and the current device is the "
-            f"first. Call torch.{kind}.set_device(...) before the load, or "
-            f'init_process_group(device_id=torch.device("{kind}", ...)).'
-        )
-    return device
-
-
-def _begun_beside(begin: Callable[[], Any], device: torch.device, watch: Watch) -> Any:
-    """Begin a group's first collective of a kind in a thread: NCCL blocks it until all ranks come, also a dead one."""
-    stream, outcome = accelerators.stream(device), Future[Any]()
+def _begun_in_thread(begin: Callable[[], Any], device: torch.device) -> Future[Any]:
+    stream, begun = accelerators.stream(device), Future[Any]()
 
     def run() -> None:
         try:
             with stream, torch.no_grad():
-                outcome.set_result(begin())
+                begun.set_result(begin())
         except BaseException as error:
-            outcome.set_exception(error)
+            begun.set_exception(error)
 
     threading.Thread(target=run, name="hf_zero_stream-connect", daemon=True).start()
-    for _ in pauses(0.005, share=0.1):
-        if outcome.done():
-            return outcome.result()
-        watch.check(dead_only=True)
+    return begun
 
 
 def _pickled(value: Any) -> torch.Tensor:
@@ -343,7 +331,7 @@ def _raise_again(error: BaseException) -> NoReturn:
 
 
 @contextmanager
-def meeting(occasion: Occasion, subject: str = "", coordinator: Coordinator | None = None) -> Iterator[Coordinator]:
+def meeting(kind: MeetingKind, subject: str = "", coordinator: Coordinator | None = None) -> Iterator[Coordinator]:
     """Wait for all ranks, and be one of them inside: every operation that is for all ranks begins with it.
 
     Gives the coordinator of the default process group, or the one that is given. Inside, ranks watch each other: one
@@ -351,34 +339,28 @@ def meeting(occasion: Occasion, subject: str = "", coordinator: Coordinator | No
 
     Raises:
         PeerError: a rank has died, or does not come.
-        Apart: ranks may do this alone, and some will not come.
+        NoJointLoad: ranks may do this alone, and some will not come.
     """
     coordinator = coordinator or Coordinator.of_default_group()
-    with coordinator.watched(occasion, subject), coordinator.reporting():
+    with coordinator.watched(kind, subject), coordinator.reporting():
         yield coordinator
 
 
 @contextmanager
-def expected_at(occasion: Occasion) -> Iterator[None]:
-    """Around code that runs before an `occasion`: if it fails, tell the other ranks, so that they do not wait."""
+def expected_at(kind: MeetingKind) -> Iterator[None]:
+    """Tell the other ranks if code inside, before a meeting of this `kind`, fails, so that they do not wait."""
     if is_alone():
         yield
         return
     presence = Presence.in_default_group()
-    before = presence.rounds[occasion.name]
+    before = presence.next_numbers[kind.name]
     try:
         yield
     except BaseException as error:
-        if presence.rounds[occasion.name] == before:
+        if presence.next_numbers[kind.name] == before:
             with suppress(PeerError):  # the store is lost
-                Round(presence, occasion, error=error)
+                Rendezvous(presence, kind, error=error)
         raise
-
-
-_SMALL_BYTES = 504
-"""Of what ranks exchange, so much goes with its length, in one collective."""
-
-_turn = Turn()
 
 
 def _shortened(what: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
-from ..ranks.background import BackgroundMeeting
+from ..ranks.coordinator import BackgroundCoordinator
 from ..reports.measures import PhaseClock
 from ..reports.save import SavingRank
 from .files import Comparison, ShardWriter, sync_all
@@ -18,7 +18,7 @@ from .preparation import Prepared
 def write_in_background(
     prepared: Prepared,
     copies: Sequence[HostCopy],
-    meeting: BackgroundMeeting,
+    coordinator: BackgroundCoordinator,
     clock: PhaseClock,
     figures: Callable[[], SavingRank],
     *,
@@ -34,27 +34,27 @@ def write_in_background(
         with ExitStack() as opened, clock("write"):
             files = [opened.enter_context(closing(writer)) for writer in prepared.files(ShardWriter)]
             for copy, writer in zip(copies, files, strict=True):
-                copy.give(writer.put, meeting.check)
+                copy.give(writer.put, coordinator.check)
             with clock("sync"):
                 sync_all(files)
         if verifies:
             with clock("verify"):
                 for copy, comparison in zip(copies, prepared.files(Comparison), strict=True):
                     with closing(comparison):
-                        copy.give(comparison.put, meeting.check)
+                        copy.give(comparison.put, coordinator.check)
 
     try:
-        meeting.agree(_error_of(write))
+        coordinator.agree(_error_of(write))
         with clock("publish"):
-            meeting.agree(_error_of(prepared.publish) if meeting.is_main else None)
+            coordinator.agree(_error_of(prepared.publish) if coordinator.is_main else None)
         clock.add("total", time.perf_counter() - began)
-        return [SavingRank(**each) for each in meeting.broadcast(meeting.gather(asdict(figures())))]
+        return [SavingRank(**each) for each in coordinator.all_gather(asdict(figures()))]
     except BaseException:
-        if meeting.is_main:
+        if coordinator.is_main:
             prepared.publication.abandon()
         raise
     finally:
-        meeting.close()
+        coordinator.close()
 
 
 def _error_of(work: Callable[[], object]) -> Exception | None:

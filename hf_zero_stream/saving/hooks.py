@@ -54,12 +54,12 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
     if not active_configs() or not has_sharded_model(model):
         return original(self, model, *args, **kwargs)
     inner = unwrapped(model)
-    if not lacks_values(inner) and not calls.is_led():  # rank 0 may be the only one to ask, as in stock
+    if not lacks_values(inner) and not calls.runs_on_leader():  # rank 0 may be the only one to ask, as in stock
         return original(self, model, *args, **kwargs)
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
         return inner.state_dict() if dist.get_rank() == 0 else None
     why = _asked_by.get() or _not_its_own(replaced_methods_of(self))
-    if why or (belongs_to_trainer(self) and not calls.is_led()):
+    if why or (belongs_to_trainer(self) and not calls.runs_on_leader()):
         if dist.get_rank() == 0:
             why = why or (
                 "code around the Trainer asks for its state dict: an overridden _save() or save_model(), or a callback"
@@ -100,7 +100,7 @@ def save_model(
     from .preparation import Content  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
 
-    if calls.is_led():
+    if calls.runs_on_leader():
         raise UnsupportedError(
             "accelerator.save_model(): only rank 0 runs this code, and the other ranks wait for a save_pretrained. "
             "Call model.save_pretrained here, or accelerator.save_model on all ranks."
@@ -187,7 +187,7 @@ def trainer_save_model(
             noted.begin(Path(output_dir or self.args.output_dir))
         original(self, output_dir, _internal_call=True)
 
-    report = calls.led(model, save)
+    report = calls.run_on_leader(model, save)
     if noted is not None and report is not None:
         noted.note(report)
     if self.args.push_to_hub and not _internal_call:

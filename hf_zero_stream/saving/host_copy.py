@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..accelerators import is_accelerator, pinned, stream
 from ..engine.execute import HugePages
-from ..ranks.accelerators import is_accelerator, pinned, stream
 from .write import PlacedValues, bytes_of, in_runs
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..accelerators import collective_device
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View, sources_of
 from ..destinations.base import narrowed
@@ -20,7 +21,7 @@ from ..engine.compute import MemoryEvaluator
 from ..errors import SaveError
 from ..holdings.holding import Holding
 from ..planning.boxes import ParameterBox
-from ..ranks.coordinator import Coordinator, collective_device
+from ..ranks.coordinator import Coordinator
 from .differences import refuse_or_say_differing, refuse_other_parameters, wrapper_of
 from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
 from .plan import Share, Sources

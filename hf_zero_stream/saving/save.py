@@ -17,16 +17,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..accelerators import settle
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta, refuse_unreadable
 from ..holdings.marks import has_gathered, is_packed
 from ..holdings.model_parallel import refuse_unknown_shards
-from ..ranks.accelerators import settle
-from ..ranks.background import BackgroundMeeting
-from ..ranks.coordinator import Coordinator, meeting
-from ..ranks.rendezvous import SAVE, Occasion
+from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
+from ..ranks.rendezvous import SAVE, MeetingKind
 from ..reports.measures import AnonymousMemory, PhaseClock, collector_paused, progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
 from ..seams.ds_config import settings_in_force
@@ -155,22 +154,22 @@ class Save:
                 if not self._must_wait(prepared):
                     with self._clock("copy"):
                         copies = self._copied(prepared.planned)
-                    meeting = BackgroundMeeting(self._coordinator)
-                    pending = PendingSave(partial(self._finish_in_background, prepared, copies, meeting))
+                    beside = BackgroundCoordinator(self._coordinator)
+                    pending = PendingSave(partial(self._finish_in_background, prepared, copies, beside))
                     try:
                         pending.start()
                     except BaseException as error:
-                        meeting.give_up(error)
+                        beside.close(error)
                         raise
                     return pending
                 self._write(prepared)
             return PendingSave.finished(self._report(prepared.planned))
 
     def _finish_in_background(
-        self, prepared: Prepared, copies: Sequence[HostCopy], meeting: BackgroundMeeting
+        self, prepared: Prepared, copies: Sequence[HostCopy], beside: BackgroundCoordinator
     ) -> SaveReport:
         figures = partial(self._own_figures, prepared.planned)
-        ranks = write_in_background(prepared, copies, meeting, self._clock, figures, verifies=self._verify)
+        ranks = write_in_background(prepared, copies, beside, self._clock, figures, verifies=self._verify)
         return self._report_of(prepared.planned, ranks)
 
     def _must_wait(self, prepared: Prepared) -> bool:
@@ -210,7 +209,7 @@ class Save:
 
     def _together(self) -> AbstractContextManager[object]:
         """Inside, all ranks are here, and watch each other."""
-        return meeting(occasion_to_save(self.model, self._coordinator), coordinator=self._coordinator)
+        return meeting(kind_of_save(self.model, self._coordinator), coordinator=self._coordinator)
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
@@ -367,7 +366,7 @@ def _refuse_fsdp1(model: torch.nn.Module, doing: str, instead: str) -> None:
         )
 
 
-def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasion:
+def kind_of_save(model: PreTrainedModel, coordinator: Coordinator) -> MeetingKind:
     """How ranks come together to save `model`. Rank 0 waits briefly in a ``GatheredParameters``: it is often alone."""
     if coordinator.is_alone or not coordinator.is_main or not has_gathered(model):
         return replace(SAVE, patience_s=ARRIVAL_S)

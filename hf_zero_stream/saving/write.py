@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..accelerators import collective_device, to_host
 from ..engine.execute import run_in_threads
 from ..engine.lanes import copy_strided
 from ..errors import PeerError
 from ..planning.boxes import Box
-from ..ranks.accelerators import to_host
-from ..ranks.coordinator import Coordinator, collective_device
+from ..ranks.coordinator import Coordinator
 from ..sources.local import IOV_MAX
 from .parameters import Parameters, Values, opened
 from .plan import ExchangeRound, SavePlan, Segment, SegmentPart

@@ -22,7 +22,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..holdings.marks import has_partition, is_packed
 from ..holdings.replicas import keep_alike
 from ..ranks.coordinator import Coordinator
-from ..ranks.rendezvous import Occasion
+from ..ranks.rendezvous import MeetingKind
 from ..registry.plugins import tool
 from ..settings.scope import active_configs
 
@@ -107,7 +107,7 @@ def tensors_of_adapter(model: nn.Module, adapter_name: str) -> Iterator[tuple[An
             yield layer, tensors
 
 
-_MERGE = Occasion(
+_MERGE = MeetingKind(
     "merge adapters",
     "Under ZeRO-3 all ranks must merge adapters, because each holds a part of every weight: take it out of "
     "`if accelerator.is_main_process:` and the like, or gather the whole model around it.",

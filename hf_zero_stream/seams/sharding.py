@@ -15,9 +15,9 @@ import transformers
 from packaging.version import Version
 from transformers.distributed import DistributedConfig
 
+from .. import accelerators
 from ..bindings.table import refuse_lacking
 from ..errors import VersionError
-from ..ranks import accelerators
 from ..settings.config import announced_local_rank
 from .session import Original, Session, in_session
 

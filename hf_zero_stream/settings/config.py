@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 _SECTION = "hf_zero_stream"  # the top-level key of a DeepSpeed config that holds our settings
 _PREFIX = "HF_ZERO_STREAM_"  # of environment variables; the field's name in capitals follows
 
-# Numbers that must not be 0; others may, and none may be negative.
-_AT_LEAST_ONE = ("peer_timeout_s",)
-
 READS_STAGED = 8
 """Least number of reads that have a buffer at the same time, so that several threads share the reading."""
 
@@ -133,13 +130,6 @@ class StreamingConfig:
 
     asynchronous_save: bool = False
     """Have these states written in the background, from copies in host memory (`save_state(asynchronous=True)`)."""
-
-    peer_timeout_s: int = 8
-    """Seconds without a heartbeat after which a rank counts as dead.
-
-    It only matters between hosts that cannot open TCP connections to each other; elsewhere ranks know whether the
-    process of another rank exists, and wait as long as it does.
-    """
 
     progress: bool = True
     """Show a progress bar on the main process of each node, if HF_HUB_DISABLE_PROGRESS_BARS and transformers allow it.
@@ -280,8 +270,7 @@ def _expected_instead(name: str, value: Any, default: Any) -> str:
     if isinstance(value, str):
         choices = _choices(name)  # none: any string
         return "" if not choices or value in choices else f"one of {', '.join(choices)}"
-    minimum = 1 if name in _AT_LEAST_ONE else 0
-    return f"at least {minimum}" if value < minimum else ""
+    return "at least 0" if value < 0 else ""
 
 
 @functools.cache  # looking up all annotations takes longer than the rest of `StreamingConfig()`

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
 
+from .. import accelerators
 from ..errors import CheckpointError, UnsupportedError
-from ..ranks import accelerators
 
 
 logger = logging.get_logger(__name__)

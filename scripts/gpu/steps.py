@@ -113,7 +113,8 @@ def planned(setting: Setting) -> tuple[dict[str, Any], bool]:
 
 def exchange(setting: Setting) -> tuple[dict[str, Any], bool]:
     """How long an agreement takes, and a gather of 64 MiB from each rank."""
-    from hf_zero_stream.ranks.coordinator import Coordinator, all_gather
+    from hf_zero_stream.accelerators import all_gather
+    from hf_zero_stream.ranks.coordinator import Coordinator
 
     who = Coordinator.of_default_group()
     mine = torch.full((2**26,), dist.get_rank() + 1, dtype=torch.uint8, device="cuda")
@@ -139,8 +140,9 @@ def dies(setting: Setting, collective: Callable[..., Any] | None = None) -> tupl
 
     Rank 0 says so in 15 s, its process goes on, and its device can be used.
     """
+    from hf_zero_stream.accelerators import all_gather
     from hf_zero_stream.errors import PeerError
-    from hf_zero_stream.ranks.coordinator import Coordinator, all_gather
+    from hf_zero_stream.ranks.coordinator import Coordinator
 
     who = Coordinator.of_default_group()
     mine = torch.ones(2**26, dtype=torch.uint8, device="cuda")

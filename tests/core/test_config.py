@@ -45,7 +45,6 @@ def test_every_field_is_documented():
         ({"reader_threads": None}, "reader_threads", "None"),
         ({"progress": 1}, "progress", "1"),
         ({"verify": "all"}, "verify", "'all'"),
-        ({"peer_timeout_s": 0}, "peer_timeout_s", "0"),
         ({"write_from": "rank1"}, "write_from", "'rank1'"),
         ({"strict": "no"}, "strict", "'no'"),
     ],
@@ -58,7 +57,7 @@ def test_invalid_value_names_field_and_value(values, field, found):
 
 
 def test_smallest_values_are_accepted():
-    StreamingConfig(staging_bytes=1, reader_threads=0, peer_timeout_s=1)
+    StreamingConfig(staging_bytes=1, reader_threads=0)
 
 
 def test_sources_in_order():

@@ -158,8 +158,8 @@ def read_from_one_rank(folder: Path) -> dict[str, Any]:
     import hf_zero_stream
     from hf_zero_stream import StreamingConfig
     from hf_zero_stream.loading import integration
-    from hf_zero_stream.ranks.contact import PREFIX
     from hf_zero_stream.ranks.presence import Presence
+    from hf_zero_stream.ranks.store import PREFIX
 
     warnings: list[str] = []
     integration.logger.warning = lambda message, *args: warnings.append(message)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from tests.faults.test_dying_ranks import thread_names
+from tests.faults.test_dying_ranks import count_handles, thread_names
 from tests.support.cluster import SOON_S, run_ranks
 from tests.support.disk import disk, failing, replace_reads
 from tests.support.parity import ds_config
@@ -162,12 +162,12 @@ def fail_then_load(folder: Path, own: Path, fault: Fault) -> dict[str, Any]:
     """What the load with the fault raised, what it left behind, and whether another one succeeds."""
     import hf_zero_stream
 
-    with hf_zero_stream.streaming():  # first contact opens two sockets, once
+    with hf_zero_stream.streaming():  # first contact opens sockets, once
         pass
     before = transformers.PreTrainedModel.from_pretrained
     seen = shutil.copytree(folder, own / f"rank{dist.get_rank()}")
     began = time.monotonic()
-    handles, error = set(os.listdir("/proc/self/fd")), None
+    handles, error = count_handles(), None
     try:
         if dist.get_rank() == 1:
             with fault(seen):
@@ -183,7 +183,7 @@ def fail_then_load(folder: Path, own: Path, fault: Fault) -> dict[str, Any]:
         "threads": sorted(thread_names() - {"MainThread", "tqdm_monitor"}),
     }
     gc.collect()
-    found["handles"] = len(set(os.listdir("/proc/self/fd")) - handles)
+    found["handles"] = count_handles() - handles
     found["loaded"] = load(folder).streaming_report.world_size
     return found
 

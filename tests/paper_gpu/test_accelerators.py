@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero_stream.ranks import accelerators
+from hf_zero_stream import accelerators
 from tests.paper_gpu.trials import plain_model, zero_config, zero_model
 from tests.support.cluster import PAPER_GPUS, ROOT, SOON_S, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.forks import Forks
@@ -43,7 +43,7 @@ def test_device_of_a_rank(
 NO_GPU = """
 import sys
 import torch, transformers, hf_zero_stream
-from hf_zero_stream.ranks import accelerators
+from hf_zero_stream import accelerators
 from hf_zero_stream.seams.sharding import device_type
 assert torch.accelerator.current_accelerator().type == "cuda" and not torch.cuda.is_available()
 assert accelerators.kind() is None and device_type() == "cpu"

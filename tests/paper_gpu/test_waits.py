@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("paper_gpus")
 
 def waits_for_whole_devices(checkpoint: Path, target: Path) -> tuple[list[str], int]:
     """Who of ours waits until a device has done all, in a load, a save, a state; and how many streams there are."""
-    from hf_zero_stream.ranks import accelerators
+    from hf_zero_stream import accelerators
 
     model = plain_model(checkpoint).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -70,8 +70,8 @@ def test_streams_are_kept_from_load_to_load(even_checkpoint: Path) -> None:
 
 def stream_of_a_send() -> tuple[bool, bool]:
     """Whether a background send is on the stream of the training, and whether the next one waits for it."""
+    from hf_zero_stream.accelerators import side_streams
     from hf_zero_stream.plugins.stream.servers import EngineServer
-    from hf_zero_stream.ranks.accelerators import side_streams
 
     device, streams = torch.device("cuda", 0), []
 

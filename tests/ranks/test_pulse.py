@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
-from hf_zero_stream.ranks.contact import Line, Listener
+import pytest
+
+from hf_zero_stream.ranks.sockets import ENDED, Line, Listener
 
 
 LISTEN = """
 import ctypes, os, sys, time
-from hf_zero_stream.ranks.contact import Listener
+from hf_zero_stream.ranks.sockets import Listener
 listener = Listener("127.0.0.1")
 if os.fork() == 0:
     time.sleep(60)  # a child, as a worker that loads data, which outlives its parent for a while
@@ -48,40 +54,52 @@ def test_a_process_that_can_do_nothing() -> None:
         unheard = Line(address, int(port))
         unheard.is_alive()  # dials, and hears nothing more before the process dies
         process.kill()
-        process.wait()
         for line in (early, late, unheard):
-            assert said(line, False)
+            assert said(line, False), "also before anybody has reaped it"
+            assert line.end == "has died"
             line.close()
         never = Line(address, int(port))
-        assert not said(never, False, 0.5), "nobody may have answered there before"
+        assert not said(never, False, 0.5), "a firewall may be in between"
+        assert said(Line(address, int(port), is_local=True), False)
         never.close()
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def test_connections_do_not_pile_up() -> None:
+def test_a_process_that_ends_by_itself_says_so() -> None:
     listener = Listener("127.0.0.1")
-    lines = [Line(listener.address, listener.port) for _ in range(20)]
-    assert all(said(line, True) for line in lines)
-    assert all(said(line, True) for line in lines) and len(listener._taken) == 20
-    for line in lines[10:]:
+    reset, *lines = [Line(listener.address, listener.port) for _ in range(200)]
+    assert all(said(line, True) for line in (reset, *lines))
+    reset._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
+    for line in lines[100:]:
         line.close()
-    assert all(said(line, True) for line in lines[:10])
-    late = Line(listener.address, listener.port)
-    assert said(late, True) and len(listener._taken) == 11
+    assert all(said(line, True) and line.end != ENDED for line in lines), "and there is room for more"
     listener.close()
-    assert all(said(line, False) for line in (*lines[:10], late)) and not listener._thread.is_alive()
+    assert all(said(line, False) and line.end == ENDED for line in lines)
+    assert not listener._thread.is_alive()
+
+
+def test_a_host_that_no_longer_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener("127.0.0.1")
+    line = Line(listener.address, listener.port)
+    assert said(line, True)
+
+    def recv(*args: object) -> bytes:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(line, "_socket", SimpleNamespace(connect_ex=lambda _: errno.EISCONN, recv=recv, close=int))
+    assert line.is_alive() is False and line.end == "has not answered for 30 s"
+    listener.close()
 
 
 def test_a_question_wakes_the_listener() -> None:
-    listener, answered = Listener("127.0.0.1"), queue.Queue[bool]()
-    listener.answer = answered.put
-    line = Line(listener.address, listener.port)
-    assert said(line, True) and answered.get(timeout=10) is True
+    listener, other, answered = Listener("127.0.0.1"), Listener("127.0.0.1"), queue.Queue[bool]()
+    listener.answer = lambda: answered.put(True)
     for _ in range(3):
-        line.ask()
-        assert answered.get(timeout=10) is False
-    line.close()
+        other.ask(listener.address, listener.question_port)
+        assert answered.get(timeout=10)
+    other.close()
     listener.close()
     assert answered.empty()

@@ -300,17 +300,17 @@ def race(rounds: int) -> list[str]:
     from hf_zero_stream.ranks.coordinator import Coordinator
 
     rendezvous.SHARING_PATIENCE_S = rendezvous.SHORT_PATIENCE_S = 0.01
-    occasion = rendezvous.Occasion("race", "", 0.01, is_optional=True)
+    kind = rendezvous.MeetingKind("race", "", 0.01, is_optional=True)
     coordinator, found = Coordinator.of_default_group(), []
     chance = random.Random(dist.get_rank())
     for number in range(rounds):
         dist.barrier()
         time.sleep(chance.uniform(0.0, 0.02))
         try:
-            with coordinator.watched(occasion, str(number)):
+            with coordinator.watched(kind, str(number)):
                 found.append("together")
                 coordinator.agree()
-        except rendezvous.Apart:
+        except rendezvous.NoJointLoad:
             found.append("apart")
     return found
 

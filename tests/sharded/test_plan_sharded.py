@@ -20,8 +20,8 @@ import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.errors import ConfigError, UnsupportedError
 from hf_zero_stream.holdings.marks import local_of
+from hf_zero_stream.loading.fake_group import fake_group
 from hf_zero_stream.planning.sharded_footprint import HeldShard, sharded_footprint
-from hf_zero_stream.ranks.stand_in import stand_in_group
 from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.support.cluster import run_ranks
 from tests.support.sharded import Sizes, load_sharded
@@ -120,7 +120,7 @@ def test_ranks_share_the_checkpoint(zoo_checkpoint: Checkpoint) -> None:
 def test_the_stand_in_leaves_nothing(zoo_checkpoint: Checkpoint) -> None:
     hook = sys.excepthook
     seen = []
-    with pytest.raises(KeyError), stand_in_group(5, 8):
+    with pytest.raises(KeyError), fake_group(5, 8):
         assert (dist.get_rank(), dist.get_world_size()) == (5, 8)
         thread = threading.Thread(target=lambda: seen.append(dist.is_initialized()))
         thread.start()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_zero_stream.errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
-from hf_zero_stream.ranks import liveness
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.live_sharded import plain_model
 from tests.support.loading import load_with
@@ -121,38 +117,6 @@ def in_threads(checkpoint: Path) -> list[int]:
 def test_a_pass_in_two_threads(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     *counts, number = run_ranks(2, in_threads, zoo_checkpoint("llama"), timeout=60)[0]
     assert counts == [number] * 2
-
-
-class OneRank:
-    """What a watch must know of ranks, of which this one looks after rank 1, on another host."""
-
-    rank, world_size = 0, 2
-    watched = staticmethod(lambda: [1])
-    is_alive = staticmethod(lambda rank: None)
-    has_answered = staticmethod(lambda rank: True)
-
-    def __init__(self) -> None:
-        self.beats: list[Any] = []
-        self.agreements: dict[str, int] = {}
-        self.rounds: dict[str, int] = {}
-        self.store = SimpleNamespace(
-            get_many=lambda keys: [self.beats.pop(0)], set=lambda *_: None, get=lambda key: None, is_lost=False
-        )
-
-
-def test_a_rank_that_is_in_two_meetings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes the heartbeats of both into one place, where perhaps only those of the other one are seen."""
-    clock = itertools.count(0.0, 2.0)
-    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
-    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout: None)
-    monkeypatch.setattr(liveness.time, "monotonic", lambda: next(clock))
-    for moves, dies in [(True, False), (False, True)]:
-        presence = OneRank()
-        watch = liveness.Watch(cast(Any, presence), "stream weights/1")
-        watch.timeout_s = 5.0
-        presence.beats = [("stream weights/2", float(moves and number), 0, False) for number in range(10)]
-        assert any(watch._look() is not None for _ in range(10)) == dies
-        watch.close()
 
 
 @contextmanager

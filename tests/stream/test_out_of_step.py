@@ -27,9 +27,9 @@ def go_apart(checkpoint: Path, folder: Path, ways: list[str]) -> tuple[str, floa
     Rank 0 is in the middle of a pass by then if its way says so, and so is any other rank, which leaves it open.
     """
     import hf_zero_stream
-    from hf_zero_stream.ranks import liveness, rendezvous
+    from hf_zero_stream.ranks import watchdog
 
-    liveness.STUCK_S = rendezvous.STUCK_S = 1.0
+    watchdog.STUCK_S = 1.0
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     actor = hf_zero_stream.weight_stream(model, bucket_bytes=2000, deltas=True)
     critic = hf_zero_stream.weight_stream(model, "all")

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_zero_stream.extensions import left_locks
+from hf_zero_stream.extensions import stale_locks
 
 
 BUILDERS = ("ShareMemCommBuilder", "AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "PinMemoryBuilder")
@@ -29,7 +29,7 @@ def load_extension(builder: str) -> Any:
     root.mkdir(parents=True, exist_ok=True)
     with open(root / "tests.flock", "w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
-        for left in left_locks():
+        for left in stale_locks():
             left.unlink()
         return get_accelerator().create_op_builder(builder).load(verbose=False)
 

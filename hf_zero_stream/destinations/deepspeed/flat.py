@@ -26,11 +26,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from ...accelerators import all_gather, free_bytes, is_accelerator, kind
 from ...bindings.table import installed
 from ...checkpoint.lazy import LazyTensor
 from ...holdings.deepspeed import partitions
-from ...ranks.accelerators import free_bytes, is_accelerator, kind
-from ...ranks.coordinator import Coordinator, all_gather
+from ...ranks.coordinator import Coordinator
 from ...registry.rows import PatchScope
 from ...settings.config import StreamingConfig
 from ...settings.scope import set_in_context

@@ -27,10 +27,10 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.utils import groups
 from torch import nn
 
+from ... import accelerators
 from ...bindings.table import refuse_lacking
 from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ...holdings.deepspeed.partitions import own_range
-from ...ranks import accelerators
 from ..base import allocating
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 
+from ... import accelerators
 from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
-from ...ranks import accelerators
 from ...ranks.coordinator import Coordinator
 from ...settings.config import announced_local_rank
 

@@ -94,12 +94,12 @@ def run(
     trains nothing. Each load has its own processes, started by torchrun; the first in a process pays for imports, ours
     too. Without --ds-config and --dtype it is in bf16. Exit code 1 if a check fails.
     """
+    from ... import accelerators
     from ...checkpoint.soundness import shards_of
     from ...cli.models import transformers_errors
     from ...destinations.deepspeed.zero3 import partition_dtype
     from ...engine.places import cached_folder
     from ...loading.dry_load import model_class_of
-    from ...ranks import accelerators
 
     gpus = accelerators.device_count() if accelerators.kind() == "cuda" else 0
     if on == "cuda" and gpus < nproc:

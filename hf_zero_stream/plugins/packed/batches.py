@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ...accelerators import collective_device
 from ...destinations.base import Batch, Item, allocating
 from ...planning.plan import Target
-from ...ranks.coordinator import Coordinator, collective_device
+from ...ranks.coordinator import Coordinator
 from .quantised_rows import Quantised
 
 

@@ -8,9 +8,19 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError, StreamError, UnsupportedError
 from ...ranks.coordinator import Coordinator
+from ...ranks.rendezvous import MeetingKind
 
+
+STREAM = MeetingKind(
+    "stream weights",
+    "All of them must make the stream and go through each of its passes, because each gives its own part: take it out "
+    "of `if accelerator.is_main_process:` and the like.",
+    patience_s=600.0,
+    error=StreamError,
+)
+"""A pass of a weight stream, or the plan of one."""
 
 _KNOWN = {"to": ("rank0", "all", "owners"), "only": ("all", "trainable"), "layout": ("hub", "model")}
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from ...accelerators import collective_device
 from ...checkpoint.nodes import Stored
 from ...engine.execute import HugePages
 from ...errors import PeerError
-from ...ranks.coordinator import Coordinator, collective_device
+from ...ranks.coordinator import Coordinator
 from ...saving.parameters import Parameters, Values, evaluated, opened
 from ...saving.plan import ExchangeRound, Segment
 from ...saving.write import begin_exchange

@@ -14,10 +14,10 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from ...accelerators import collective_device, is_accelerator, synchronise
 from ...checkpoint.nodes import HostTensor
 from ...holdings.holding import Holding
-from ...ranks.accelerators import is_accelerator, synchronise
-from ...ranks.coordinator import Coordinator, collective_device
+from ...ranks.coordinator import Coordinator
 from ...saving.host_copy import pinned_parts
 from ...saving.parameters import Values, opened
 from ...saving.plan import Segment, SegmentPart

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ... import accelerators
+from ...accelerators import collective_device
 from ...errors import StreamError
-from ...ranks import accelerators
-from ...ranks.coordinator import Coordinator, collective_device
+from ...ranks.coordinator import Coordinator
 from ...saving.parameters import Parameters, opened
 from ...saving.plan import SegmentPart
 from ...saving.write import take

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import torch
 
+from ... import accelerators
 from ...errors import ConfigError, StreamError
-from ...ranks import accelerators
-from ...ranks.contact import pauses
+from ...ranks.store import pauses
 
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ... import accelerators
 from ...errors import StreamError, VersionError
-from ...ranks import accelerators
 from ...ranks.coordinator import Coordinator
 from .buckets import Bucket
 from .plan import StreamedTensor

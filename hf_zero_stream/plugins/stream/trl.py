@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from ...accelerators import collective_device
 from ...bindings.install import override_methods
 from ...errors import PACKAGE, VersionError, installed_version
 from ...holdings.marks import has_partition, is_sharded
-from ...ranks.coordinator import collective_device, expected_at
+from ...ranks.coordinator import expected_at
 from ...ranks.presence import is_alone
-from ...ranks.rendezvous import STREAM
 from ...seams.wrappers import unwrapped
+from .arguments import STREAM
 from .buckets import Bucket
 from .merging import has_adapters, merges_values
 from .server_client import ServerClient

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ...accelerators import settle
 from ...bindings.install import override_methods
 from ...checkpoint.safetensors import NotedShard
 from ...errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
@@ -24,9 +25,7 @@ from ...holdings.holder import refuse_meta
 from ...holdings.marks import is_packed
 from ...holdings.own_names import adapter_names, named_buffers, named_parameters
 from ...planning.plan import materialise_reason
-from ...ranks.accelerators import settle
 from ...ranks.coordinator import Coordinator, expected_at, meeting
-from ...ranks.rendezvous import STREAM
 from ...reports.measures import collector_paused
 from ...saving.arguments import dtype_of_argument
 from ...saving.count import refuse_cut
@@ -37,7 +36,7 @@ from ...saving.save import make_ready
 from ...seams.adapter_saving import lay_out_adapters
 from ...seams.saving import lay_out_pretrained
 from ...seams.wrappers import unwrapped
-from .arguments import refuse_different_values, refuse_other_models, refuse_unknown_values
+from .arguments import STREAM, refuse_different_values, refuse_other_models, refuse_unknown_values
 from .buckets import Bucket, filled
 from .deltas import SentSnapshot, patches
 from .merging import (

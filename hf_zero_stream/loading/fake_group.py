@@ -1,7 +1,7 @@
 """A process group that stands for a world that is not there: one rank of it, in this process, for a plan.
 
 It communicates with nobody. Device meshes and FSDP2 ask it for its rank and its size, which is all that a plan needs.
-A real process group may be there already: only the thread that makes the stand-in sees it, and no other thread's
+A real process group may be there already: only the thread that makes the fake sees it, and no other thread's
 collectives are touched.
 """
 
@@ -31,11 +31,11 @@ _making = threading.Lock()
 
 
 @contextmanager
-def stand_in_group(rank: int, world_size: int) -> Iterator[None]:
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
     """Inside, this thread is rank `rank` of a default process group of `world_size` ranks."""
     with _making:
-        own, stand_in = distributed_c10d._world, _World()
-        distributed_c10d._world = _Switch(own, stand_in)
+        own, fake = distributed_c10d._world, _World()
+        distributed_c10d._world = _Switch(own, fake)
         excepthook = sys.excepthook
         debug._clear_sharding_prop_cache()
         try:
@@ -48,7 +48,7 @@ def stand_in_group(rank: int, world_size: int) -> Iterator[None]:
             distributed_c10d._world = own
             distributed_c10d._update_default_pg(own.default_pg)
             # Not destroy_process_group(): it clears the whole table.
-            for group in stand_in.pg_names:
+            for group in fake.pg_names:
                 distributed_c10d._unregister_process_group(group.group_name)
 
 
@@ -70,10 +70,10 @@ class _World(distributed_c10d._World):
 
 
 class _Switch:
-    """The stand-in's record in the thread that makes this object, the process's own in all others."""
+    """The fake's record in the thread that makes this object, the process's own in all others."""
 
-    def __init__(self, own: Any, stand_in: Any) -> None:
-        vars(self).update(_own=own, _stand_in=stand_in, _thread=threading.get_ident())
+    def __init__(self, own: Any, fake: Any) -> None:
+        vars(self).update(_own=own, _fake=fake, _thread=threading.get_ident())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._current(), name)
@@ -82,4 +82,4 @@ class _Switch:
         setattr(self._current(), name, value)
 
     def _current(self) -> Any:
-        return self._stand_in if threading.get_ident() == self._thread else self._own
+        return self._fake if threading.get_ident() == self._thread else self._own

@@ -1,4 +1,4 @@
-"""The accelerator of this machine, of whatever kind: streams, pinned memory, memory in use, random numbers.
+"""The accelerator of this machine, of whatever kind: streams, memory, random numbers, and collectives between ranks.
 
 Only this module asks torch about accelerators, and it asks for none by name. ``torch.accelerator`` has what all kinds
 have in common; the module of each kind, ``torch.cuda`` for instance, the rest.
@@ -7,12 +7,20 @@ have in common; the module of each kind, ``torch.cuda`` for instance, the rest.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+
+from .errors import ConfigError
+from .settings.config import announced_local_rank, announces_local_rank
+
+
+# The older name warns in newer versions of torch.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def kind() -> str | None:
@@ -46,6 +54,38 @@ def device_of_rank(kind: str, local_rank: int | None) -> torch.device | None:
             return None
         current = local_rank if local_rank < count else current
     return torch.device(kind, current)
+
+
+def serves(kind: str) -> bool:
+    """Whether collectives of the default group take tensors of devices of this `kind` from where they are.
+
+    A group may have a backend for each kind of device (``cuda:nccl,cpu:gloo``); gloo copies all through the host.
+    """
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return backends.get(kind, "gloo") != "gloo"
+
+
+def collective_device() -> torch.device:
+    """The device on which the default group's collectives need their tensors; the host if there is no group.
+
+    Raises a ConfigError if nothing says which of several GPUs is this rank's.
+    """
+    type_ = kind() if dist.is_initialized() else None
+    if type_ is None or not serves(type_):
+        return torch.device("cpu")
+    bound: torch.device | None = dist.group.WORLD.bound_device_id
+    if bound is not None:
+        return bound
+    is_known = announces_local_rank() or dist.get_world_size() == 1
+    device = device_of_rank(type_, announced_local_rank() if is_known else None)
+    if device is None:
+        raise ConfigError(
+            f"Nothing says which of the {device_count()} devices is that of rank "
+            f"{dist.get_rank()}: no launcher announces its local rank (LOCAL_RANK), and the current device is the "
+            f"first. Call torch.{type_}.set_device(...) before the load, or "
+            f'init_process_group(device_id=torch.device("{type_}", ...)).'
+        )
+    return device
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
