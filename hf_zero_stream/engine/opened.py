@@ -24,7 +24,8 @@ from ..checkpoint.nodes import View
 from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
 from ..settings.config import READS_STAGED, StreamingConfig
-from ..sources.base import RETRIES, ByteSource, FilesByPath, Hints, Retries
+from ..sources.base import RETRIES, ByteSource, Hints, Retries
+from ..sources.by_path import FilesByPath
 from ..sources.local import LocalFiles, ReadAhead
 from .execute import run_in_threads
 from .lanes import Lane, SideLane

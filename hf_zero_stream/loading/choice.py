@@ -28,7 +28,7 @@ from ..settings.config import (
     announces_zero3_init,
     config_without_auto,
 )
-from .entrance import shards_by_fsdp2
+from .arguments import shards_by_fsdp2
 
 
 logger = logging.get_logger(__name__)

@@ -31,8 +31,8 @@ from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of
 from ..settings import scope
 from ..settings.config import StreamingConfig, buildable_config, config_without_auto, refuse_settings
+from .arguments import MODEL_FILES, prefetching
 from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
-from .entrance import MODEL_FILES, prefetching
 from .integration import outside_zero_init
 
 

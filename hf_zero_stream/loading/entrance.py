@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from ..bindings.table import refuse_lacking
 from ..holdings.marks import (
     FORGETS,
     LOADED_FROM,
@@ -27,25 +25,17 @@ from ..holdings.marks import (
 from ..registry.plugins import has_tool, tool
 from ..seams.ds_config import active_config
 from ..settings import scope
-from ..settings.config import StreamingConfig, announces_fsdp2, announces_zero3
-from ..sources.base import is_url
-
-
-StockFunction = Callable[..., Any]
-
-_SINGLE = "model.safetensors"
-"""If it is not there, an index names the shards: of this file only the beginning is asked for."""
-
-MODEL_FILES = ("config.json", "adapter_config.json", "generation_config.json", _SINGLE, f"{_SINGLE}.index.json")
-TOKENIZER_FILES = (
-    *("config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+from ..settings.config import StreamingConfig, announces_zero3
+from .arguments import (
+    MODEL_FILES,
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    StockFunction,
+    load_with_prefetch,
+    may_be_at_url,
+    shards_by_fsdp2,
 )
-PROCESSOR_FILES = (
-    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-    *TOKENIZER_FILES,
-)
-"""The names of the files that transformers asks for when it loads something by name; most are in no checkpoint."""
+
 
 _OURS = frozenset({"ds_config", "strict", "distributed_config", "tp_plan", "tp_size", "device_mesh"})
 """Arguments of ``from_pretrained`` that stock does not know, or by which models are sharded."""
@@ -101,30 +91,13 @@ def _is_stock_load(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
     """
     settings = StreamingConfig.resolve(scope.current_config(), {})
     path = kwargs.get("pretrained_model_name_or_path", path)
-    asks = settings.strict or bool(settings.destination) or not _OURS.isdisjoint(kwargs) or _may_be_at_url(path)
+    asks = settings.strict or bool(settings.destination) or not _OURS.isdisjoint(kwargs) or may_be_at_url(path)
     return not (asks or _may_stream() or announces_zero3() or shards_by_fsdp2() or active_config()[0])
-
-
-def shards_by_fsdp2() -> bool:
-    """Whether ``accelerator.prepare`` is going to shard models by FSDP2, as far as one can know by now.
-
-    Raises a VersionError if it is, in a way that is not known: every rank would load the whole model.
-    """
-    accelerator = accelerator_state()
-    shards = bool(announces_fsdp2() if accelerator is None else getattr(accelerator, "is_fsdp2", False))
-    if shards:
-        refuse_lacking("FSDP2 by accelerate")
-    return shards
 
 
 def _may_stream() -> bool:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return several or "deepspeed.runtime.engine" in sys.modules or accelerator_state() is not None
-
-
-def _may_be_at_url(path: Any) -> bool:
-    """Whether `path` may name a checkpoint that is read from a URL."""
-    return bool(scope.active_configs()) and is_url(path)
 
 
 def auto_model_hook(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
@@ -143,37 +116,3 @@ def tokenizer_hook(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
 
 def processor_hook(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
     return load_with_prefetch(PROCESSOR_FILES, original, *args, **kwargs)
-
-
-def load_with_prefetch(names: Sequence[str], original: StockFunction, *args: Any, **kwargs: Any) -> Any:
-    """Call a ``from_pretrained``, with the class first; for the `names` see :func:`prefetching`."""
-    path = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")  # the first one is the class
-    with prefetching(path, kwargs, names):
-        return original(*args, **kwargs)
-
-
-def prefetching(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> AbstractContextManager[None]:
-    """A context around a load; of a checkpoint at a URL, files with these `names` are asked for at once.
-
-    Raises as :func:`url_of`.
-    """
-    if not (url := url_of(path, kwargs)):
-        return nullcontext()
-    from ..checkpoint.urls import checkpoints_at
-
-    subfolder = kwargs.get("subfolder") or ""
-    return checkpoints_at(url).prefetching(url, [os.path.join(subfolder, name) for name in names])
-
-
-def url_of(path: Any, kwargs: Mapping[str, Any]) -> str:
-    """The URL of the checkpoint that these arguments of a ``from_pretrained`` name; "" if it is not read from one.
-
-    Raises:
-        MissingPluginError: nothing that reads from URLs is installed.
-        UrlError: there can be no checkpoint.
-    """
-    if not _may_be_at_url(path):
-        return ""
-    from ..checkpoint.urls import checkpoints_at
-
-    return checkpoints_at(path).canonical(str(path), kwargs.get("revision"), kwargs.get("token"))

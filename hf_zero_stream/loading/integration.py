@@ -25,8 +25,8 @@ from ..seams.loading import raise_if_misfit
 from ..seams.session import Original, Session
 from ..settings import scope
 from ..settings.config import buildable_config
+from .arguments import MODEL_FILES, load_with_prefetch, url_of
 from .choice import choose, choose_for_one_rank, settings_for
-from .entrance import MODEL_FILES, load_with_prefetch, url_of
 
 
 logger = logging.get_logger(__name__)

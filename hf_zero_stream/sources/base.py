@@ -10,13 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..errors import ReadError
-
-
-if TYPE_CHECKING:
-    from .local import LocalFiles
 
 
 T = TypeVar("T")
@@ -195,80 +191,6 @@ def is_url(path: Any) -> bool:
 def has_url_argument(*args: Any, **kwargs: Any) -> bool:
     """Whether an argument of a call is a URL."""
     return any(map(is_url, (*args, *kwargs.values())))
-
-
-class FilesByPath:
-    """Files of this host and objects by URL (see :class:`ByteSource`); most loads have only one of the kinds.
-
-    `maker_at` returns the function that makes the source for a URL; URLs with the same maker share one source.
-    """
-
-    def __init__(
-        self, local: LocalFiles, retries: Retries, maker_at: Callable[[str], Callable[[Retries], ByteSource]]
-    ) -> None:
-        self.local, self._retries, self._maker_at = local, retries, maker_at
-        self._others: dict[Callable[[Retries], ByteSource], ByteSource] = {}
-        self._places: list[tuple[ByteSource, int]] = []
-        """The source of each file, and the file's number there."""
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(source.bytes_read for source in self._sources)
-
-    @property
-    def reads(self) -> int:
-        return sum(source.reads for source in self._sources)
-
-    def open_file(self, path: str) -> AbstractContextManager[ReadableFile]:
-        return self._of(path).open_file(path)
-
-    def is_transient(self, error: BaseException | None) -> bool:
-        return any(source.is_transient(error) for source in self._sources)
-
-    def add(self, files: Sequence[SourceFile]) -> None:
-        for file in files:
-            source = self._of(file.path)
-            number = sum(found is source for found, _ in self._places)
-            source.add([file])
-            self._places.append((source, number))
-
-    def hints(self, paths: Sequence[str]) -> Hints:
-        """The hints for URLs if there is one: they are good enough for a local file."""
-        first = self._of(next(filter(is_url, paths), ""))
-        return first.hints([path for path in paths if self._of(path) is first])
-
-    def open(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            source, there = self._places[number]
-            source.open([there])
-
-    def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
-        source, there = self._places[number]
-        source.read_into(there, start, buffers)
-
-    def check_unchanged(self) -> None:
-        for source in self._sources:
-            source.check_unchanged()
-
-    def finish(self) -> None:
-        for source in self._sources:
-            source.finish()
-
-    def close(self) -> None:
-        for source in self._sources:
-            source.close()
-
-    @property
-    def _sources(self) -> list[ByteSource]:
-        return [self.local, *self._others.values()]
-
-    def _of(self, path: str) -> ByteSource:
-        if not is_url(path):
-            return self.local
-        make = self._maker_at(path)
-        if make not in self._others:
-            self._others[make] = make(self._retries)
-        return self._others[make]
 
 
 def advance(pending: list[memoryview], count: int) -> None:

@@ -19,7 +19,7 @@ from ..checkpoint.deepspeed_names import (
     world_size_of,
 )
 from ..errors import CheckpointError
-from ..loading.entrance import MODEL_FILES
+from ..loading.arguments import MODEL_FILES
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
