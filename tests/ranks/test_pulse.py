@@ -69,11 +69,11 @@ def test_a_process_that_can_do_nothing() -> None:
 
 def test_a_process_that_ends_by_itself_says_so() -> None:
     listener = Listener("127.0.0.1")
-    reset, *lines = [Line(listener.address, listener.port) for _ in range(200)]
+    reset, *lines = [Line(listener.address, listener.port) for _ in range(40)]
     assert all(said(line, True) for line in (reset, *lines))
     reset._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     reset.close()
-    for line in lines[100:]:
+    for line in lines[20:]:
         line.close()
     assert all(said(line, True) and line.end != ENDED for line in lines), "and there is room for more"
     listener.close()
