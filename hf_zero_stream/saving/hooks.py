@@ -97,7 +97,7 @@ def save_model(
     if why:
         with having(_asked_by, why):
             return original(self, model, save_directory, *args, **kwargs)
-    from .preparation import Content  # with the next line it imports deepspeed, which takes seconds
+    from .preparation import SaveItem  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
 
     if calls.is_led():
@@ -118,7 +118,7 @@ def save_model(
         return noted
 
     with expected_at(SAVE):
-        Save(model, save_directory).run(Content(lay_out=lay_out, index_name=SAFE_WEIGHTS_INDEX_NAME))
+        Save(model, save_directory).run(SaveItem(lay_out=lay_out, index_name=SAFE_WEIGHTS_INDEX_NAME))
 
 
 @dataclass(eq=False)

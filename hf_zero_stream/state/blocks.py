@@ -28,7 +28,7 @@ from ..holdings.training import Training
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from ..saving.parameters import NewParameters
-from ..saving.preparation import Content
+from ..saving.preparation import SaveItem
 from .layout import index_name, lay_out
 from .record import GroupRecord, StateRecord
 
@@ -81,15 +81,15 @@ def _digest(slot: Slot, group: GroupRecord) -> str:
     return hashlib.sha256(json.dumps([list(local_of(slot.values).shape), lie]).encode()).hexdigest()
 
 
-def content_of(training: Training, record: StateRecord, folder: str, max_shard_size: int | str) -> Content | None:
-    """All that is kept in blocks, in files of their own in the `folder` of the state; None if that is nothing."""
+def item_of(training: Training, record: StateRecord, folder: str, max_shard_size: int | str) -> SaveItem | None:
+    """Give the item of all that is kept in blocks, in files in the `folder` of the state; None if that is nothing."""
     model = _Parts()
     for name, (_, _, (dtype, shape, _)) in _named(record).items():
         empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         model.register_parameter(name, nn.Parameter(empty, requires_grad=False))
     if not model._parameters:
         return None
-    return Content(
+    return SaveItem(
         lay_out=partial(_laid_out, training, record, max_shard_size),
         index_name=index_name(BLOCKS),
         folder=folder,

@@ -39,11 +39,11 @@ from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.files import finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
-from ..saving.preparation import Beside, Content, Ending, LayOut, refuse_other_tensors
+from ..saving.preparation import Finalizer, LayOut, SaveItem, refuse_other_tensors
 from ..saving.save import Save
 from . import adapters, rng, schedules
 from .base import split_base
-from .blocks import content_of, with_parts
+from .blocks import item_of, with_parts
 from .digests import places_of
 from .entries import recorded_entries, refuse_lost
 from .foreign import write_signs
@@ -161,23 +161,23 @@ def save_state(
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
             record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
         name, replaced = coordinator.broadcast(partial(_name, folder, tag, keep_older))
-        contents: list[Content] = []
+        items: list[SaveItem] = []
         in_state = record.with_masters | {*exact}
         max_shard_size = kwargs.get("max_shard_size", "5GB")
         if with_weights:
-            contents.append(_weights(training.model, save, in_state, max_shard_size, coordinator))
+            items.append(_weights(training.model, save, in_state, max_shard_size, coordinator))
         elif not is_adapted(training.model):
             coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, folder))
         together = _of_same_dtypes(training, keys)
         refuse_other_tensors(coordinator, str(together), "save")
-        contents += [_contents(training, name, group, max_shard_size) for group in together]
-        if (in_blocks := content_of(training, record, name, max_shard_size)) is not None:
-            contents.append(in_blocks)
+        items += [_state_item(training, name, group, max_shard_size) for group in together]
+        if (in_blocks := item_of(training, record, name, max_shard_size)) is not None:
+            items.append(in_blocks)
         if exact:
             held = partial(held_values, training.model, exact, coordinator)
             laid_out = partial(lay_out, EXACT, max_shard_size, buffers=exact)
-            contents.append(
-                Content(
+            items.append(
+                SaveItem(
                     lay_out=laid_out, index_name=index_name(EXACT), folder=name, held=held, buffers=frozenset(exact)
                 )
             )
@@ -193,18 +193,18 @@ def save_state(
         has_zero = bool(
             getattr(trained, "zero_optimization", bool)()
         )  # an engine, for whose states DeepSpeed has tools
-        beside = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)
-        return act(*contents, ending=Ending(beside, LATEST, replaced))
+        write_rest = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)
+        return act(*items, finalizer=Finalizer(write_rest, LATEST, replaced))
 
 
 def _weights(
     model: nn.Module, save: Save, in_state: Collection[str], max_shard_size: int | str, coordinator: Coordinator
-) -> Content:
+) -> SaveItem:
     """What is saved beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
     if is_peft_model(model):
         return adapters.weights(model, coordinator)
     if not isinstance(model, PreTrainedModel):
-        return Content(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
+        return SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
     check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state)
     weights = save.weights()
     return replace(weights, check=check, lay_out=partial(_laid_out, weights.lay_out))
@@ -228,15 +228,15 @@ def _of_same_dtypes(training: Training, keys: Sequence[str]) -> list[list[str]]:
     return list(found.values())
 
 
-def _contents(training: Training, folder: str, keys: Sequence[str], max_shard_size: int | str) -> Content:
+def _state_item(training: Training, folder: str, keys: Sequence[str], max_shard_size: int | str) -> SaveItem:
     """The states `keys`, which have the same dtypes, in a `folder` of their own."""
     first, *others = keys
-    return Content(
+    return SaveItem(
         lay_out=partial(lay_out, first, max_shard_size, others=others),
         index_name=index_name(first),
         folder=folder,
         held=partial(holdings_of, training.slots, first),
-        beside=[Beside(partial(holdings_of, training.slots, key), partial(shard_of, key, first)) for key in others],
+        siblings=[(partial(holdings_of, training.slots, key), partial(shard_of, key, first)) for key in others],
     )
 
 
