@@ -23,6 +23,7 @@ from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta, refuse_unreadable
 from ..holdings.marks import has_gathered, is_packed
 from ..holdings.model_parallel import refuse_parts
+from ..holdings.own_names import fixed_names
 from ..ranks.accelerators import settle
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
@@ -109,6 +110,7 @@ class Save:
         self._clock = PhaseClock(PHASES)
         self._memory = AnonymousMemory()
 
+    @fixed_names()
     def pretrained(self) -> SaveReport:
         """Save what transformers' ``save_pretrained`` would."""
         return self.run(self.weights())
@@ -140,6 +142,7 @@ class Save:
                 del given["state_dict"]
         self.model.save_pretrained(self._folder, **given)
 
+    @fixed_names()
     def run(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> SaveReport:
         """Save `items` and publish them together (all ranks); rank 0 gives the `finalizer`."""
         finish_pending()
@@ -148,6 +151,7 @@ class Save:
                 self._write(publication, finalizer)
             return self._report(self._coordinator.all_gather(self._own_figures()))
 
+    @fixed_names()
     def start(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> PendingSave:
         """As :meth:`run`, but return when the values are copied; they are written in the background."""
         finish_pending()

@@ -11,22 +11,29 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE
 
 
-def refuse_lost_elsewhere(optimizer: Any, error: Exception, whose: str) -> None:
-    """Raise if `whose` own checkpoint loses what `optimizer` keeps, which we do not save by this `error` (all ranks).
+logger = logging.get_logger(__name__)
+
+
+def leave_to(whose: str, error: Exception, optimizer: Any) -> None:
+    """Say that a training that we do not save, by this `error`, is saved by `whose` own checkpoint (all ranks).
+
+    Args:
+        optimizer: what trains; None if nothing does.
 
     Raises:
-        UnsupportedError: on all ranks, before anything is written.
+        UnsupportedError: on all ranks, before anything is written: that checkpoint loses what `optimizer` keeps.
     """
     coordinator = Coordinator.of_default_group()
 
     def refuse() -> None:
-        if lost := sorted({*_lost(optimizer)}):
+        if optimizer is not None and (lost := sorted({*_lost(optimizer)})):
             raise UnsupportedError(
                 f"{error} A checkpoint of {whose}'s own is no way out here: what {type(optimizer).__name__} keeps "
                 f"comes back as something else: {', '.join(lost[:8])}. Keep numbers in place of strings, and what "
@@ -35,6 +42,8 @@ def refuse_lost_elsewhere(optimizer: Any, error: Exception, whose: str) -> None:
 
     with meeting(SAVE, coordinator=coordinator):
         coordinator.run_on_all(refuse)
+    if coordinator.is_main:
+        logger.warning_once(f"This training is saved by {whose}, in its own format: {error}")
 
 
 def _lost(optimizer: Any) -> Iterator[str]:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..checkpoint.format import excerpt
+from ..checkpoint.formats import KnownHeaders
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..holdings.training import Training, training_of_model
 from ..ranks.coordinator import Coordinator
@@ -258,17 +259,19 @@ def _refuse_other_options(group: Mapping[str, Any], recorded: GroupRecord, numbe
             )
 
 
-def has_its_weights(record: StateRecord, folder: Path) -> bool:
+def has_its_weights(record: StateRecord, folder: Path, known: KnownHeaders | None = None) -> bool:
     """Whether the weights in `folder` were saved with the state of `record`, as far as can be told."""
-    return record.weights is None or fingerprint(folder) in (None, record.weights)
+    return record.weights is None or fingerprint(folder, known) in (None, record.weights)
 
 
-def refuse_other_weights(record: StateRecord, folder: Path, place: Path, *, needs_all: bool) -> None:
+def refuse_other_weights(
+    record: StateRecord, folder: Path, place: Path, known: KnownHeaders, *, needs_all: bool
+) -> None:
     """Raise a CheckpointError if values that are trained would come from weights of another state.
 
     If it does not need all of them, but has the values that are trained itself, there is a warning.
     """
-    if has_its_weights(record, folder):
+    if has_its_weights(record, folder, known):
         return
     what = f"{folder}: its weights are not those that were saved with the state {place.name}"
     if needs_all:

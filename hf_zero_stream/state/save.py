@@ -26,10 +26,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
+from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
 from ..holdings.holder import refuse_unreadable
 from ..holdings.marks import is_adapted, is_peft_model
+from ..holdings.own_names import fixed_names
 from ..holdings.slots import EXACT, elementwise_keys, holdings_of
 from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
@@ -76,6 +78,7 @@ def save_state(
 def save_state(
     trained: Any, folder: str | os.PathLike[str], *, asynchronous: bool, **kwargs: Any
 ) -> SaveReport | PendingSave: ...
+@fixed_names()
 def save_state(
     trained: Any,
     folder: str | os.PathLike[str],
@@ -162,12 +165,12 @@ def save_state(
             record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
         name, replaced = coordinator.broadcast(partial(_name, folder, tag, keep_older))
         items: list[SaveItem] = []
-        in_state = record.with_masters | {*exact}
+        in_state, known = record.with_masters | {*exact}, KnownHeaders()
         max_shard_size = kwargs.get("max_shard_size", "5GB")
         if with_weights:
-            items.append(_weights(training.model, save, in_state, max_shard_size, coordinator))
+            items.append(_weights(training.model, save, in_state, known, max_shard_size, coordinator))
         elif not is_adapted(training.model):
-            coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, folder))
+            coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, folder))
         together = _of_same_dtypes(training, keys)
         refuse_other_tensors(coordinator, str(together), "save")
         items += [_state_item(training, name, group, max_shard_size) for group in together]
@@ -184,9 +187,9 @@ def save_state(
 
         def fingerprinted(folder: Path) -> str | None:
             if not with_weights:
-                return fingerprint(folder.parent)  # the final folder, around the temporary one
+                return fingerprint(folder.parent, known)  # the final folder, around the temporary one
             # Adapters have the values that are trained in the state too.
-            return None if is_adapted(training.model) else fingerprint_of_new(folder)
+            return None if is_adapted(training.model) else fingerprint_of_new(folder, known)
 
         act = save.start if asynchronous else save.run
         names = names_of(training, keys, exact) if coordinator.is_main else {}  # rank 0 writes them
@@ -198,14 +201,19 @@ def save_state(
 
 
 def _weights(
-    model: nn.Module, save: Save, in_state: Collection[str], max_shard_size: int | str, coordinator: Coordinator
+    model: nn.Module,
+    save: Save,
+    in_state: Collection[str],
+    known: KnownHeaders,
+    max_shard_size: int | str,
+    coordinator: Coordinator,
 ) -> SaveItem:
     """What is saved beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
     if is_peft_model(model):
         return adapters.weights(model, coordinator)
     if not isinstance(model, PreTrainedModel):
         return SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
-    check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state)
+    check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state, known)
     weights = save.weights()
     return replace(weights, check=check, lay_out=partial(_laid_out, weights.lay_out))
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.formats import KnownHeaders
 from ..destinations.skeleton import StandIn, convert_lazy
 from ..destinations.slot_memory import SlotMemory
 from ..engine.load import Load
@@ -39,7 +40,14 @@ def has_more(model: nn.Module, names: AbstractSet[str]) -> bool:
 
 
 def load_values(
-    training: Training, folder: Path, place: Path, record: StateRecord, coordinator: Coordinator, *, strict: bool
+    training: Training,
+    folder: Path,
+    place: Path,
+    record: StateRecord,
+    coordinator: Coordinator,
+    known: KnownHeaders,
+    *,
+    strict: bool,
 ) -> None:
     """Weights in `folder`, elementwise states in `place`; from the weights' files what has no master in memory."""
     model, swapped = training.model, training.swapped_masters
@@ -47,7 +55,16 @@ def load_values(
     # One plan for masters and moments; adapters' own values are trained where there are no masters.
     together = bool(in_memory) and (training.copies_masters or is_adapted(model))
     load_model_values(
-        model, folder, place, record, in_memory, coordinator, strict=strict, with_masters=not swapped, later=together
+        model,
+        folder,
+        place,
+        record,
+        in_memory,
+        coordinator,
+        known,
+        strict=strict,
+        with_masters=not swapped,
+        later=together,
     )
     blocks = tensors_of(training, record) if record.has_parts else None
     states = partial(_states_in, training, place, record, blocks)
@@ -63,6 +80,7 @@ def load_model_values(
     record: StateRecord,
     values: set[str],
     coordinator: Coordinator,
+    known: KnownHeaders,
     *,
     strict: bool,
     with_masters: bool = True,
@@ -70,16 +88,14 @@ def load_model_values(
 ) -> None:
     """All that `model` has: `values` from the state in `place`, or by the caller `later`; the rest from weights."""
     if has_more(model, values):
-        _load_weights(model, folder, values, coordinator, strict=strict, with_masters=with_masters)
+        how = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator, "known": known}
+        _load_weights(model, folder, values, **how)
     for key, names in ((EXACT, {*record.exact}), (MASTER, set() if later else values)):
         if names:
             _load_state(model, place, record, key, names, coordinator, strict=strict)
 
 
-def _load_weights(
-    model: Any, folder: Path, without: set[str], coordinator: Coordinator, *, strict: bool, with_masters: bool
-) -> None:
-    how: dict[str, Any] = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator}
+def _load_weights(model: Any, folder: Path, without: set[str], **how: Any) -> None:
     if isinstance(model, PreTrainedModel):
         load_some_into(model, str(folder), without, needs_adapters=True, **how)
         return
