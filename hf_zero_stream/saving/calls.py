@@ -1,8 +1,8 @@
-"""What a call of ``model.save_pretrained`` becomes: a save by all ranks, of what they hold between them.
+"""Turns a call of ``model.save_pretrained`` into a save by all ranks, of what they hold between them.
 
 Usually all ranks make the call. But the Trainer makes it on rank 0 only, and a model's class may have a
-``save_pretrained`` of its own, which does something with the files afterwards. Such code is :func:`led`: rank 0 alone
-runs it, the others wait, and each save that it comes to is carried out by all ranks there and then.
+``save_pretrained`` of its own, which does something with the files afterwards. :func:`run_on_leader` runs such code:
+on rank 0 alone, while the others wait, and each save that it comes to is carried out by all ranks there and then.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def save_pretrained(
         if not has_own and type(save.model).save_pretrained is PreTrainedModel.save_pretrained:
             refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
             return save.pretrained()
-        report = led(save.model, save.call_own_code, {"dtype": dtype})
+        report = run_on_leader(save.model, save.call_own_code, {"dtype": dtype})
         if report is None:
             raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
         return report
 
 
-def of_model(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """``PreTrainedModel.save_pretrained``."""
     if active_configs() and is_dequantised(self):  # it may have been loaded outside
         tool(FORGETS, "packed")(self)
@@ -154,7 +154,7 @@ def _refuse_packed(arguments: Mapping[str, Any]) -> None:
     )
 
 
-def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None = None) -> SaveReport | None:
+def run_on_leader(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None = None) -> SaveReport | None:
     """Run `work` on rank 0, and every save that it calls for on all ranks (all ranks); the last report, if any.
 
     The `settings` are for saves that do not give their own. With them, calls are taken over that else would be left to
@@ -178,8 +178,8 @@ def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None 
         return leader.report
 
 
-def is_led() -> bool:
-    """Whether this thread runs the work of :func:`led`, while the other ranks wait for its saves."""
+def is_on_leader() -> bool:
+    """Whether this thread runs the work of :func:`run_on_leader`, while the other ranks wait for its saves."""
     return _leader.get() is not None
 
 

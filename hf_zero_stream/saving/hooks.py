@@ -1,4 +1,4 @@
-"""What accelerate's and the Trainer's ways to save become inside ``streaming()``.
+"""Turns the ways of accelerate and the Trainer to save into saves by all ranks, inside ``streaming()``.
 
 They end in ``model.save_pretrained(..., state_dict=...)`` with a state dict that was gathered on rank 0. Here that
 state dict is lazy, and so saving it is for all ranks. The Trainer calls ``save_pretrained`` on one rank only, within a
@@ -54,12 +54,12 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
     if not active_configs() or not shares_its_model(model):
         return original(self, model, *args, **kwargs)
     inner = unwrapped(model)
-    if not lacks_values(inner) and not calls.is_led():  # rank 0 may be the only one to ask, as in stock
+    if not lacks_values(inner) and not calls.is_on_leader():  # rank 0 may be the only one to ask, as in stock
         return original(self, model, *args, **kwargs)
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
         return inner.state_dict() if dist.get_rank() == 0 else None
     why = _asked_by.get() or _not_its_own(replaced_methods_of(self))
-    if why or (is_of_a_trainer(self) and not calls.is_led()):
+    if why or (is_of_a_trainer(self) and not calls.is_on_leader()):
         if dist.get_rank() == 0:
             why = why or (
                 "code around the Trainer asks for its state dict: an overridden _save() or save_model(), or a callback"
@@ -82,7 +82,7 @@ def _not_its_own(methods: Sequence[str]) -> str:
 def save_model(
     original: Callable[..., Any], self: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """As accelerate's function: save weights and no config, under the model's own names.
+    """Save weights and no config, under the model's own names, as accelerate's function does.
 
     Where each rank has the whole model, this is accelerate's: rank 0 may be the only one to call it.
     """
@@ -100,7 +100,7 @@ def save_model(
     from .preparation import SaveItem  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
 
-    if calls.is_led():
+    if calls.is_on_leader():
         raise UnsupportedError(
             "accelerator.save_model(): only rank 0 runs this code, and the other ranks wait for a save_pretrained. "
             "Call model.save_pretrained here, or accelerator.save_model on all ranks."
@@ -148,7 +148,7 @@ class NotedSaves:
 
 
 def _stamps(report: SaveReport) -> list[tuple[int, ...]] | None:
-    """What tells files of a save from others in their place; None if one is not there."""
+    """The marks that tell files of a save from others in their place; None if one is not there."""
     try:
         found = [os.stat(os.path.join(report.folder, name)) for name in report.files]
     except OSError:
@@ -187,7 +187,7 @@ def trainer_save_model(
             noted.begin(Path(output_dir or self.args.output_dir))
         original(self, output_dir, _internal_call=True)
 
-    report = calls.led(model, save)
+    report = calls.run_on_leader(model, save)
     if noted is not None and report is not None:
         noted.note(report)
     if self.args.push_to_hub and not _internal_call:

@@ -5,7 +5,6 @@ Plans are made anew, or are those of the last save of the same training if nothi
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from torch import nn
 from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
-from ..errors import SaveError
 from ..holdings.kinds import persistent_buffers
 from ..ranks.coordinator import Coordinator
 from .count import LeftOut, nothing, packed_padding, refuse_cut, refuse_too_few
@@ -29,6 +27,7 @@ from .files import Publication
 from .lazy_parameters import Held, holdings_of_model
 from .parameters import Layout, NewParameters, Parameters
 from .plan import SavePlan, make_save_plan
+from .shares import refuse_differing
 
 
 class _Kept(NamedTuple):
@@ -145,24 +144,14 @@ class SavePlanner:
             )
             padding = packed_padding(self.model)
             refuse_too_few(plan, parameters.sources, parameters.expected, item.left_out, padding)
-            mine = hashlib.sha256(b"".join(shard.header for shard in shards)).hexdigest()
-        refuse_other_tensors(coordinator, mine, "save")
+        refuse_differing(coordinator, b"".join(shard.header for shard in shards), "would save other tensors")
         if item.held is None:
             refuse_cut(self.model, parameters, coordinator)
         return item.write_plans([parameters, *parameters.beside], shards, plan)
 
 
-def refuse_other_tensors(coordinator: Coordinator, mine: str, doing: str) -> None:
-    """Raise a SaveError, on all ranks, if this digest of what they are `doing` differs between them."""
-    digests = coordinator.all_gather(mine)
-    if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise SaveError(
-            f"Rank(s) {different} would {doing} other tensors than rank 0: the model must be the same on every rank."
-        )
-
-
 def circumstances(model: nn.Module) -> Any:
-    """What the plans of `model` depend on beside what is held of its parameters."""
+    """All that the plans of `model` depend on beside what is held of its parameters."""
     first: dict[int, str] = {}
     ties = [first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)]
     saved = {id(buffer) for _, buffer in persistent_buffers(model)}  # others may have no memory that can be named

@@ -153,7 +153,7 @@ class Save:
 
     @fixed_names()
     def start(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> PendingSave:
-        """As :meth:`run`, but return when the values are copied; they are written in the background."""
+        """Save as :meth:`run` does, but return when the values are copied; they are written in the background."""
         finish_pending()
         with self._together():
             with self._measured(), self._staged(items) as publication:
@@ -282,7 +282,7 @@ class Save:
         )
 
     def _begun(self) -> tuple[str, bool, Publication]:
-        """Who writes, whether the files are read again, and where they are; rank 0 decides."""
+        """Decide, on rank 0, who writes, whether the files are read again, and where they are."""
         return self._settings.write_from, self._settings.verify == "full", Publication.begin(self._folder)
 
     def _is_hidden(self, folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps in blocks of 8 bits (bitsandbytes): saved as it is, for parts that are cut as they were.
+"""Saves what an optimizer keeps in blocks of 8 bits (bitsandbytes) as it is, for parts that are cut as they were.
 
 A block has one scale, and blocks are counted from the first element that a rank trains, padding too. So the tensors
 of a slot are saved whole, by its number among those of all ranks, and the record says what lies in each: they are for
@@ -71,7 +71,7 @@ def _described(value: torch.Tensor, slot: Slot) -> list[Any]:
 
 
 def _digest(slot: Slot, group: GroupRecord) -> str:
-    """That of which elements of which parameters lie where in `slot`; parameters go by their places in the record."""
+    """A digest of which elements of which parameters lie where in `slot`; those go by their places in the record."""
     places = {name: place for place, name in enumerate(group.parameters)}
     lie = [
         [places[member.name], member.box.intervals, member.first, *member.held]
@@ -147,7 +147,7 @@ def _held(training: Training, record: StateRecord) -> dict[str, Holding]:
 
 
 def tensors_of(training: Training, record: StateRecord) -> dict[str, torch.Tensor]:
-    """What this rank keeps in blocks, by the names that it has in the files."""
+    """The tensors that this rank keeps in blocks, by the names that they have in the files."""
     found: dict[str, torch.Tensor] = {}
     for slot in training.slots:
         if (part := part_for(slot, record.groups[slot.group])) is not None:

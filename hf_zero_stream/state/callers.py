@@ -37,7 +37,7 @@ class Caller:
         batch_size: samples in a step of all ranks; None if it is not known.
         is_between_steps: False in the middle of accumulating gradients.
         has_weights: whether the weights of this very step are in the folder already.
-        apart: the folder for the state and its weights where the caller writes weights in a way of its own.
+        own_folder: that of the state and its weights where the caller writes weights in a way of its own.
         waiting: the stock functions that save models of which the optimizer has not come yet, by number.
         restored: schedulers that a load has restored.
         loaded: models that a load has filled, with what trains them, by number.
@@ -49,7 +49,7 @@ class Caller:
     batch_size: int | None = None
     is_between_steps: bool = True
     has_weights: bool = False
-    apart: str = ""
+    own_folder: str = ""
     waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
     restored: list[Any] = field(default_factory=list)
     loaded: set[int] = field(default_factory=set)
@@ -90,7 +90,7 @@ def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
 
 
 def look_for_state(folder: Path, tag: Any) -> tuple[Path, str] | None:
-    """As :func:`state_in`, on rank 0."""
+    """Look for what :func:`state_in` gives, on rank 0."""
     finish_interrupted(folder)
     name = name_in(folder, tag)
     if not name:

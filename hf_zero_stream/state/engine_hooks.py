@@ -27,7 +27,7 @@ from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
 from ..settings.scope import active_configs
 from .callers import Caller, current, forget_signs, has_other_weights, is_on, look_for_state, name_in, name_state, save
-from .elsewhere import leave_to
+from .foreign import leave_to
 from .load import load_without_optimizer, resume
 from .record import CLIENT
 
@@ -45,7 +45,7 @@ def save_checkpoint(
         from ..holdings.deepspeed.engine_training import validate_tag  # there is an engine: DeepSpeed is imported
 
         by_script, caller = current() is None, current() or Caller()
-        tag = (caller.apart or None) if tag is None else str(tag)
+        tag = (caller.own_folder or None) if tag is None else str(tag)
         validate_tag(self, tag or f"global_step{self.global_steps}")
         # A model that somebody has saved into the folder stays there: DeepSpeed writes no such files.
         if by_script and tag is None and has_other_weights(Path(save_dir)):

@@ -16,7 +16,7 @@ from ..loading.into import load_into
 from ..seams.wrappers import is_fsdp2, optimizers_of, unwrapped_optimizer
 from ..settings.scope import active_configs
 from .callers import Caller, current, forget_state, is_on, load_if_ours, name_state, save, state_in
-from .elsewhere import leave_to
+from .foreign import leave_to
 
 
 def save_fsdp_model(
@@ -55,12 +55,12 @@ def save_fsdp_optimizer(
         leave, saved = partial(leave_to, "accelerate", optimizer=unwrapped_optimizer(optimizer)), None
         if caller.is_between_steps:
             own = {"scheduler": caller.scheduler_of(optimizer), "batch_size": caller.batch_size, "keep_older": False}
-            saved = save(model, place / caller.apart, caller, leave, optimizer=optimizer, **own)
+            saved = save(model, place / caller.own_folder, caller, leave, optimizer=optimizer, **own)
         else:
             leave(UnsupportedError("gradients are being accumulated, and they are not part of a state of ours."))
         if saved is not None:
-            if caller.apart:
-                name_state(place, caller.apart, saved)
+            if caller.own_folder:
+                name_state(place, caller.own_folder, saved)
             return None
         save_model()
     saved = original(plugin, accelerator, optimizer, model, folder, number, *args, **kwargs)

@@ -104,7 +104,7 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     caller.has_weights = is_adapted(unwrapped(self.model)) or (noted is not None and noted.has_weights(output_dir))
     # Weights that somebody else's code has written beside the state stay as they are.
     writes_weights = not caller.has_weights and not saves_by_default(self, "save_model")
-    caller.apart = f"global_step{self.state.global_step}" if writes_weights else ""
+    caller.own_folder = f"global_step{self.state.global_step}" if writes_weights else ""
     with entered(caller):
         return original(self, output_dir)
 

@@ -52,7 +52,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a training goes on from.
+    """The state that a training goes on from.
 
     Attributes:
         tag: the name of the state.
@@ -131,7 +131,7 @@ def resume(
     strict: bool = True,
     meeting: Coordinator | None = None,
 ) -> Resumed:
-    """As :func:`load_state`; `meeting` is the coordinator of a load's meeting that this is a part of."""
+    """Do what :func:`load_state` says; `meeting` is the coordinator of a load's meeting that this is a part of."""
     finish_pending()
     began = time.perf_counter()
     known, coordinator = KnownHeaders(), meeting or Coordinator.of_default_group()

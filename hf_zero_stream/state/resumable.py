@@ -123,7 +123,7 @@ def refuse_unloadable(model: nn.Module, in_state: Collection[str], known: KnownH
 
 
 def _wanted(model: nn.Module) -> dict[str, tuple[torch.Size, list[str]]]:
-    """What a training of `model` has: by the first name of each tensor its shape, and all its names."""
+    """All tensors that a training of `model` has: by the first name of each its shape, and all its names."""
     persistent = persistent_buffers(model)
     names: dict[int, list[str]] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -162,7 +162,7 @@ def fingerprint(folder: Path, known: KnownHeaders | None = None) -> str | None:
 
 
 def fingerprint_of_new(folder: Path, known: KnownHeaders | None = None) -> str | None:
-    """As :func:`fingerprint`, of weights that were written just now: raises an OSError or a ReadError if need be."""
+    """Give the :func:`fingerprint` of weights that were written just now: an OSError or a ReadError if need be."""
     found = read_map(_files(folder), known=known)
     digest = hashlib.sha256()
     entries = found.entries

@@ -41,8 +41,9 @@ from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.files import finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
-from ..saving.preparation import Finalizer, LayOut, SaveItem, refuse_other_tensors
+from ..saving.preparation import Finalizer, LayOut, SaveItem
 from ..saving.save import Save
+from ..saving.shares import refuse_differing
 from . import adapters, rng, schedules
 from .base import split_base
 from .blocks import item_of, with_parts
@@ -50,9 +51,7 @@ from .digests import places_of
 from .entries import recorded_entries, refuse_lost
 from .foreign import write_signs
 from .groups import recorded_options
-from .layout import index_name, lay_out, shard_of
-from .module_entries import refuse_module_entries
-from .names import names_of, write_names
+from .layout import index_name, lay_out, names_of, shard_of, write_names
 from .plain import plain
 from .record import (
     FILE,
@@ -62,7 +61,7 @@ from .record import (
     dtype_of,
     is_tag,
 )
-from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart, training_of
+from .refusals import digests_of, refuse_module_entries, refuse_optimizer, refuse_ranks_apart, training_of
 from .resumable import changed_in_weights, fingerprint, fingerprint_of_new, refuse_unloadable
 
 
@@ -172,7 +171,7 @@ def save_state(
         elif not is_adapted(training.model):
             coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, folder))
         together = _of_same_dtypes(training, keys)
-        refuse_other_tensors(coordinator, str(together), "save")
+        refuse_differing(coordinator, str(together).encode(), "would save other tensors")
         items += [_state_item(training, name, group, max_shard_size) for group in together]
         if (in_blocks := item_of(training, record, name, max_shard_size)) is not None:
             items.append(in_blocks)
@@ -208,7 +207,7 @@ def _weights(
     max_shard_size: int | str,
     coordinator: Coordinator,
 ) -> SaveItem:
-    """What is saved beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
+    """Give the item beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
     if is_peft_model(model):
         return adapters.weights(model, coordinator)
     if not isinstance(model, PreTrainedModel):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero_stream.errors import SaveError
-from hf_zero_stream.saving.calls import led
+from hf_zero_stream.saving.calls import run_on_leader
 from tests import sampling
 from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
@@ -255,7 +255,7 @@ def saved_while_leading(checkpoint: Path, folder: Path) -> None:
 
     accelerator, engine = prepared(checkpoint)
     with streaming():
-        led(engine, lambda: accelerator.save_model(engine, folder / "led"))
+        run_on_leader(engine, lambda: accelerator.save_model(engine, folder / "led"))
 
 
 def test_save_model_in_a_save_that_rank_0_leads(

@@ -1,4 +1,4 @@
-"""An operation finds out once what it must know of a model and of files: names by one walk, each header by one read."""
+"""An operation finds out once what it must know of a model and of files: one walk, and one read of each header."""
 
 from __future__ import annotations
 
