@@ -86,6 +86,31 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage
     assert all(walks == 1 and headers <= 1 for walks, headers in second.values())
 
 
+def meetings(folder: Path, target: Path) -> dict[str, int]:
+    """How often ranks meet in each way to go on from a state."""
+    from hf_zero_stream.ranks.presence import Presence
+
+    engine = engine_of(folder, state_config(3), all_in_one_group)
+    train(engine, range(1))
+    rounds, found = Presence.in_default_group().rounds, {}
+    with hf_zero_stream.streaming():
+        engine.save_checkpoint(str(target))
+        for name, call in {
+            "load_state": lambda: hf_zero_stream.load_state(engine, target),
+            "load_checkpoint": lambda: engine.load_checkpoint(str(target)),
+            "load_module_only": lambda: engine.load_checkpoint(str(target), load_module_only=True),
+        }.items():
+            before = sum(rounds.values())
+            call()
+            found[name] = sum(rounds.values()) - before
+    return found
+
+
+def test_a_resume_meets_once(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for found in run_ranks(2, meetings, zoo_checkpoint("llama"), tmp_path):
+        assert found == {"load_state": 1, "load_checkpoint": 1, "load_module_only": 1}
+
+
 def test_load(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for headers in run_ranks(2, headers_of_load, zoo_checkpoint("qwen3_moe")):
         assert max(headers.values(), default=1) == 1
