@@ -102,7 +102,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def opened(load: Load, model: nn.Module, place: Path, key: str | None, *, strict: bool = True) -> LazyModel:
+def lazy_state(load: Load, model: nn.Module, place: Path, key: str | None, *, strict: bool = True) -> LazyModel:
     """A lazy model of the state `key` of `model`, or of weights, that :func:`lay_out` laid out in `place`.
 
     If not `strict`, it has only what `model` has, in the same shape.
@@ -115,10 +115,10 @@ def opened(load: Load, model: nn.Module, place: Path, key: str | None, *, strict
     return stand_in(model, lazy if strict else of_same_shape(model, lazy))
 
 
-def opened_from_hub_layout(load: Load, model: Any, place: Path, key: str) -> LazyModel:
-    """Open a state that an earlier version of this package saved in the layout of the weights; see :func:`opened`."""
+def lazy_state_of_hub_layout(load: Load, model: Any, place: Path, key: str) -> LazyModel:
+    """A :func:`lazy_state` that an earlier version of this package saved in the layout of the weights."""
     if is_adapted(model):
-        return opened(load, model, place, key)
+        return lazy_state(load, model, place, key)
     return lazily_loaded_like(model, str(place), load, is_quiet=True, dtype=torch.float32, variant=key)
 
 

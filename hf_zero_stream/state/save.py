@@ -192,9 +192,8 @@ def save_state(
 
         act = save.start if asynchronous else save.run
         names = names_of(training, keys, exact) if coordinator.is_main else {}  # rank 0 writes them
-        has_zero = bool(
-            getattr(trained, "zero_optimization", bool)()
-        )  # an engine, for whose states DeepSpeed has tools
+        # DeepSpeed has tools for the states of such an engine.
+        has_zero = bool(getattr(trained, "zero_optimization", bool)())
         write_rest = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)
         return act(*items, finalizer=Finalizer(write_rest, LATEST, replaced))
 

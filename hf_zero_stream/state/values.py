@@ -28,7 +28,7 @@ from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from .blocks import refuse_lacking, tensors_of
-from .layout import files_of, opened, opened_from_hub_layout, persistent_buffers
+from .layout import files_of, lazy_state, lazy_state_of_hub_layout, persistent_buffers
 from .record import StateRecord
 
 
@@ -109,7 +109,7 @@ def _load_state(
     """Values from the state itself: those that were trained, or what no weights have as it is."""
     without = record.with_masters - needed
     if record.is_in_hub_layout:
-        lazy_model = partial(opened_from_hub_layout, model=model, place=place, key=key)
+        lazy_model = partial(lazy_state_of_hub_layout, model=model, place=place, key=key)
         place_into(model, str(place), lazy_model, without, coordinator=coordinator)
     else:
         _load_laid_out(model, place, key, needed, without, strict=strict, coordinator=coordinator)
@@ -121,7 +121,7 @@ def _load_laid_out(
     """Values of the state `key` in the folder `place`, or of weights; `needed` must be there, if it is `strict`."""
 
     def lazy_model(load: Load) -> LazyModel:
-        found = opened(load, model, place, key, strict=strict)
+        found = lazy_state(load, model, place, key, strict=strict)
         _refuse_lacking(place, found, needed if strict else set())
         return found
 
@@ -181,7 +181,7 @@ def _states_in(
     keys: Sequence[str],
 ) -> dict[str, Any]:
     """:data:`States` in the folder `place`, of which this is the `record`; and what is kept in `blocks`."""
-    read = opened_from_hub_layout if record.is_in_hub_layout else opened
+    read = lazy_state_of_hub_layout if record.is_in_hub_layout else lazy_state
     found: dict[str, Any] = {}
     for key in keys:
         lazy, missing, _ = read(load, training.model, place, key)
