@@ -124,12 +124,12 @@ def save_tensors(
         SaveError: on all ranks, if a file cannot be written on any.
         UnsupportedError: values cannot be reached; the message says what to do.
     """
-    from .saving.preparation import Content
+    from .saving.preparation import SaveItem
     from .saving.save import Save  # imports transformers, whose conversions a load of tensors does not need
     from .state.layout import index_name, lay_out
 
     save = Save(model, folder, takes_any=True)
-    return save.run(Content(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None), dtype=dtype))
+    return save.run(SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None), dtype=dtype))
 
 
 def _files_of(path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], Mapping[str, str] | None]:

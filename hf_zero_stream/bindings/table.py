@@ -38,7 +38,9 @@ def _trainer(name: str, leads_to: str, relies_on: str = "", *, since: str = "", 
 
 OURS: Mapping[PatchScope, Sequence[Row]] = {
     PatchScope.MODELS: [
-        Row(f"{_MODEL}.save_pretrained", ".saving.calls:of_model", "save_directory state_dict", _ESSENTIAL),
+        Row(
+            f"{_MODEL}.save_pretrained", ".saving.calls:save_pretrained_hook", "save_directory state_dict", _ESSENTIAL
+        ),
         # PEFT: adapters are put on a model; they are merged, and each layer is.
         *[
             Row(f"{_PEFT}:{name}", f".seams.adapters:{leads_to}", relies_on, feature="adapters on models of ours")

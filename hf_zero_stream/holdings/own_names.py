@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +26,44 @@ _OF_PEFT = ("base_layer", "original_module", "token_adapter")
 
 
 class _NamedTensor(NamedTuple):
-    """A tensor by the name that torch has for it, and its own; `is_of_adapter`: PEFT has put it there."""
+    """A tensor by the name that torch has for it, its own, and the one that keeps PEFT's parts.
+
+    `is_of_adapter`: PEFT has put it there.
+    """
 
     name: str
     own: str
+    kept: str
     tensor: torch.Tensor
     is_of_adapter: bool
+
+
+class _Names(NamedTuple):
+    """The names of a model's tensors by those that torch has; see :func:`own_names` and :func:`adapter_names`."""
+
+    own: dict[str, str]
+    kept: dict[str, str]
+    of_adapters: set[str]
+
+
+_operation: ContextVar[dict[int, tuple[nn.Module, _Names]] | None] = ContextVar(
+    "hf_zero_stream_names_of_models", default=None
+)
+"""The names that the running operation has found, by the ids of models."""
+
+
+@contextmanager
+def fixed_names() -> Iterator[None]:
+    """Around an operation on models whose modules stay as they are: the tree of each is walked once for its names.
+
+    Parameters and buffers may get other values and other memory inside, and no other names.
+    """
+    token = _operation.set({}) if _operation.get() is None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _operation.reset(token)
 
 
 def wrapped_child(module: nn.Module, *, keeps_adapters: bool = False) -> str | None:
@@ -65,26 +99,48 @@ def own_names(model: nn.Module, *, keeps_adapters: bool = False) -> dict[str, st
 
     With `keeps_adapters`, names have PEFT's parts: those by which PEFT and transformers save.
     """
-    found = list(_walk(model, "", "", keeps_adapters, ()))
+    names = _names_of(model)
+    return names.kept if keeps_adapters else names.own
+
+
+def _names_of(model: nn.Module) -> _Names:
+    found = _operation.get()
+    if found is None:
+        return _walked(model)
+    if id(model) not in found:
+        found[id(model)] = model, _walked(model)  # the model too, so that no other one gets its id
+    return found[id(model)][1]
+
+
+def _walked(model: nn.Module) -> _Names:
+    found = list(_walk(model, "", "", "", ()))
+    own = _clear({each.name: each.own for each in found}, found)
+    kept = _clear({each.name: each.kept for each in found}, found)
+    return _Names(own, kept, {own[each.name] for each in found if each.is_of_adapter})
+
+
+def _clear(names: dict[str, str], found: list[_NamedTensor]) -> dict[str, str]:
+    """These `names`, with torch's own in place of one that two tensors have."""
     tensors: dict[str, int] = {}
-    unclear = {each.own for each in found if tensors.setdefault(each.own, id(each.tensor)) != id(each.tensor)}
-    return {each.name: each.name if each.own in unclear else each.own for each in found}
+    unclear = {
+        names[each.name] for each in found if tensors.setdefault(names[each.name], id(each.tensor)) != id(each.tensor)
+    }
+    return {name: name if other in unclear else other for name, other in names.items()}
 
 
-def _walk(
-    module: nn.Module, name: str, own: str, keeps_adapters: bool, around: tuple[int, ...]
-) -> Iterator[_NamedTensor]:
-    """Walk the tensors of `module`; `around`: the ids of modules around it, which PEFT may put into it once more."""
-    child_inside = wrapped_child(module, keeps_adapters=keeps_adapters)
+def _walk(module: nn.Module, name: str, own: str, kept: str, around: tuple[int, ...]) -> Iterator[_NamedTensor]:
+    """`around`: the modules that this one is inside of, by their ids, of which PEFT may put one into another again."""
+    child_inside, child_kept = wrapped_child(module), wrapped_child(module, keeps_adapters=True)
     is_of_adapter = child_inside is not None
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None:
-            yield _NamedTensor(f"{name}{key}", f"{own}{key}", tensor, is_of_adapter)
+            yield _NamedTensor(f"{name}{key}", f"{own}{key}", f"{kept}{key}", tensor, is_of_adapter)
     for key, child in module._modules.items():
         if child is None or id(child) in around:
             continue
         inner = own if key == child_inside else f"{own}{key}."
-        for each in _walk(child, f"{name}{key}.", inner, keeps_adapters, (*around, id(module))):
+        inner_kept = kept if key == child_kept else f"{kept}{key}."
+        for each in _walk(child, f"{name}{key}.", inner, inner_kept, (*around, id(module))):
             yield each._replace(is_of_adapter=each.is_of_adapter or (is_of_adapter and key != child_inside))
 
 
@@ -104,8 +160,7 @@ def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterato
 
 def adapter_names(model: nn.Module) -> set[str]:
     """The own names of what PEFT has put into `model`, beside what was there."""
-    names = own_names(model)
-    return {names[each.name] for each in _walk(model, "", "", False, ()) if each.is_of_adapter}
+    return _names_of(model).of_adapters
 
 
 def without_adapters(name: str) -> str:

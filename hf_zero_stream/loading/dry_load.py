@@ -15,9 +15,11 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..bindings.table import installed
+from ..checkpoint.formats import KnownHeaders
 from ..destinations.base import Batch, Destination
 from ..destinations.skeleton import skeleton_of
 from ..engine.load import Load
+from ..engine.opened import OpenCheckpoint
 from ..errors import ConfigError, UnsupportedError, VersionError
 from ..holdings.own_names import adapter_names, without_adapters
 from ..planning.footprint import ADAMW_COPIES, AdamW, MemoryFootprint
@@ -211,9 +213,10 @@ class _NoDestination(Destination):
         return []
 
 
-def load_of_layouts(config: StreamingConfig) -> Load:
+def load_of_layouts(config: StreamingConfig, known: KnownHeaders | None = None) -> Load:
     """A load for :func:`lazily_loaded` of a model that is never read; needs no DeepSpeed."""
-    return Load(config, {}, Coordinator(0, 1, alone=True), _NoDestination())
+    coordinator = Coordinator(0, 1, alone=True)
+    return Load(config, {}, coordinator, _NoDestination(), OpenCheckpoint(config, coordinator, known=known))
 
 
 def lazily_loaded(

@@ -12,15 +12,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..checkpoint.formats import KnownHeaders
 from ..destinations.base import Destination, fill_whole, refuse_wrapped
 from ..destinations.live import live_destination
 from ..destinations.live_shards import LiveShards
 from ..engine.load import Load
+from ..engine.opened import OpenCheckpoint
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp
 from ..holdings.marks import is_packed, local_of
 from ..holdings.model_parallel import refuse_unknown_shards
-from ..holdings.own_names import named_buffers
+from ..holdings.own_names import fixed_names, named_buffers
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
@@ -88,14 +90,16 @@ def load_some_into(
     needs_adapters: bool = False,
     with_masters: bool = True,
     coordinator: Coordinator | None = None,
+    known: KnownHeaders | None = None,
     **kwargs: Any,
 ) -> LoadReport:
     """Like :func:`load_into`, but parameters `without` keep the values that they have.
 
     If it `needs_adapters`, those that PEFT has put into the model must be in the checkpoint too. Without masters, what
-    ZeRO-3 trains in place of parameters keeps its values. A `coordinator` is that of a meeting that this is a part of.
+    ZeRO-3 trains in place of parameters keeps its values. A `coordinator` is that of a meeting that this is a part of,
+    which has finished saves into `path`; headers that are `known` are not read again.
     """
-    with _before_meeting(coordinator):
+    with before_meeting(coordinator):
         refuse_settings(kwargs)
         refuse_sharding(path, kwargs)
         refuse_unknown_shards(model, "load_into")
@@ -106,10 +110,18 @@ def load_some_into(
         return lazily_loaded_like(live_model, path, load, needs_adapters=needs_adapters, **{"dtype": dtype, **kwargs})
 
     return place_into(
-        live_model, path, lazy_model, without, strict=strict, with_masters=with_masters, coordinator=coordinator
+        live_model,
+        path,
+        lazy_model,
+        without,
+        strict=strict,
+        with_masters=with_masters,
+        coordinator=coordinator,
+        known=known,
     )
 
 
+@fixed_names()
 @collector_paused()
 def place_into(
     live_model: nn.Module,
@@ -121,15 +133,16 @@ def place_into(
     with_masters: bool = True,
     coordinator: Coordinator | None = None,
     takes_packed: bool = False,
+    known: KnownHeaders | None = None,
 ) -> LoadReport:
     """Stream what `lazy_model` gives, which is in the folder `path`, into a model, but not parameters `without`.
 
     `live_model` may be any module; if it `takes_packed`, also one with packed weights, of which nothing is given.
     `lazy_model` is called by all ranks together, with the load that reads for them. What it gives has, under own
-    names, lazy parameters and buffers. For `coordinator` see :func:`load_some_into`. Raises what :func:`load_into`
-    raises.
+    names, lazy parameters and buffers. For `coordinator` and `known` see :func:`load_some_into`. Raises what
+    :func:`load_into` raises.
     """
-    with _before_meeting(coordinator):
+    with before_meeting(coordinator):
         config = replace(settings_in_force(), strict=strict)
         fill_whole(live_model)
         if is_packed(live_model) and not takes_packed:
@@ -143,10 +156,13 @@ def place_into(
             "load_into(model)",
             "Load it anew with from_pretrained.",
         )
+        is_part = coordinator is not None
         with meeting(LOAD, coordinator=coordinator) as coordinator:
-            finish_saves_into(path, config.read_from, coordinator)
+            if not is_part:
+                finish_saves_into(path, config.read_from, coordinator)
             destination = live_destination(live_model, coordinator, config, with_masters=with_masters)
-            load = Load(config, {}, coordinator, destination)
+            checkpoint = OpenCheckpoint(config, coordinator, device=destination.device, known=known)
+            load = Load(config, {}, coordinator, destination, checkpoint)
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
                 lazy, missing, tied = lazy_model(load)
                 is_model = isinstance(lazy, PreTrainedModel) and isinstance(destination, LiveShards)
@@ -156,7 +172,7 @@ def place_into(
             return load.finish(live_model, logger)
 
 
-def _before_meeting(coordinator: Coordinator | None) -> AbstractContextManager[None]:
+def before_meeting(coordinator: Coordinator | None) -> AbstractContextManager[None]:
     """Around code that may fail before ranks meet, unless they have met already."""
     return expected_at(LOAD) if coordinator is None else nullcontext()
 

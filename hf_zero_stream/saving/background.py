@@ -1,4 +1,4 @@
-"""The part of a save that goes on in the background: from copies in host memory to the published folder."""
+"""Writes a save in the background: from copies in host memory to the published folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from dataclasses import asdict
 from ..ranks.coordinator import BackgroundCoordinator
 from ..reports.measures import PhaseClock
 from ..reports.save import SavingRank
-from .files import Comparison, ShardWriter, sync_all
+from .files import Comparison, Publication, ShardWriter, sync_all
 from .host_copy import HostCopy
-from .preparation import Prepared
+from .preparation import Finalizer, WritePlan
 
 
 def write_in_background(
-    prepared: Prepared,
+    publication: Publication,
+    plans: Sequence[WritePlan],
+    finalizer: Finalizer,
     copies: Sequence[HostCopy],
     coordinator: BackgroundCoordinator,
     clock: PhaseClock,
@@ -29,29 +31,33 @@ def write_in_background(
     No tensor of the training is touched, and no collective made.
     """
     began = time.perf_counter()
+    paths = [each.paths(publication.temporary) for each in plans]
 
     def write() -> None:
         with ExitStack() as opened, clock("write"):
-            files = [opened.enter_context(closing(writer)) for writer in prepared.files(ShardWriter)]
-            for copy, writer in zip(copies, files, strict=True):
+            writers = [opened.enter_context(closing(ShardWriter(each))) for each in paths]
+            for copy, writer in zip(copies, writers, strict=True):
                 copy.give(writer.put, coordinator.check)
             with clock("sync"):
-                sync_all(files)
+                sync_all(writers)
         if verifies:
             with clock("verify"):
-                for copy, comparison in zip(copies, prepared.files(Comparison), strict=True):
-                    with closing(comparison):
+                for copy, each in zip(copies, paths, strict=True):
+                    with closing(Comparison(each)) as comparison:
                         copy.give(comparison.put, coordinator.check)
+
+    def publish() -> None:
+        finalizer.publish(publication, plans)
 
     try:
         coordinator.agree(_error_of(write))
         with clock("publish"):
-            coordinator.agree(_error_of(prepared.publish) if coordinator.is_main else None)
+            coordinator.agree(_error_of(publish) if coordinator.is_main else None)
         clock.add("total", time.perf_counter() - began)
         return [SavingRank(**each) for each in coordinator.all_gather(asdict(figures()))]
     except BaseException:
         if coordinator.is_main:
-            prepared.publication.abandon()
+            publication.abandon()
         raise
     finally:
         coordinator.close()

@@ -1,8 +1,8 @@
-"""What a call of ``model.save_pretrained`` becomes: a save by all ranks, of what they hold between them.
+"""Turns a call of ``model.save_pretrained`` into a save by all ranks, of what they hold between them.
 
 Usually all ranks make the call. But the Trainer makes it on rank 0 only, and a model's class may have a
-``save_pretrained`` of its own, which does something with the files afterwards. Such code goes to
-:func:`run_on_leader`: rank 0 alone runs it, the others wait, and all ranks carry out each save that it comes to.
+``save_pretrained`` of its own, which does something with the files afterwards. :func:`run_on_leader` runs such code:
+on rank 0 alone, while the others wait, and each save that it comes to is carried out by all ranks there and then.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def save_pretrained(
         return report
 
 
-def of_model(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """``PreTrainedModel.save_pretrained``."""
     if active_configs() and is_dequantised(self):  # it may have been loaded outside
         tool(FORGETS, "packed")(self)

@@ -77,7 +77,7 @@ def refuse_too_few(
 
 
 def packed_padding(model: nn.Module) -> dict[str, int]:
-    """Of each packed weight, by its own name, the bytes that are of no tensor of the checkpoint."""
+    """The bytes of each packed weight, by its own name, that are of no tensor of the checkpoint."""
     names = own_names(model)
     return {
         names[f"{prefix}.{key}" if prefix else key]: weight.padding_bytes
@@ -114,7 +114,7 @@ def refuse_cut(model: nn.Module, parameters: Parameters, coordinator: Coordinato
 
 
 def _described(holding: Holding) -> tuple[Any, bytes]:
-    """Which elements a rank gives, or has in full, and a digest of their values."""
+    """The elements that a rank gives, or has in full, and a digest of their values."""
     count = holding.box.numel if holding.is_whole else holding.stop - holding.start
     with holding.open() as values:
         return (holding.box, holding.first, count), digest(values[:count])
@@ -123,7 +123,7 @@ def _described(holding: Holding) -> tuple[Any, bytes]:
 def _smaller(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Those of the parameters with these `shapes` that are smaller than whole, and both shapes; mostly none."""
+    """The parameters, of these `shapes`, that are smaller than whole, and both shapes; mostly none."""
     if not isinstance(model, PreTrainedModel):
         return {}
     loaded: Mapping[str, tuple[int, ...]] = vars(model).get(LOADED_SHAPES, {})

@@ -1,4 +1,4 @@
-"""What accelerate's and the Trainer's ways to save become inside ``streaming()``.
+"""Turns the ways of accelerate and the Trainer to save into saves by all ranks, inside ``streaming()``.
 
 They end in ``model.save_pretrained(..., state_dict=...)`` with a state dict that was gathered on rank 0. Here that
 state dict is lazy, and so saving it is for all ranks. The Trainer calls ``save_pretrained`` on one rank only, within a
@@ -82,7 +82,7 @@ def _not_its_own(methods: Sequence[str]) -> str:
 def save_model(
     original: Callable[..., Any], self: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """As accelerate's function: save weights and no config, under the model's own names.
+    """Save weights and no config, under the model's own names, as accelerate's function does.
 
     Where each rank has the whole model, this is accelerate's: rank 0 may be the only one to call it.
     """
@@ -97,7 +97,7 @@ def save_model(
     if why:
         with set_in_context(_asked_by, why):
             return original(self, model, save_directory, *args, **kwargs)
-    from .preparation import Content  # with the next line it imports deepspeed, which takes seconds
+    from .preparation import SaveItem  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
 
     if calls.runs_on_leader():
@@ -118,7 +118,7 @@ def save_model(
         return noted
 
     with expected_at(SAVE):
-        Save(model, save_directory).run(Content(lay_out=lay_out, index_name=SAFE_WEIGHTS_INDEX_NAME))
+        Save(model, save_directory).run(SaveItem(lay_out=lay_out, index_name=SAFE_WEIGHTS_INDEX_NAME))
 
 
 @dataclass(eq=False)
@@ -148,7 +148,7 @@ class NotedSaves:
 
 
 def _stamps(report: SaveReport) -> list[tuple[int, ...]] | None:
-    """What tells files of a save from others in their place; None if one is not there."""
+    """The marks that tell files of a save from others in their place; None if one is not there."""
     try:
         found = [os.stat(os.path.join(report.folder, name)) for name in report.files]
     except OSError:

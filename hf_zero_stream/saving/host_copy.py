@@ -26,7 +26,7 @@ class HostMemory:
         self.nbytes, self.is_pinned = nbytes, is_pinned
         sizes = pinned_sizes(nbytes) if is_pinned else [nbytes]
         self.blocks = [pinned(size) if is_pinned else torch.empty(size, dtype=torch.uint8) for size in sizes]
-        """Of which the first `nbytes` bytes are used."""
+        """The first `nbytes` bytes are used."""
         self.pages: HugePages | None = None if is_pinned else HugePages(self.blocks)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What ranks hold of a model that is saved: lazy tensors in place of its parameters, and digests of what several hold.
+"""Lazy tensors in place of the parameters of a model that is saved, and digests of values that several ranks hold.
 
 Lazy tensors have names, dtypes and shapes, and no values. By the digests a save finds out whether values that several
 ranks hold are the same on all of them.
@@ -30,13 +30,13 @@ from .plan import in_dtype
 logger = logging.get_logger(__name__)
 
 Held = Callable[[], Mapping[str, Holding]]
-"""What this rank holds of something that a training has for parameters, by their own names."""
+"""Gives what this rank holds of something that a training has for parameters, by their own names."""
 
 
 def holdings_of_model(
     model: nn.Module, coordinator: Coordinator, dtype: torch.dtype | None, held: Held | None
 ) -> dict[str, Holding]:
-    """What this rank holds of the parameters of `model`, to be saved in `dtype`, or what is `held` in their place."""
+    """This rank's holdings of the parameters of `model`, to be saved in `dtype`, or of what is `held` for them."""
     if held is None:
         ranks = {"rank": coordinator.rank, "world_size": coordinator.world_size}
         return holdings(model, masters=dtype == torch.float32, **ranks)
@@ -45,7 +45,7 @@ def holdings_of_model(
 
 
 def held_values(model: nn.Module, names: Collection[str], coordinator: Coordinator) -> dict[str, Holding]:
-    """What this rank holds of the values of the parameters `names`, which are own names."""
+    """This rank's holdings of the values of the parameters `names`, which are own names."""
     if not names:
         return {}
     held = holdings_of_model(model, coordinator, None, None)
@@ -66,7 +66,7 @@ class LazyParameters:
         self._model, self._dtype, self._materialise = model, dtype, materialise
         self._has_all = held is None
         self.copies: list[tuple[HostTensor, torch.Tensor]] = []
-        """What a state dict has copied into host memory, and from where."""
+        """Copies that a state dict has made in host memory, and from where."""
         self.holdings = holdings_of_model(model, coordinator, dtype, held)
         # Names of one parameter have one and the same tensor: transformers must see that they are tied.
         lazy: dict[int, torch.Tensor] = {}

@@ -22,14 +22,13 @@ from ..errors import SaveError
 from ..holdings.holding import Holding
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
-from .differences import refuse_or_say_differing, refuse_other_parameters, wrapper_of
 from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
 from .plan import Share, Sources
-from .shares import cover, join
+from .shares import cover, join, refuse_or_say_differing, refuse_other_parameters, wrapper_of
 
 
 class _Held(NamedTuple):
-    """What a rank tells the others of a holding; no `box` is the whole parameter, no `digest` is not compared."""
+    """A holding as a rank tells the others of it; no `box` is the whole parameter, no `digest` is not compared."""
 
     box: ParameterBox | None
     start: int
@@ -39,7 +38,7 @@ class _Held(NamedTuple):
 
 
 Digests = Mapping[str, bytes]
-"""Of each parameter of which a rank holds all of a box, by its name."""
+"""Digests of the parameters of which a rank holds all of a box, by name."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ class NewParameters(Parameters):
         return self._offering(entries)
 
     def own_entries(self, *, buffers: Collection[str] = ()) -> dict[str, Any]:
-        """As :meth:`entries`, by own names; of the names of a tied parameter, the first one only."""
+        """Give :meth:`entries` by own names; of the names of a tied parameter, the first one only."""
         entries = self._lazy.state_dict(keeps_adapters=False, buffers=buffers)
         tied = self._lazy.by_name.keys() - self._names
         return self._offering({name: entry for name, entry in entries.items() if name not in tied})

@@ -42,7 +42,7 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def wait(self) -> SaveReport:
-        """What every rank did, once everything is on the disk under its final name; the same on all of them.
+        """Wait until all is on the disk under its final name; returns what every rank did, the same on all of them.
 
         Raises:
             SaveError: a file cannot be written on some rank. The state that was there before still is.

@@ -1,4 +1,4 @@
-"""Which rank writes which bytes of which shard, as frozen data; ranks differ only in what each writes alone.
+"""The plan of a save, as frozen data: which rank writes which bytes; ranks differ only in what each writes alone.
 
 What is written is cut into *segments*; each tensor of a shard takes the first way that fits:
 
@@ -51,9 +51,10 @@ class SegmentPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Sources:
-    """Who gives which elements. A *source* is a parameter or, where ranks hold different boxes of it, such a box.
+    """The ranks that give each element of each source.
 
-    Its name is the parameter's first one, followed by the number of the box if there are several.
+    A *source* is a parameter or, where ranks hold different boxes of it, such a box. Its name is the parameter's first
+    one, followed by the number of the box if there are several.
 
     Attributes:
         shares: for each source, shares of all its elements, in order.
@@ -97,7 +98,7 @@ class Sources:
         return [node.name for node, _ in sources_of([View.whole(joined)]) if isinstance(node, Stored)]
 
     def parts(self, region: Region, only: int | None = None) -> Iterator[SegmentPart]:
-        """What ranks give of `region`, which is no function's, or what the rank `only` gives."""
+        """The parts of `region`, which is no function's, that ranks give, or that the rank `only` gives."""
         leaf, box, stop = region.leaf, region.box, region.box.at + region.box.at_extent
         if isinstance(leaf, HostTensor):
             yield SegmentPart(0, leaf, box, region.casts)
@@ -159,7 +160,7 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank writes alone, and what all do together, the same on each.
+    """The segments that one rank writes alone, and those that all write together, the same on each.
 
     Attributes:
         elements: how many elements of each source all ranks write between them; what a function computes with counts.

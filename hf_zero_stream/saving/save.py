@@ -24,6 +24,7 @@ from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta, refuse_unreadable
 from ..holdings.marks import has_gathered, is_packed
 from ..holdings.model_parallel import refuse_unknown_shards
+from ..holdings.own_names import fixed_names
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
 from ..ranks.rendezvous import SAVE, MeetingKind
 from ..reports.measures import AnonymousMemory, PhaseClock, collector_paused, progress_bar
@@ -39,8 +40,8 @@ from .host_copy import HostCopy, HostMemory
 from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
 from .pending import PendingSave, finish_pending
-from .preparation import Content, Ending, Planned, Preparation, Prepared
-from .write import SaveTask, bytes_of, execute_saves
+from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
+from .write import Put, SaveTask, bytes_of, execute_saves
 
 
 logger = logging.get_logger(__name__)
@@ -51,7 +52,7 @@ OTHERS_COME_S = 30.0  # how long rank 0 waits for the others inside a ``Gathered
 # Arguments of transformers' ``save_pretrained``.
 _CHANGES_NOTHING = {"push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function"}
 
-_NO_MORE = Ending()
+_NO_MORE = Finalizer()
 
 _OUTSIDE = "Or save it outside streaming(), with accelerator.get_state_dict and model.save_pretrained."
 
@@ -101,25 +102,27 @@ class Save:
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
         self._settings, self._keeps_plans = settings_in_force(), keeps_plans
-        self._verify = False
+        self._verify = self._has_single_writer = False
+        self._plans: list[WritePlan] = []
         self._kwargs = {name: value for name, value in kwargs.items() if name not in _CHANGES_NOTHING}
         self._coordinator = coordinator or Coordinator.of_default_group()
         self._clock = PhaseClock(PHASES)
         self._memory = AnonymousMemory()
 
+    @fixed_names()
     def pretrained(self) -> SaveReport:
         """Save what transformers' ``save_pretrained`` would."""
         return self.run(self.weights())
 
-    def weights(self) -> Content:
-        """What transformers' ``save_pretrained`` would save."""
+    def weights(self) -> SaveItem:
+        """Give the item that transformers' ``save_pretrained`` would save."""
         variant = self._kwargs.get("variant")
         model = self.model
         # Of a model with adapters transformers saves these alone, and packed weights are written as they are.
         in_part = getattr(model, "_hf_peft_config_loaded", False) or is_packed(model)
         left_out = anything if in_part else ignored_by(model)
         lay_out, index = self._lay_out_pretrained, index_name(variant)
-        return Content(lay_out=lay_out, index_name=index, dtype=self._dtype, left_out=left_out)
+        return SaveItem(lay_out=lay_out, index_name=index, dtype=self._dtype, left_out=left_out)
 
     def _lay_out_pretrained(self, folder: Path, parameters: NewParameters) -> list[NotedShard]:
         entries, numel, dtype = parameters.entries(self._state_dict), parameters.numel, self._dtype
@@ -138,44 +141,54 @@ class Save:
                 del given["state_dict"]
         self.model.save_pretrained(self._folder, **given)
 
-    def run(self, *contents: Content, ending: Ending = _NO_MORE) -> SaveReport:
-        """Save `contents` and publish them together (all ranks); rank 0 gives the `ending`."""
+    @fixed_names()
+    def run(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> SaveReport:
+        """Save `items` and publish them together (all ranks); rank 0 gives the `finalizer`."""
         finish_pending()
         with self._together():
-            with self._measured(), self._prepared(contents, ending) as prepared:
-                self._write(prepared)
-            return self._report(prepared.planned)
+            with self._measured(), self._staged(items) as publication:
+                self._write(publication, finalizer)
+            return self._report(self._coordinator.all_gather(self._own_figures()))
 
-    def start(self, *contents: Content, ending: Ending = _NO_MORE) -> PendingSave:
-        """As :meth:`run`, but return when the values are copied; they are written in the background."""
+    @fixed_names()
+    def start(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> PendingSave:
+        """Save as :meth:`run` does, but return when the values are copied; they are written in the background."""
         finish_pending()
         with self._together():
-            with self._measured(), self._prepared(contents, ending) as prepared:
-                if not self._must_wait(prepared):
+            with self._measured(), self._staged(items) as publication:
+                if not self._must_wait():
                     with self._clock("copy"):
-                        copies = self._copied(prepared.planned)
+                        copies = self._copied()
                     beside = BackgroundCoordinator(self._coordinator)
-                    pending = PendingSave(partial(self._finish_in_background, prepared, copies, beside))
+                    pending = PendingSave(partial(self._finish_in_background, publication, finalizer, copies, beside))
                     try:
                         pending.start()
                     except BaseException as error:
                         beside.close(error)
                         raise
                     return pending
-                self._write(prepared)
-            return PendingSave.finished(self._report(prepared.planned))
+                self._write(publication, finalizer)
+            return PendingSave.finished(self._report(self._coordinator.all_gather(self._own_figures())))
 
     def _finish_in_background(
-        self, prepared: Prepared, copies: Sequence[HostCopy], beside: BackgroundCoordinator
+        self, publication: Publication, finalizer: Finalizer, copies: Sequence[HostCopy], beside: BackgroundCoordinator
     ) -> SaveReport:
-        figures = partial(self._own_figures, prepared.planned)
-        ranks = write_in_background(prepared, copies, beside, self._clock, figures, verifies=self._verify)
-        return self._report_of(prepared.planned, ranks)
+        ranks = write_in_background(
+            publication,
+            self._plans,
+            finalizer,
+            copies,
+            beside,
+            self._clock,
+            self._own_figures,
+            verifies=self._verify,
+        )
+        return self._report(ranks)
 
-    def _must_wait(self, prepared: Prepared) -> bool:
+    def _must_wait(self) -> bool:
         """Whether the save cannot be made in the background, which rank 0 says then (all ranks)."""
-        swapped = any(each.parameters.is_swapped for each in prepared.planned)
-        if prepared.single_writer:
+        swapped = any(each.parameters.is_swapped for each in self._plans)
+        if self._has_single_writer:
             why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
         elif any(self._coordinator.all_gather(swapped)):
             why = "values are in swap files, and host memory is not to hold them"
@@ -185,27 +198,32 @@ class Save:
             logger.warning_once(f"This save is not made in the background: {why}.")
         return True
 
-    def _copied(self, planned: Sequence[Planned]) -> list[HostCopy]:
+    def _copied(self) -> list[HostCopy]:
         """Copies in host memory of what this rank writes (all ranks)."""
         settle(self.model.parameters())
-        sizes = [each.plan.bytes_written for each in planned]
+        sizes = [each.plan.bytes_written for each in self._plans]
         memory = self._coordinator.run_on_all(partial(HostMemory.of_model, self.model, sum(sizes)))
         copies = [HostCopy(memory, stop - size) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-        tasks = [SaveTask(each.plan, each.parameters, copy.put) for each, copy in zip(planned, copies, strict=True)]
-        execute_saves(tasks, self._coordinator, self._threads())
+        puts = [copy.put for copy in copies]
+        execute_saves(self._tasks(puts), self._coordinator, self._threads())
         for copy in copies:
             copy.wait()
         return copies
 
-    def _write(self, prepared: Prepared) -> None:
+    def _tasks(self, puts: Sequence[Put]) -> list[SaveTask]:
+        """The tasks of all plans, of which each `put` takes the bytes of one."""
+        return [SaveTask(each.plan, each.parameters, put) for each, put in zip(self._plans, puts, strict=True)]
+
+    def _write(self, publication: Publication, finalizer: Finalizer) -> None:
         settle(self.model.parameters())
-        with self._execute("write", prepared, ShardWriter, "Writing weights") as writers, self._clock("sync"):
+        folder = publication.temporary
+        with self._execute("write", folder, ShardWriter, "Writing weights") as writers, self._clock("sync"):
             self._coordinator.run_on_all(partial(sync_all, writers))
         if self._verify:
-            with self._execute("verify", prepared, Comparison, "Verifying weights"):
+            with self._execute("verify", folder, Comparison, "Verifying weights"):
                 pass
         with self._clock("publish"):
-            self._coordinator.run_on_main(prepared.publish)
+            self._coordinator.run_on_main(partial(finalizer.publish, publication, self._plans))
 
     def _together(self) -> AbstractContextManager[object]:
         """Inside, all ranks are here, and watch each other."""
@@ -223,8 +241,8 @@ class Save:
             yield
 
     @contextmanager
-    def _prepared(self, contents: Sequence[Content], ending: Ending) -> Iterator[Prepared]:
-        """Inside, files of their final sizes wait for what is planned; an error removes them."""
+    def _staged(self, items: Sequence[SaveItem]) -> Iterator[Publication]:
+        """Plan `items`; inside, files of their final sizes wait for their bytes, and an error removes them."""
         coordinator = self._coordinator
         publication: Publication | None = None
         try:
@@ -232,38 +250,38 @@ class Save:
             folder = publication.temporary
             if write_from == "auto":
                 write_from = "rank0" if self._is_hidden(folder) else "all"
+            self._has_single_writer = write_from == "rank0"
             with self._clock("plan"):
-                preparation = self._preparation(write_from == "rank0")
-                planned = [each for content in contents for each in preparation.plan(folder, content)]
+                planner = self._planner()
+                self._plans = [each for item in items for each in planner.plan(folder, item)]
 
                 def reserve_all() -> None:
-                    for each in planned:
+                    for each in self._plans:
                         reserve(folder / each.folder, each.shards)
 
                 coordinator.run_on_main(reserve_all)
-                for content in contents:
-                    if content.check is not None:
-                        coordinator.run_on_main(partial(content.check, folder / content.folder))
-            index = next((content.index_name for content in contents if not content.folder), "")
-            yield Prepared(publication, planned, index, ending, write_from == "rank0")
+                for item in items:
+                    if item.check is not None:
+                        coordinator.run_on_main(partial(item.check, folder / item.folder))
+            yield publication
         except BaseException:
             if publication is not None and coordinator.is_main:
                 publication.abandon()
             raise
 
-    def _preparation(self, single_writer: bool) -> Preparation:
+    def _planner(self) -> SavePlanner:
         keeps = self._keeps_plans and not getattr(self.model, "_hf_peft_config_loaded", False)
-        return Preparation(
+        return SavePlanner(
             model=self.model,
             coordinator=self._coordinator,
-            single_writer=single_writer,
+            single_writer=self._has_single_writer,
             threads=self._threads(),
             settings=sorted(self._kwargs.items()) if keeps else None,
             is_state=self._keeps_plans,
         )
 
     def _begun(self) -> tuple[str, bool, Publication]:
-        """Who writes, whether the files are read again, and where they are; rank 0 decides."""
+        """Decide, on rank 0, who writes, whether the files are read again, and where they are."""
         return self._settings.write_from, self._settings.verify == "full", Publication.begin(self._folder)
 
     def _is_hidden(self, folder: Path) -> bool:
@@ -276,13 +294,12 @@ class Save:
 
     @contextmanager
     def _execute(
-        self, phase: str, prepared: Prepared, kind: type[ShardWriter], description: str
+        self, phase: str, folder: Path, kind: type[ShardWriter], description: str
     ) -> Iterator[Sequence[ShardWriter]]:
-        """Carry out all plans, into writers of this `kind`, which are open inside."""
-        planned = prepared.planned
-        nbytes = sum(each.plan.bytes_written for each in planned)
+        """Carry out all plans, into writers of this `kind` in the `folder`, which are open inside."""
+        nbytes = sum(each.plan.bytes_written for each in self._plans)
         with ExitStack() as opened:
-            writers = [opened.enter_context(closing(writer)) for writer in prepared.files(kind)]
+            writers = [opened.enter_context(closing(kind(each.paths(folder)))) for each in self._plans]
             with self._clock(phase), progress_bar(nbytes, description, self._settings.progress) as advance:
 
                 def put(writer: ShardWriter, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
@@ -290,10 +307,7 @@ class Save:
                     writer.put(shard, position, buffers)
                     advance(sum(map(len, buffers)))
 
-                tasks = [
-                    SaveTask(each.plan, each.parameters, partial(put, writer))
-                    for each, writer in zip(planned, writers, strict=True)
-                ]
+                tasks = self._tasks([partial(put, writer) for writer in writers])
                 execute_saves(tasks, self._coordinator, self._threads())
             self._memory.sample()
             yield writers
@@ -302,24 +316,20 @@ class Save:
         """This rank's share of the host's cores, at most 8: memory bandwidth bounds writes into the page cache."""
         return max(1, min(8, len(os.sched_getaffinity(0)) // self._coordinator.topology.sharing_cores))
 
-    def _report(self, planned: Sequence[Planned]) -> SaveReport:
-        mine = self._own_figures(planned)
-        return self._report_of(planned, self._coordinator.all_gather(mine))
-
-    def _own_figures(self, planned: Sequence[Planned]) -> SavingRank:
+    def _own_figures(self) -> SavingRank:
         return SavingRank(
             rank=self._coordinator.rank,
             seconds=self._clock.seconds,
-            bytes_written=sum(each.plan.bytes_written for each in planned),
-            rounds=sum(len(each.plan.rounds) for each in planned),
+            bytes_written=sum(each.plan.bytes_written for each in self._plans),
+            rounds=sum(len(each.plan.rounds) for each in self._plans),
             anonymous_growth_peak=self._memory.growth_peak,
         )
 
-    def _report_of(self, planned: Sequence[Planned], ranks: Sequence[SavingRank]) -> SaveReport:
-        computations = [each for of_content in planned for each in of_content.plan.computations]
+    def _report(self, ranks: Sequence[SavingRank]) -> SaveReport:
+        computations = [computation for each in self._plans for computation in each.plan.computations]
         report = SaveReport(
             folder=str(self._folder),
-            files=tuple(name for each in planned for name in each.names),
+            files=tuple(name for each in self._plans for name in each.names),
             ranks=tuple(ranks),
             verified=self._verify,
             materialised={each.name: each.reason for each in computations},

@@ -1,13 +1,29 @@
-"""Shares and boxes that ranks hold of a parameter, put together: they must be all of it."""
+"""Shares and boxes that ranks hold of a parameter, put together: they must be all of it.
+
+Ranks may differ in what is taken for the same on all: which parameters there are, and the values of replicas. Where
+nothing explains a difference, a save would lose what all ranks but one have, in silence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+import hashlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from transformers.utils import logging
 
 from ..checkpoint.nodes import View
-from ..errors import SaveError
+from ..errors import SaveError, UnsupportedError
+from ..holdings.holding import Holding
+from ..holdings.marks import is_cut
 from ..planning.boxes import Interval, ParameterBox
+from ..ranks.coordinator import Coordinator
 from .plan import Share
+
+
+logger = logging.get_logger(__name__)
 
 
 def join(name: str, boxes: Sequence[tuple[ParameterBox, View]], dim: int = 0) -> View:
@@ -53,3 +69,54 @@ def cover(name: str, numel: int, held: Iterable[tuple[int, int, int]]) -> tuple[
             "Save from all ranks of the job, with the same model on each."
         )
     return tuple(shares)
+
+
+def refuse_other_parameters(holdings: Mapping[str, Holding], coordinator: Coordinator) -> None:
+    """Raise a SaveError on all ranks if they have parameters of other names or shapes."""
+    mine = [(name, each.box.shape) for name, each in holdings.items()]
+    refuse_differing(coordinator, repr(mine).encode(), "have parameters of other names or shapes")
+
+
+def refuse_differing(coordinator: Coordinator, mine: bytes, found: str) -> None:
+    """Raise a SaveError on all ranks if these bytes differ between them; `found` says in which case they do."""
+    digests = coordinator.all_gather(hashlib.sha256(mine).digest())
+    if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise SaveError(f"Rank(s) {different} {found} than rank 0: the model must be the same on every rank.")
+
+
+def wrapper_of(model: nn.Module) -> str:
+    """The class of what has made the replicas of `model` equal, or of a model around it; "" if nothing has.
+
+    AutoTP does not: ranks of tensor parallelism train what is not cut each for itself, and it may drift apart.
+    """
+    if any(map(is_cut, model.parameters())):
+        return ""
+    ddp = nn.parallel.DistributedDataParallel
+    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ddp)
+    found = [each for each in gc.get_objects() if issubclass(type(each), (engine, ddp))]
+    return next((type(each).__name__ for each in found if any(module is model for module in each.modules())), "")
+
+
+def refuse_or_say_differing(
+    differing: Mapping[str, Sequence[int]], synchronised_by: str, coordinator: Coordinator
+) -> None:
+    """Raise an UnsupportedError on all ranks if what is `synchronised_by` something differs; else rank 0 warns.
+
+    Args:
+        differing: the ranks whose values of a parameter are not those of the first rank that holds all of it.
+        synchronised_by: what keeps the values equal; "" if nothing does, as before a training.
+    """
+    ranks = "; ".join(f"{name} (rank {', '.join(map(str, others))})" for name, others in [*differing.items()][:8])
+    if wrapper := next(filter(None, coordinator.all_gather(synchronised_by)), ""):
+        raise UnsupportedError(
+            f"Expected the same values of a parameter on all ranks that hold it, as {wrapper} keeps them; found "
+            f"others than on the first of these ranks for {len(differing)} parameter(s): {ranks}. Do ranks hold parts "
+            "of a model without saying so, or has code changed values on some of them?"
+        )
+    if coordinator.is_main:
+        logger.warning(
+            f"Ranks have different values for {len(differing)} parameter(s), each of which they hold in full: "
+            f"{ranks}. Nothing keeps them equal: neither a DeepSpeed engine without AutoTP nor "
+            "DistributedDataParallel. A module that was made without a common seed, for instance. Those of the first "
+            "rank that holds them (rank 0) are saved."
+        )

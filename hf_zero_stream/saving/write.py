@@ -147,7 +147,7 @@ def exchange(
 def begin_exchange(
     of_round: ExchangeRound, values: Values, coordinator: Coordinator, buffer_of: Callable[[Segment], torch.Tensor]
 ) -> Callable[[], list[tuple[Segment, torch.Tensor]]]:
-    """As :func:`exchange`, but returns what ends it: all that this rank holds has been taken by then."""
+    """Start the exchange; the returned function waits and unpacks. All that this rank holds has been taken by then."""
     device, rank = collective_device(), coordinator.rank
     mine = [segment for writer, segment in of_round if writer == rank]
     outgoing: list[list[SegmentPart]] = [[] for _ in range(coordinator.world_size)]  # by the other rank

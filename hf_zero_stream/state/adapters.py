@@ -13,7 +13,7 @@ from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
 from ..saving.count import anything
 from ..saving.lazy_parameters import held_values
-from ..saving.preparation import Content
+from ..saving.preparation import SaveItem
 from ..seams.adapter_saving import lay_out_adapters
 
 
@@ -31,13 +31,13 @@ def refuse_unreachable(training: Training) -> None:
         )
 
 
-def weights(model: nn.Module, coordinator: Coordinator) -> Content:
-    """What PEFT's own ``save_pretrained`` saves: the adapters."""
+def weights(model: nn.Module, coordinator: Coordinator) -> SaveItem:
+    """Give the item that PEFT's own ``save_pretrained`` saves: the adapters."""
     adapters = adapter_names(model)
     names = {name for name, param in named_parameters(model) if param.requires_grad or name in adapters}
     own, kept = own_names(model), own_names(model, keeps_adapters=True)
     buffers = {kept[name] for name, _ in model.named_buffers(remove_duplicate=False) if own[name] in adapters}
-    return Content(
+    return SaveItem(
         lay_out=lambda folder, parameters: lay_out_adapters(model, folder, parameters.entries(buffers=buffers)),
         index_name="adapter_model.safetensors.index.json",
         held=partial(held_values, model, names, coordinator),

@@ -40,11 +40,11 @@ from .record import StateRecord
 logger = logging.get_logger(__name__)
 
 _said: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
-"""What a warning has named as saved with the adapters of a model."""
+"""The tensors that a warning has named as saved with the adapters of a model."""
 
 
 def split_base(training: Training, coordinator: Coordinator) -> tuple[list[str], dict[str, Digest]]:
-    """What of the base is not shown to be in its checkpoint, and the digests of the rest (all ranks).
+    """Split the base: what is not shown to be in its checkpoint, and the digests of the rest (all ranks).
 
     Quantised values do not lie in a checkpoint as they do in memory: they are left out, and a resume compares them.
     """
@@ -117,7 +117,7 @@ def refuse_other_base(
 def _same_in_other_dtype(
     model: nn.Module, recast: Mapping[str, tuple[Digest, Digest]], coordinator: Coordinator
 ) -> set[str]:
-    """Those names of which the digests, in memory and saved, are of the same values in two dtypes (all ranks).
+    """The names of which the digests, in memory and saved, are of the same values in two dtypes (all ranks).
 
     Where the saved dtype holds less, what is in memory is cast to it. Else both are looked for in the checkpoint.
     """

@@ -1,4 +1,4 @@
-"""What an optimizer keeps in blocks of 8 bits (bitsandbytes): saved as it is, for parts that are cut as they were.
+"""Saves what an optimizer keeps in blocks of 8 bits (bitsandbytes) as it is, for parts that are cut as they were.
 
 A block has one scale, and blocks are counted from the first element that a rank trains, padding too. So the tensors
 of a slot are saved whole, by its number among those of all ranks, and the record says what lies in each: they are for
@@ -28,7 +28,7 @@ from ..holdings.training import Training
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from ..saving.parameters import NewParameters
-from ..saving.preparation import Content
+from ..saving.preparation import SaveItem
 from .layout import index_name, lay_out
 from .record import GroupRecord, StateRecord
 
@@ -71,7 +71,7 @@ def _described(value: torch.Tensor, slot: Slot) -> list[Any]:
 
 
 def _digest(slot: Slot, group: GroupRecord) -> str:
-    """That of which elements of which parameters lie where in `slot`; parameters go by their places in the record."""
+    """A digest of which elements of which parameters lie where in `slot`; those go by their places in the record."""
     places = {name: place for place, name in enumerate(group.parameters)}
     lie = [
         [places[member.name], member.box.intervals, member.first, *member.held]
@@ -81,15 +81,15 @@ def _digest(slot: Slot, group: GroupRecord) -> str:
     return hashlib.sha256(json.dumps([list(local_of(slot.values).shape), lie]).encode()).hexdigest()
 
 
-def content_of(training: Training, record: StateRecord, folder: str, max_shard_size: int | str) -> Content | None:
-    """All that is kept in blocks, in files of their own in the `folder` of the state; None if that is nothing."""
+def item_of(training: Training, record: StateRecord, folder: str, max_shard_size: int | str) -> SaveItem | None:
+    """Give the item of all that is kept in blocks, in files in the `folder` of the state; None if that is nothing."""
     model = _Parts()
     for name, (_, _, (dtype, shape, _)) in _named(record).items():
         empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         model.register_parameter(name, nn.Parameter(empty, requires_grad=False))
     if not model._parameters:
         return None
-    return Content(
+    return SaveItem(
         lay_out=partial(_laid_out, training, record, max_shard_size),
         index_name=index_name(BLOCKS),
         folder=folder,
@@ -147,7 +147,7 @@ def _held(training: Training, record: StateRecord) -> dict[str, Holding]:
 
 
 def tensors_of(training: Training, record: StateRecord) -> dict[str, torch.Tensor]:
-    """What this rank keeps in blocks, by the names that it has in the files."""
+    """The tensors that this rank keeps in blocks, by the names that they have in the files."""
     found: dict[str, torch.Tensor] = {}
     for slot in training.slots:
         if (part := part_for(slot, record.groups[slot.group])) is not None:

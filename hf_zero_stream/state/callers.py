@@ -1,4 +1,4 @@
-"""What the callers of our hooks know, and the hooks do not: accelerate and the Trainer, while they save or load."""
+"""The context of a hook: accelerate and the Trainer, while they save or load, know what the hook does not."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.deepspeed_names import (
-    SWAPPED,
-    ZERO_2_MODEL,
-    entries_of_deepspeed,
-    model_parallel_size_of,
-    remove_guard_files,
-    world_size_of,
-)
-from ..errors import CheckpointError
+from ..checkpoint.deepspeed_names import entries_of_deepspeed, remove_guard_files
+from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..loading.arguments import MODEL_FILES
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
@@ -28,9 +21,10 @@ from ..saving.pending import PendingSave, finish_pending
 from ..seams.ds_config import settings_in_force
 from ..settings.scope import active_configs, set_in_context
 from .foreign import write_guard_files
-from .load import load_state
+from .load import resume
 from .record import FILE, LATEST, StateRecord, write_latest
 from .refusals import has_its_weights
+from .save import save_state
 
 
 @dataclass(eq=False)
@@ -43,9 +37,10 @@ class Caller:
         batch_size: samples in a step of all ranks; None if it is not known.
         is_between_steps: False in the middle of accumulating gradients.
         has_weights: whether the weights of this very step are in the folder already.
-        apart: the folder for the state and its weights where the caller writes weights in a way of its own.
+        own_folder: that of the state and its weights where the caller writes weights in a way of its own.
         waiting: the stock functions that save models of which the optimizer has not come yet, by number.
         restored: schedulers that a load has restored.
+        loaded: models that a load has filled, with what trains them, by number.
         loads_schedulers: whether the caller itself loads those that are not the engine's.
     """
 
@@ -54,9 +49,10 @@ class Caller:
     batch_size: int | None = None
     is_between_steps: bool = True
     has_weights: bool = False
-    apart: str = ""
+    own_folder: str = ""
     waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
     restored: list[Any] = field(default_factory=list)
+    loaded: set[int] = field(default_factory=set)
     loads_schedulers: bool = False
 
 
@@ -90,12 +86,13 @@ def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
     """
     finish_pending(raises=False)
     with meeting(LOAD) as coordinator:
-        return coordinator.broadcast(partial(_look, folder, tag))
+        return coordinator.broadcast(partial(look_for_state, folder, tag))
 
 
-def _look(folder: Path, tag: Any) -> tuple[Path, str] | None:
+def look_for_state(folder: Path, tag: Any) -> tuple[Path, str] | None:
+    """Look for what :func:`state_in` gives, on rank 0."""
     finish_interrupted(folder)
-    name = str(tag) if tag is not None else _latest(folder)
+    name = name_in(folder, tag)
     if not name:
         return None
     finish_interrupted(folder / name)
@@ -114,45 +111,38 @@ def _look(folder: Path, tag: Any) -> tuple[Path, str] | None:
     return None
 
 
-def load_found(trained: Any, found: tuple[Path, str], caller: Caller, optimizer: Any, scheduler: Any) -> None:
-    """Go on from what :func:`state_in` has found, but for random numbers: callers restore them at their own time."""
-    folder, tag = found
-    own = {"optimizer": optimizer, "scheduler": scheduler, "batch_size": caller.batch_size}
-    load_state(trained, folder, tag=tag, with_rng=False, **own)
+def name_in(folder: Path, tag: Any) -> str:
+    """The name of the checkpoint in `folder` that `tag` means, or the newest; "" if there is none."""
+    return str(tag) if tag is not None else _latest(folder)
 
 
-def in_background() -> bool:
-    """Whether states are to be written in the background."""
-    return settings_in_force().asynchronous_save
+def load_if_ours(trained: Any, folder: Path, tag: Any, caller: Caller, optimizer: Any, scheduler: Any) -> bool:
+    """Go on from the state of ours that `folder` and `tag` mean; returns False if it is none (all ranks).
 
-
-def other_zero_in(folder: Path, tag: Any, world_size: int, shards_parameters: bool) -> bool:
-    """Whether `folder` and `tag` mean a ZeRO checkpoint that DeepSpeed cannot load itself (all ranks).
-
-    It loads those of as many ranks as there are, `world_size`, and of a stage that shards parameters as its own does.
-    Of those with swap files it loads no moments, in silence (0.19.8).
+    Random numbers stay: callers restore them at their own time.
     """
-
-    def look() -> bool:
-        name = str(tag) if tag is not None else _latest(folder)
-        place = folder / name
-        saved = world_size_of(place) if name else 0
-        is_other = saved != world_size or (ZERO_2_MODEL in entries_of_deepspeed(place)) == shards_parameters
-        return saved > 0 and (is_other or (place / SWAPPED).exists())
-
+    finish_pending(raises=False)
     with meeting(LOAD) as coordinator:
-        return coordinator.broadcast(look)
+        found = coordinator.broadcast(partial(look_for_state, folder, tag))
+        if found is None:
+            return False
+        if not caller.is_between_steps:
+            raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
+        own = {"optimizer": optimizer, "scheduler": scheduler, "batch_size": caller.batch_size}
+        resume(trained, found[0], tag=found[1], with_rng=False, meeting=coordinator, **own)
+    return True
 
 
-def of_parts_in(folder: Path, tag: Any) -> bool:
-    """Whether `folder` and `tag` mean a checkpoint of DeepSpeed's in which files have parts of a model (all ranks)."""
-
-    def look() -> bool:
-        name = str(tag) if tag is not None else _latest(folder)
-        return bool(name) and model_parallel_size_of(folder / name) > 1
-
-    with meeting(LOAD) as coordinator:
-        return coordinator.broadcast(look)
+def save(
+    trained: Any, folder: Path, caller: Caller, leave: Callable[[Exception], None], **kwargs: Any
+) -> SaveReport | PendingSave | None:
+    """Save a state as `caller` and the settings ask for (all ranks); None if we refuse to, which `leave` is told."""
+    try:
+        asynchronous, with_weights = settings_in_force().asynchronous_save, not caller.has_weights
+        return save_state(trained, folder, asynchronous=asynchronous, with_weights=with_weights, **kwargs)
+    except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
+        leave(error)
+    return None
 
 
 def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave, has_zero: bool = False) -> None:

@@ -79,9 +79,9 @@ def digests_in_memory(
     threads: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Digest]:
-    """Those of the parameters and buffers `names` of `model`, own names, as they are in memory (all ranks).
+    """Digests of the parameters and buffers `names` of `model`, own names, as they are in memory (all ranks).
 
-    Those among `dtypes` are cast to another dtype first. Of buffers, which every rank has, rank 0's count.
+    Those that are among `dtypes` are cast to another dtype first. Of buffers, which every rank has, rank 0's count.
     """
     dtypes = dtypes or {}
     with coordinator.reporting():
@@ -135,7 +135,7 @@ def _digest(values: torch.Tensor, first: int, *casts: torch.dtype) -> int:
 
 @dataclass
 class _Read:
-    """What is known of the checkpoints of a model.
+    """Digests that were looked for in the checkpoints of a model.
 
     Attributes:
         seen: the name and dtype of each tensor that was looked for.
@@ -159,7 +159,7 @@ def note_in_checkpoint(model: nn.Module, digests: Mapping[str, Digest], others: 
 def in_checkpoint(
     model: nn.Module, sought: Mapping[str, Collection[Digest]], coordinator: Coordinator
 ) -> tuple[set[str], str]:
-    """Those names of `sought` of which the checkpoint of `model` has all digests; what has kept it from being read.
+    """The names of `sought` of which the checkpoint of `model` has all digests; what has kept it from being read.
 
     What has been loaded in one dtype and cast to another is found too (all ranks).
     """

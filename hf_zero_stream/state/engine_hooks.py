@@ -1,4 +1,4 @@
-"""What ``engine.save_checkpoint`` and ``engine.load_checkpoint`` of DeepSpeed become inside ``streaming()``.
+"""``engine.save_checkpoint`` and ``engine.load_checkpoint`` of DeepSpeed inside ``streaming()``.
 
 A folder that DeepSpeed wrote is loaded by DeepSpeed, but for one of another number of ranks or another kind of stage,
 which it cannot load. A training that we refuse is saved by it.
@@ -8,41 +8,38 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging
-
 from ..bindings.install import is_defined_by, replaced_methods
-from ..errors import ConfigError, UnsupportedError
+from ..checkpoint.deepspeed_names import (
+    SWAPPED,
+    ZERO_2_MODEL,
+    entries_of_deepspeed,
+    model_parallel_size_of,
+    world_size_of,
+)
+from ..errors import UnsupportedError
 from ..holdings.model_parallel import is_model_parallel, unknown_shards_reason
-from ..ranks.coordinator import Coordinator
+from ..ranks.coordinator import Coordinator, meeting
+from ..ranks.rendezvous import LOAD
+from ..saving.pending import finish_pending
 from ..settings.scope import active_configs
 from .callers import (
     Caller,
     current,
     forget_guard_files,
     has_other_weights,
-    in_background,
     is_on,
+    look_for_state,
+    name_in,
     name_state,
-    of_parts_in,
-    other_zero_in,
-    state_in,
+    save,
 )
-from .elsewhere import refuse_lost_elsewhere
-from .load import load_state, load_without_optimizer
+from .foreign import leave_to
+from .load import load_without_optimizer, resume
 from .record import CLIENT
-from .save import save_state
-
-
-logger = logging.get_logger(__name__)
-
-
-def say_refused(error: Exception, whose: str) -> None:
-    """Say once, on rank 0, why a training is not saved by us."""
-    if Coordinator.of_default_group().is_main:
-        logger.warning_once(f"This training is saved by {whose}, in its own format: {error}")
 
 
 def save_checkpoint(
@@ -58,28 +55,21 @@ def save_checkpoint(
         from ..holdings.deepspeed.engine_training import validate_tag  # there is an engine: DeepSpeed is imported
 
         by_script, caller = current() is None, current() or Caller()
-        tag = (caller.apart or None) if tag is None else str(tag)
+        tag = (caller.own_folder or None) if tag is None else str(tag)
         validate_tag(self, tag or f"global_step{self.global_steps}")
         # A model that somebody has saved into the folder stays there: DeepSpeed writes no such files.
         if by_script and tag is None and has_other_weights(Path(save_dir)):
             tag = f"global_step{self.global_steps}"
         # A tag of the caller's own may be one of several models in the folder: each gets a folder with its weights.
         folder = Path(save_dir) if tag is None else Path(save_dir) / tag
-        try:
-            if by_script and tag is not None and has_other_weights(folder):
-                raise UnsupportedError(f"a model is in {folder} that was not saved with a training state")
-            saved = save_state(
-                self,
-                folder,
-                scheduler=caller.scheduler_of(self.optimizer),
-                data={CLIENT: client_state or {}},
-                with_weights=not caller.has_weights,
-                keep_older=tag is None and by_script,  # what has a place of its own is replaced
-                asynchronous=in_background(),
-            )
-        except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
-            _leave_to_deepspeed(self, error)
+        leave, saved = partial(_leave_to_deepspeed, self), None
+        if by_script and tag is not None and has_other_weights(folder):
+            leave(UnsupportedError(f"a model is in {folder} that was not saved with a training state"))
         else:
+            scheduler, data = caller.scheduler_of(self.optimizer), {CLIENT: client_state or {}}
+            keep_older = tag is None and by_script  # what has a place of its own is replaced
+            saved = save(self, folder, caller, leave, scheduler=scheduler, data=data, keep_older=keep_older)
+        if saved is not None:
             if tag is not None:
                 name_state(Path(save_dir), tag, saved, bool(self.zero_optimization()))
             return True
@@ -99,39 +89,46 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Any = None,
 ) -> Any:
-    found: tuple[Path, str | None] | None = None
-    with_optimizer = load_optimizer_states and not load_module_only and _has_optimizer(self)
     if active_configs() and load_dir and not _asks_for_universal(self, load_dir, tag):
-        found = state_in(Path(load_dir), tag)
-        if found is not None and custom_load_fn is not None:
-            raise UnsupportedError(
-                f"{found[0] / str(found[1])}: custom_load_fn takes the model's state dict from DeepSpeed's own files, "
-                "and this state was saved by hf_zero_stream. Leave it out, or load the folder with from_pretrained."
-            )
-        takes_all = with_optimizer and custom_load_fn is None
-        if found is None and takes_all and _is_other_zero(self, Path(load_dir), tag):
-            found = Path(load_dir), None if tag is None else str(tag)
-    if found is None:
-        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
-        return original(self, load_dir, tag, *flags)
-    folder, name = found
+        finish_pending(raises=False)
+        with meeting(LOAD) as coordinator:
+            with_optimizer = load_optimizer_states and not load_module_only and _has_optimizer(self)
+            takes_all = with_optimizer and custom_load_fn is None
+            found = coordinator.broadcast(partial(_look, self, Path(load_dir), tag, takes_all))
+            if found is not None and custom_load_fn is not None:
+                raise UnsupportedError(
+                    f"{found[0] / str(found[1])}: custom_load_fn takes the model's state dict from DeepSpeed's own "
+                    "files, and this state was saved by hf_zero_stream. Leave it out, or load the folder with "
+                    "from_pretrained."
+                )
+            if found is not None and with_optimizer:
+                return _load_all(self, *found, coordinator, load_lr_scheduler_states)
+            if found is not None:
+                folder, name = found[0], str(found[1])
+                data = load_without_optimizer(
+                    self,
+                    folder,
+                    name,
+                    coordinator,
+                    strict=load_module_strict,
+                    only_weights=load_module_only or not _has_optimizer(self),
+                    scheduler=(current() or Caller()).scheduler_of(self.optimizer),
+                    with_scheduler=load_lr_scheduler_states,
+                )
+                return str(folder / name), (data or {}).get(CLIENT, {})
+    flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+    return original(self, load_dir, tag, *flags)
+
+
+def _load_all(engine: Any, folder: Path, name: str | None, coordinator: Coordinator, with_schedulers: bool) -> Any:
+    """Go on from a state; without a `name`, from a checkpoint of DeepSpeed's (all ranks, in a meeting)."""
     caller = current() or Caller()
-    scheduler = caller.scheduler_of(self.optimizer)
-    if name is not None and not with_optimizer:
-        data = load_without_optimizer(
-            self,
-            folder,
-            name,
-            strict=load_module_strict,
-            only_weights=load_module_only or not _has_optimizer(self),
-            scheduler=scheduler,
-            with_scheduler=load_lr_scheduler_states,
-        )
-        return str(folder / name), (data or {}).get(CLIENT, {})
-    with_scheduler = load_lr_scheduler_states and not (caller.loads_schedulers and self.lr_scheduler is None)
+    scheduler = caller.scheduler_of(engine.optimizer)
+    with_scheduler = with_schedulers and not (caller.loads_schedulers and engine.lr_scheduler is None)
     # Random numbers are the caller's: the Trainer and accelerate restore them at their own time, and engines never do.
-    resumed = load_state(self, folder, scheduler=scheduler, tag=name, with_scheduler=with_scheduler, with_rng=False)
-    if load_lr_scheduler_states:
+    own = {"scheduler": scheduler, "with_scheduler": with_scheduler, "with_rng": False}
+    resumed = resume(engine, folder, tag=name, meeting=coordinator, **own)
+    if with_schedulers:
         caller.restored.append(scheduler)
     return str(folder / resumed.tag), (resumed.data or {}).get(CLIENT, {})
 
@@ -148,9 +145,8 @@ def _leave_to_deepspeed(engine: Any, error: Exception) -> None:
             "load_checkpoint leaves weights and the optimizer's steps as a new process has them. Offload to the CPU, "
             "or save the weights alone, with save_pretrained."
         ) from error
-    if _has_optimizer(engine):
-        refuse_lost_elsewhere(getattr(engine.optimizer, "optimizer", engine.optimizer), error, "DeepSpeed")
-    say_refused(error, "DeepSpeed")
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    leave_to("DeepSpeed", error, optimizer if _has_optimizer(engine) else None)
 
 
 def _is_node_local(engine: Any) -> bool:
@@ -180,11 +176,30 @@ def _asks_for_universal(engine: Any, load_dir: Any, tag: Any) -> bool:
     return tag is None and engine.load_universal_checkpoint() and (Path(load_dir) / "latest_universal").is_file()
 
 
-def _is_other_zero(engine: Any, load_dir: Path, tag: Any) -> bool:
-    """Whether `load_dir` is a ZeRO checkpoint that DeepSpeed cannot load into this engine, and we can (all ranks)."""
-    if not engine.zero_optimization() or engine.load_universal_checkpoint() or unknown_shards_reason(engine):
+def _look(engine: Any, folder: Path, tag: Any, takes_all: bool) -> tuple[Path, str | None] | None:
+    """On rank 0: the state of ours that `folder` and `tag` mean, or the ZeRO checkpoint that DeepSpeed cannot load."""
+    found = look_for_state(folder, tag)
+    if found is None and takes_all and _is_other_zero(engine, folder, name_in(folder, tag)):
+        return folder, None if tag is None else str(tag)
+    return found
+
+
+def _is_other_zero(engine: Any, folder: Path, name: str) -> bool:
+    """Whether `name` in `folder` is a ZeRO checkpoint that DeepSpeed cannot load into this engine, and we can.
+
+    It loads those of as many ranks as there are, and of a stage that shards parameters as its own does. Of those with
+    swap files it loads no moments, in silence (0.19.8).
+    """
+    place = folder / name
+    if (
+        not name
+        or not engine.zero_optimization()
+        or engine.load_universal_checkpoint()
+        or unknown_shards_reason(engine)
+    ):
         return False
-    if is_model_parallel(engine) and of_parts_in(load_dir, tag):
+    if not (saved := world_size_of(place)) or (is_model_parallel(engine) and model_parallel_size_of(place) > 1):
         return False
     shards_parameters = engine.zero_optimization_partition_weights()
-    return other_zero_in(load_dir, tag, engine.seq_dp_world_size, shards_parameters)
+    is_other_stage = (ZERO_2_MODEL in entries_of_deepspeed(place)) == shards_parameters
+    return saved != engine.seq_dp_world_size or is_other_stage or (place / SWAPPED).exists()

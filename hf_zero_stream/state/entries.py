@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each of its parameters: as a state records it, and set anew in the one that goes on.
+"""Records what an optimizer keeps of each of its parameters, and sets it anew in the one that goes on.
 
 Elementwise states have files of their own. The rest is small and goes into the record, with its exact types: numbers,
 None, strings, dtypes, and tuples, lists and dicts of these. Whatever is none of this is refused by name.
@@ -235,13 +235,13 @@ class Recorded:
         return " ".join(word for word in words if word != str(slot.values.dtype).removeprefix("torch."))
 
     def of_parameter(self, name: str, slot: Slot) -> dict[str, str]:
-        """What must be the same for all parameters of `slot`."""
+        """All that must be the same for all parameters of `slot`."""
         found = {key: json.dumps(value) for key, value in self._numbers(name).items()}
         found |= {key: json.dumps(written) for key, written in self.others_of(name).items()}
         return found | {key: f"{found.get(key, '')} {self.kind(key, slot, name)}" for key in self.group.tensors}
 
     def of_slot(self, slot: Slot, with_numbers: bool) -> dict[str, str]:
-        """What `slot` keeps when this is loaded, as :func:`_described` says it."""
+        """All that `slot` keeps when this is loaded, as :func:`_described` says it."""
         if self.is_untrained(_first(slot)):
             return {}
         blocks = {key for key, names in self.group.in_blocks.items() if _first(slot) in names}
@@ -265,7 +265,7 @@ def _without_kinds(described: dict[str, str]) -> dict[str, str]:
 
 
 def _described(slot: Slot, keys: Collection[str], with_numbers: bool) -> dict[str, str]:
-    """What is kept, by name: how tensors are, and small values, numbers only if they are asked for."""
+    """Describe what is kept, by name: how tensors are, and small values, numbers only if they are asked for."""
     found = {}
     small = _small(slot, keys)
     for key, value in slot.entries.items():

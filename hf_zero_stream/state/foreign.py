@@ -1,36 +1,50 @@
-"""Training states that another library wrote, which plug-ins read; and what these tell its tools of ours."""
+"""Training states in another library's format: plug-ins read them, and tell that library's tools of ours.
+
+The checkpoints of DeepSpeed and accelerate, which save what we refuse, end in torch's
+``Optimizer.load_state_dict``. It takes each entry that can be iterated over for a list of others, so that a string
+comes back as the text of a generator; and a tensor by which something is kept in a group is another one in the next
+process, under which nobody looks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from transformers.utils import logging
 
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
+from ..errors import UnsupportedError
 from ..holdings.training import Training
-from ..ranks.coordinator import Coordinator
+from ..ranks.coordinator import Coordinator, meeting
+from ..ranks.rendezvous import SAVE
 from ..registry.plugins import import_object, missing_plugin_error, plugins
 from .record import StateRecord
 
 
+logger = logging.get_logger(__name__)
+
+
 class ForeignState(Protocol):
-    """What rank 0 has read of such a state, without values of tensors; all ranks get it, so it can be pickled."""
+    """Such a state as rank 0 has read it, without values of tensors; all ranks get it, so it can be pickled."""
 
     writer: str
-    """Who wrote it, for messages."""
+    """The library that wrote it, for messages."""
 
     def renamed(self, rename: Callable[[str], str]) -> ForeignState:
         """The same with other names of parameters and buffers."""
 
     def record_for(self, training: Training, with_scheduler: bool) -> StateRecord:
-        """What a state of ours would have recorded; an error of ours if it cannot go on in `training`."""
+        """Give what a state of ours would have recorded; an error of ours if it cannot go on in `training`."""
 
     def load(self, training: Training, coordinator: Coordinator) -> None:
         """Read weights, masters and moments; each rank the bytes of its own shards (all ranks)."""
 
 
 def foreign_state_in(folder: Path) -> ForeignState | None:
-    """What another library has saved into `folder`, the folder of a tag; None if none has.
+    """Read what another library has saved into `folder`, the folder of a tag; None if none has.
 
     Raises:
         MissingPluginError: the plug-in of ours that reads it is not there.
@@ -50,3 +64,51 @@ def write_guard_files(folder: Path, tag: str) -> None:
     for plugin in plugins():
         for write in plugin.guard_files:
             import_object(write)(folder, tag)
+
+
+def leave_to(whose: str, error: Exception, optimizer: Any) -> None:
+    """Say that a training that we do not save, by this `error`, is saved by `whose` own checkpoint (all ranks).
+
+    Args:
+        optimizer: what trains; None if nothing does.
+
+    Raises:
+        UnsupportedError: on all ranks, before anything is written: that checkpoint loses what `optimizer` keeps.
+    """
+    coordinator = Coordinator.of_default_group()
+
+    def refuse() -> None:
+        if optimizer is not None and (lost := sorted({*_lost(optimizer)})):
+            raise UnsupportedError(
+                f"{error} A checkpoint of {whose}'s own is no way out here: what {type(optimizer).__name__} keeps "
+                f"comes back as something else: {', '.join(lost[:8])}. Keep numbers in place of strings, and what "
+                "belongs to a tensor in the optimizer's `state`; or save the weights alone, with save_pretrained."
+            ) from error
+
+    with meeting(SAVE, coordinator=coordinator):
+        coordinator.run_on_all(refuse)
+    if coordinator.is_main:
+        logger.warning_once(f"This training is saved by {whose}, in its own format: {error}")
+
+
+def _lost(optimizer: Any) -> Iterator[str]:
+    for entries in optimizer.state.values():
+        for key, value in entries.items() if isinstance(entries, Mapping) else [("state", entries)]:
+            if _has_string(value):
+                yield f"{key} (a string becomes the text of a generator)"
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params" and _is_by_tensors(value):
+                yield f"{key} of group {number} (kept by tensors, which are others after a load)"
+
+
+def _has_string(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_string, value.values()))
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and any(map(_has_string, value)))
+
+
+def _is_by_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(isinstance(key, torch.Tensor) for key in value) or any(map(_is_by_tensors, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_is_by_tensors, value))

@@ -24,7 +24,7 @@ _DECOUPLED = "decoupled_weight_decay"
 """By this torch's Adam is AdamW; which of them goes on is said by its class, as in its own ``load_state_dict``."""
 
 _OF_NO_OTHER_ADAM = {*OF_SOME_ADAMS, _DECOUPLED, "foreach", "fused", "capturable", "differentiable"}
-"""What torch's have, and no other should get: it would not heed them. The last four say how a step is computed."""
+"""Options of torch's that no other should get: it would not heed them. The last four say how a step is computed."""
 
 _TENSOR = "(tensor)"
 
@@ -94,7 +94,7 @@ def options_of(recorded: GroupRecord, device: torch.device | None = None) -> dic
 
 
 def option_of(name: str, value: Any, device: torch.device | None) -> Any:
-    """What :func:`with_kind` has written, tensors on `device`, or on the host if they were there."""
+    """Read what :func:`with_kind` has written, tensors on `device`, or on the host if they were there."""
     if not isinstance(value, Mapping) or list(value) != [_TENSOR]:
         return restored(value)
     try:

@@ -1,4 +1,4 @@
-"""What ways of others to save and resume a training become inside ``streaming()``.
+"""The ways of accelerate and the Trainer to save and resume a training, inside ``streaming()``.
 
 Under DeepSpeed accelerate and the Trainer call the engine (see :mod:`.engine_hooks`), under FSDP2 functions of
 accelerate's (:mod:`.fsdp_hooks`). Here is what these cannot know: which scheduler belongs to the training, and whether
@@ -35,7 +35,7 @@ from ..seams.wrappers import (
 )
 from ..settings.config import announced_local_rank
 from ..settings.scope import active_configs, set_in_context
-from .callers import Caller, entered, is_on, load_found, state_in
+from .callers import Caller, entered, is_on, load_if_ours, state_in
 from .record import LATEST
 
 
@@ -104,7 +104,7 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     caller.has_weights = is_adapted(unwrapped(self.model)) or (noted is not None and noted.has_weights(output_dir))
     # Weights that somebody else's code has written beside the state stay as they are.
     writes_weights = not caller.has_weights and not saves_by_default(self, "save_model")
-    caller.apart = f"global_step{self.state.global_step}" if writes_weights else ""
+    caller.own_folder = f"global_step{self.state.global_step}" if writes_weights else ""
     with entered(caller):
         return original(self, output_dir)
 
@@ -125,9 +125,9 @@ def trainer_load_engine(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 def trainer_load_model(original: Callable[..., Any], self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
     """``Trainer._load_from_checkpoint``; under FSDP2 the optimizer is there by now, and is loaded with the model."""
-    if model is None or not is_fsdp2(self.accelerator) or _found(resume_from_checkpoint) is None:
+    is_ours = model is not None and is_fsdp2(self.accelerator) and _load_all(self, model, resume_from_checkpoint)
+    if not is_ours:
         return original(self, resume_from_checkpoint, model)
-    _load_all(self, model, resume_from_checkpoint)
     self._hf_zero_stream_resumed = resume_from_checkpoint
     return None
 
@@ -135,30 +135,32 @@ def trainer_load_model(original: Callable[..., Any], self: Any, resume_from_chec
 def trainer_load_rest(original: Callable[..., Any], self: Any, checkpoint: Any) -> Any:
     """``Trainer._load_optimizer_and_scheduler``, which the Trainer calls next."""
     resumed = vars(self).pop("_hf_zero_stream_resumed", None)
-    if self.is_deepspeed_enabled or _found(checkpoint) is None:
+    if resumed is not None and resumed == checkpoint:
+        return None
+    # Else it is a model that FSDP2 does not shard.
+    if self.is_deepspeed_enabled or not _load_all(self, self.model, checkpoint):
         return original(self, checkpoint)
-    if resumed != checkpoint:  # of a model that FSDP2 does not shard
-        _load_all(self, self.model, checkpoint)
     return None
 
 
-def _load_all(trainer: Any, model: Any, checkpoint: Any) -> None:
-    """Load all but the random numbers, which the Trainer restores after the data were shuffled."""
-    found = _found(checkpoint)
-    assert found is not None
-    load_found(model, found, _of_trainer(trainer), trainer.optimizer, trainer.lr_scheduler)
+def _load_all(trainer: Any, model: Any, checkpoint: Any) -> bool:
+    """Load all but the random numbers, which the Trainer restores after the data were shuffled; False: not ours."""
+    if checkpoint is None or not active_configs():
+        return False
+    return load_if_ours(model, Path(checkpoint), None, _of_trainer(trainer), trainer.optimizer, trainer.lr_scheduler)
 
 
 def trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
     """``Trainer._load_best_model``; under DeepSpeed it ends in the engine's function."""
     finish_pending(raises=False)  # also before the Trainer looks what is in the folder
-    found = _found(self.state.best_model_checkpoint) if is_fsdp2(self.accelerator) else None
-    if found is None:
+    best = self.state.best_model_checkpoint
+    if best is None or not active_configs() or not is_fsdp2(self.accelerator):
         return original(self)
     if is_adapted(unwrapped(self.model)):
-        _load_all(self, self.model, self.state.best_model_checkpoint)
-    else:
-        load_into(self.model, str(found[0]))
+        return None if _load_all(self, self.model, best) else original(self)
+    if (found := state_in(Path(best))) is None:
+        return original(self)
+    load_into(self.model, str(found[0]))
     return None
 
 
@@ -200,7 +202,3 @@ def _is_complete(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     return not is_unfinished(checkpoint)
-
-
-def _found(checkpoint: Any) -> tuple[Path, str] | None:
-    return state_in(Path(checkpoint)) if checkpoint is not None and active_configs() else None

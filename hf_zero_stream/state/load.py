@@ -13,14 +13,16 @@ from typing import Any
 from transformers.utils import logging
 
 from ..checkpoint.format import excerpt
+from ..checkpoint.formats import KnownHeaders
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.marks import is_adapted
 from ..holdings.model_parallel import refuse_unknown_shards
-from ..holdings.own_names import own_names, own_or_clean
+from ..holdings.own_names import fixed_names, own_names, own_or_clean
 from ..holdings.slots import BLOCKS, EXACT
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
-from ..ranks.coordinator import Coordinator, expected_at, meeting
+from ..loading.into import before_meeting
+from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
 from ..seams.ds_config import settings_in_force
@@ -50,7 +52,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a training goes on from.
+    """The state that a training goes on from.
 
     Attributes:
         tag: the name of the state.
@@ -100,11 +102,40 @@ def load_state(
         ConfigError: on all ranks: the state is that of another optimizer, or of other groups.
         HfZeroStreamError: on all ranks, in the middle of reading: some values are new; load again.
     """
+    return resume(
+        trained,
+        Path(folder),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        tag=tag,
+        batch_size=batch_size,
+        with_scheduler=with_scheduler,
+        with_rng=with_rng,
+        strict=strict,
+    )
+
+
+@fixed_names()
+def resume(
+    trained: Any,
+    folder: Path,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    tag: str | None = None,
+    batch_size: int | None = None,
+    with_scheduler: bool = True,
+    with_rng: bool = True,
+    strict: bool = True,
+    meeting: Coordinator | None = None,
+) -> Resumed:
+    """Do what :func:`load_state` says; `meeting` is the coordinator of a load's meeting that this is a part of."""
     finish_pending()
     began = time.perf_counter()
-    folder = Path(folder)
-    coordinator = Coordinator.of_default_group()
-    with expected_at(LOAD):
+    known, coordinator = KnownHeaders(), meeting or Coordinator.of_default_group()
+    with before_meeting(meeting):
         read_from = settings_in_force().read_from
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
         refuse_optimizer(training)
@@ -123,14 +154,15 @@ def load_state(
             swapped, values = training.swapped_masters, record.with_masters
             if isinstance(found, StateRecord) and has_more(training.model, values - swapped):
                 needs_all = not values or bool(swapped)
-                coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
+                check = partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all)
+                coordinator.run_on_main(check)
             if isinstance(found, StateRecord) and is_adapted(training.model):
                 refuse_other_base(training.model, record, place, coordinator, _trained_in(record))
         with training.replacing_state():
             drop_options(training.optimizer, record)
             prepare_entries(training.optimizer, training.slots, record)
             if isinstance(found, StateRecord):
-                load_values(training, folder, place, record, coordinator, strict=strict)
+                load_values(training, folder, place, record, coordinator, known, strict=strict)
             else:
                 found.load(training, coordinator)
             rates = _set_rest(training, record)
@@ -161,10 +193,19 @@ def load_state(
     return Resumed(place.name, record.data_for(coordinator.rank), dict(record.counters), record.world_size)
 
 
+@fixed_names()
 def load_without_optimizer(
-    engine: Any, folder: Path, tag: str, *, strict: bool, only_weights: bool, scheduler: Any, with_scheduler: bool
+    engine: Any,
+    folder: Path,
+    tag: str,
+    coordinator: Coordinator,
+    *,
+    strict: bool,
+    only_weights: bool,
+    scheduler: Any,
+    with_scheduler: bool,
 ) -> Any:
-    """Load the weights of a state into an engine (all ranks); returns the `data` that were saved with it.
+    """Load the weights of a state into an engine (all ranks, in a meeting); returns the `data` saved with it.
 
     If not `strict`, what the weights lack stays as it is. Unless `only_weights` are wanted, counters, loss scaler and,
     `with_scheduler`, the scheduler go on too.
@@ -173,21 +214,20 @@ def load_without_optimizer(
         CheckpointError: the weights in `folder` are those of another state, and this one has none of its own.
     """
     finish_pending()
-    coordinator = Coordinator.of_default_group()
-    place, model = folder / tag, unwrapped(engine)
-    with meeting(LOAD, coordinator=coordinator):
-        with coordinator.reporting():
-            refuse_unknown_shards(engine, "training state")
-        found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
-        record = found.renamed(partial(own_or_clean, own_names(model)))
-        has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder))
-        values = set() if has_its_own and not is_adapted(model) else record.with_masters
-        if has_more(model, values):
-            needs_all = has_its_own or not record.with_masters
-            coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
-        if is_adapted(model):
-            refuse_other_base(model, record, place, coordinator, _trained_in(record))
-        load_model_values(model, folder, place, record, values, coordinator, strict=strict)
+    place, model, known = folder / tag, unwrapped(engine), KnownHeaders()
+    with coordinator.reporting():
+        refuse_unknown_shards(engine, "training state")
+        finish_saves_into(folder, settings_in_force().read_from, coordinator)
+    found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
+    record = found.renamed(partial(own_or_clean, own_names(model)))
+    has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder, known))
+    values = set() if has_its_own and not is_adapted(model) else record.with_masters
+    if has_more(model, values):
+        needs_all = has_its_own or not record.with_masters
+        coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all))
+    if is_adapted(model):
+        refuse_other_base(model, record, place, coordinator, _trained_in(record))
+    load_model_values(model, folder, place, record, values, coordinator, known, strict=strict)
     if not only_weights and engine.optimizer is not None:
         training = training_of(engine, None, scheduler, None, None, coordinator)
         _set_rest(training, record if with_scheduler else replace(record, scheduler=None))

@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 
 _PAIRS, _TUPLE, _ARRAY = "(key, value)", "(tuple)", "(array)"  # JSON has only strings as keys, and no tuples
 _MOST_BYTES = 1 << 20
-"""Of a tensor. What is larger belongs into files of its own, and not into text that one rank writes for all."""
+"""A larger tensor belongs into a file of its own, and not into text that one rank writes for all."""
 
 
 def plain(value: Any, what: str, *, exactly: bool = False, with_tensors: bool = False) -> Any:
@@ -47,7 +47,7 @@ def plain(value: Any, what: str, *, exactly: bool = False, with_tensors: bool = 
 
 
 def restored(value: Any) -> Any:
-    """What :func:`plain` was given; raises a TypeError, ValueError or RuntimeError if it has not written `value`."""
+    """Undo :func:`plain`; raises a TypeError, ValueError or RuntimeError if that has not written `value`."""
     if isinstance(value, list):
         return [restored(item) for item in value]
     if isinstance(value, dict):

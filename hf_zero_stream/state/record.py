@@ -124,7 +124,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StateRecord:
-    """What is in the file.
+    """The contents of the file.
 
     Attributes:
         optimizer: its class.
@@ -189,7 +189,7 @@ class StateRecord:
         return replace(self, data=ranks[0], data_of_ranks=None if is_one else ranks)
 
     def data_for(self, rank: int) -> Any:
-        """What `rank` goes on with: what it gave, or if it was not there, what rank 0 gave."""
+        """The data that `rank` goes on with: what it gave, or if it was not there, what rank 0 gave."""
         of_ranks = self.data_of_ranks or []
         return restored(of_ranks[rank] if rank < len(of_ranks) else self.data)
 
@@ -320,7 +320,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "dtype": lambda value: value is None or isinstance(value, str),
     "weights": lambda value: value is None or isinstance(value, str),
 }
-"""What must be true of the fields of a record from anywhere."""
+"""Conditions on the fields of a record from anywhere."""
 
 
 def is_tag(name: str) -> bool:

@@ -1,11 +1,11 @@
-"""What ``save_state`` and ``load_state`` are given, and what a state is compared with before it is read."""
+"""Checks what ``save_state`` and ``load_state`` are given, and compares a state with it before it is read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,11 +17,14 @@ from torch import nn
 from transformers.utils import logging
 
 from ..checkpoint.format import excerpt
+from ..checkpoint.formats import KnownHeaders
 from ..errors import CheckpointError, ConfigError, UnsupportedError
+from ..holdings.marks import is_packed
 from ..holdings.training import Training, training_of_model
 from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
 from . import schedules
+from .base import quantised_modules
 from .blocks import refuse_other_parts
 from .entries import Recorded, refuse_unlike
 from .groups import ADAMS, OF_SOME_ADAMS, options_of
@@ -113,6 +116,42 @@ def _with_parameters(training: Training) -> Iterator[None]:
     finally:
         for group, params in zip(groups, kept, strict=True):
             group["params"] = params
+
+
+def refuse_module_entries(model: nn.Module) -> None:
+    """Raise an UnsupportedError if a state dict of `model` has anything but parameters and buffers.
+
+    That is what ``get_extra_state`` of a module returns, or what code of its own adds; scales of FP8 layers, for
+    instance. Quantised layers add how their weights are packed; these are frozen, and the checkpoint has them.
+    """
+    quantised = tuple(f"{prefix}." for prefix, _ in quantised_modules(model))
+    known: set[Any] = set()
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            known |= {name, id(tensor)}
+    entries = model.state_dict(keep_vars=True).items()
+    unknown = [
+        key
+        for key, value in entries
+        if key not in known and id(value) not in known and not _is_empty(value) and not key.startswith(quantised)
+    ]
+    if unknown:
+        raise UnsupportedError(
+            f"{type(model).__name__}.state_dict() has {len(unknown)} entries that are neither parameters nor buffers: "
+            f"{', '.join(unknown[:8])}. A training state has no place for them. Keep them in buffers, or use the "
+            "checkpoints of DeepSpeed or accelerate."
+        )
+
+
+def keeps_packing(model: nn.Module) -> bool:
+    """Whether quantised layers of `model` add how their weights are packed to a state dict."""
+    return is_packed(model) or getattr(model, "hf_quantizer", None) is not None
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 0
+    return value is None or (isinstance(value, Sized) and not len(value))
 
 
 def digests_of(groups: Sequence[GroupRecord]) -> SlotDigests:
@@ -258,17 +297,19 @@ def _refuse_other_options(group: Mapping[str, Any], recorded: GroupRecord, numbe
             )
 
 
-def has_its_weights(record: StateRecord, folder: Path) -> bool:
+def has_its_weights(record: StateRecord, folder: Path, known: KnownHeaders | None = None) -> bool:
     """Whether the weights in `folder` were saved with the state of `record`, as far as can be told."""
-    return record.weights is None or fingerprint(folder) in (None, record.weights)
+    return record.weights is None or fingerprint(folder, known) in (None, record.weights)
 
 
-def refuse_other_weights(record: StateRecord, folder: Path, place: Path, *, needs_all: bool) -> None:
+def refuse_other_weights(
+    record: StateRecord, folder: Path, place: Path, known: KnownHeaders, *, needs_all: bool
+) -> None:
     """Raise a CheckpointError if values that are trained would come from weights of another state.
 
     If it does not need all of them, but has the values that are trained itself, there is a warning.
     """
-    if has_its_weights(record, folder):
+    if has_its_weights(record, folder, known):
         return
     what = f"{folder}: its weights are not those that were saved with the state {place.name}"
     if needs_all:

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.format import NotAMap
-from ..checkpoint.formats import INDEX, read_index_file, read_map
+from ..checkpoint.formats import INDEX, KnownHeaders, read_index_file, read_map
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Stored, View, is_computed, sources_of
 from ..destinations.base import source_of
@@ -73,11 +73,12 @@ def _sources_changed(model: PreTrainedModel, coordinator: Coordinator) -> set[st
     return of_buffers | {node.name for node in changed if isinstance(node, Stored)}
 
 
-def refuse_unloadable(model: nn.Module, in_state: Collection[str], folder: Path) -> None:
+def refuse_unloadable(model: nn.Module, in_state: Collection[str], known: KnownHeaders, folder: Path) -> None:
     """Raise an UnsupportedError if a load of `model` could not read all of it from the weights in `folder`.
 
-    Of these files only the headers are read. A load may compute only what is `in_state` too (own names): where saving
-    computes, :func:`changed_in_weights` has named it; where only loading does, values would come back as others.
+    Of these files only the headers are read, which are `known` then. A load may compute only what is `in_state` too
+    (own names): where saving computes, :func:`changed_in_weights` has named it; where only loading does, values would
+    come back as others.
     """
     if not isinstance(model, PreTrainedModel):
         return
@@ -85,7 +86,7 @@ def refuse_unloadable(model: nn.Module, in_state: Collection[str], folder: Path)
     names = frozenset(wanted)
     if _seen.get(model) == names:
         return
-    load = load_of_layouts(StreamingConfig(strict=True))
+    load = load_of_layouts(StreamingConfig(strict=True), known)
     try:
         with quiet(is_main=False):  # what is wrong is in the error
             lazy, missing, _ = lazily_loaded_like(model, str(folder), load, dtype=torch.float32, needs_adapters=True)
@@ -122,7 +123,7 @@ def refuse_unloadable(model: nn.Module, in_state: Collection[str], folder: Path)
 
 
 def _wanted(model: nn.Module) -> dict[str, tuple[torch.Size, list[str]]]:
-    """What a training of `model` has: by the first name of each tensor its shape, and all its names."""
+    """All tensors that a training of `model` has: by the first name of each its shape, and all its names."""
     persistent = persistent_buffers(model)
     names: dict[int, list[str]] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -146,21 +147,23 @@ _MOST_TENSORS = 1024
 _SAMPLE_BYTES = 64
 
 
-def fingerprint(folder: Path) -> str | None:
-    """That of the weights in `folder`, whatever their shards; None if there are none that can be read.
+def fingerprint(folder: Path, known: KnownHeaders | None = None) -> str | None:
+    """Give that of the weights in `folder`, whatever their shards; None if there are none that can be read.
+
+    Headers that are `known` are not read again, and those that are read become known.
 
     It is made of the names, dtypes, shapes and some bytes of all tensors, or of every n-th of very many: a step of an
     optimizer changes nearly all of them, and reading all bytes would take as long as a load.
     """
     try:
-        return fingerprint_of_new(folder)
+        return fingerprint_of_new(folder, known)
     except (OSError, CheckpointError, ReadError, NotAMap):
         return None
 
 
-def fingerprint_of_new(folder: Path) -> str | None:
-    """As :func:`fingerprint`, of weights that were written just now: raises an OSError or a ReadError if need be."""
-    found = read_map(_files(folder))
+def fingerprint_of_new(folder: Path, known: KnownHeaders | None = None) -> str | None:
+    """Give the :func:`fingerprint` of weights that were written just now: an OSError or a ReadError if need be."""
+    found = read_map(_files(folder), known=known)
     digest = hashlib.sha256()
     entries = found.entries
     names = sorted(entries)

@@ -26,10 +26,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
+from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
 from ..holdings.holder import refuse_unreadable
 from ..holdings.marks import is_adapted, is_peft_model
+from ..holdings.own_names import fixed_names
 from ..holdings.slots import EXACT, elementwise_keys, holdings_of
 from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
@@ -39,18 +41,17 @@ from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.files import finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
-from ..saving.preparation import Beside, Content, Ending, LayOut, refuse_other_tensors
+from ..saving.preparation import Finalizer, LayOut, SaveItem
 from ..saving.save import Save
+from ..saving.shares import refuse_differing
 from . import adapters, rng, schedules
 from .base import split_base
-from .blocks import content_of, with_parts
+from .blocks import item_of, with_parts
 from .digests import places_of
 from .entries import recorded_entries, refuse_lost
 from .foreign import write_guard_files
 from .groups import recorded_options
-from .layout import index_name, lay_out, shard_of
-from .module_entries import refuse_module_entries
-from .names import names_of, write_names
+from .layout import index_name, lay_out, names_of, shard_of, write_names
 from .plain import plain
 from .record import (
     FILE,
@@ -60,7 +61,7 @@ from .record import (
     dtype_of,
     is_tag,
 )
-from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart, training_of
+from .refusals import digests_of, refuse_module_entries, refuse_optimizer, refuse_ranks_apart, training_of
 from .resumable import changed_in_weights, fingerprint, fingerprint_of_new, refuse_unloadable
 
 
@@ -76,6 +77,7 @@ def save_state(
 def save_state(
     trained: Any, folder: str | os.PathLike[str], *, asynchronous: bool, **kwargs: Any
 ) -> SaveReport | PendingSave: ...
+@fixed_names()
 def save_state(
     trained: Any,
     folder: str | os.PathLike[str],
@@ -161,51 +163,55 @@ def save_state(
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
             record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
         name, replaced = coordinator.broadcast(partial(_name, folder, tag, keep_older))
-        contents: list[Content] = []
-        in_state = record.with_masters | {*exact}
+        items: list[SaveItem] = []
+        in_state, known = record.with_masters | {*exact}, KnownHeaders()
         max_shard_size = kwargs.get("max_shard_size", "5GB")
         if with_weights:
-            contents.append(_weights(training.model, save, in_state, max_shard_size, coordinator))
+            items.append(_weights(training.model, save, in_state, known, max_shard_size, coordinator))
         elif not is_adapted(training.model):
-            coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, folder))
+            coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, folder))
         together = _of_same_dtypes(training, keys)
-        refuse_other_tensors(coordinator, str(together), "save")
-        contents += [_contents(training, name, group, max_shard_size) for group in together]
-        if (in_blocks := content_of(training, record, name, max_shard_size)) is not None:
-            contents.append(in_blocks)
+        refuse_differing(coordinator, str(together).encode(), "would save other tensors")
+        items += [_state_item(training, name, group, max_shard_size) for group in together]
+        if (in_blocks := item_of(training, record, name, max_shard_size)) is not None:
+            items.append(in_blocks)
         if exact:
             held = partial(held_values, training.model, exact, coordinator)
             laid_out = partial(lay_out, EXACT, max_shard_size, buffers=exact)
-            contents.append(
-                Content(
+            items.append(
+                SaveItem(
                     lay_out=laid_out, index_name=index_name(EXACT), folder=name, held=held, buffers=frozenset(exact)
                 )
             )
 
         def fingerprinted(folder: Path) -> str | None:
             if not with_weights:
-                return fingerprint(folder.parent)  # the final folder, around the temporary one
+                return fingerprint(folder.parent, known)  # the final folder, around the temporary one
             # Adapters have the values that are trained in the state too.
-            return None if is_adapted(training.model) else fingerprint_of_new(folder)
+            return None if is_adapted(training.model) else fingerprint_of_new(folder, known)
 
         act = save.start if asynchronous else save.run
         names = names_of(training, keys, exact) if coordinator.is_main else {}  # rank 0 writes them
-        has_zero = bool(
-            getattr(trained, "zero_optimization", bool)()
-        )  # an engine, for whose states DeepSpeed has tools
-        beside = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)
-        return act(*contents, ending=Ending(beside, LATEST, replaced))
+        # DeepSpeed has tools for the states of such an engine.
+        has_zero = bool(getattr(trained, "zero_optimization", bool)())
+        write_rest = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)
+        return act(*items, finalizer=Finalizer(write_rest, LATEST, replaced))
 
 
 def _weights(
-    model: nn.Module, save: Save, in_state: Collection[str], max_shard_size: int | str, coordinator: Coordinator
-) -> Content:
-    """What is saved beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
+    model: nn.Module,
+    save: Save,
+    in_state: Collection[str],
+    known: KnownHeaders,
+    max_shard_size: int | str,
+    coordinator: Coordinator,
+) -> SaveItem:
+    """Give the item beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
     if is_peft_model(model):
         return adapters.weights(model, coordinator)
     if not isinstance(model, PreTrainedModel):
-        return Content(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
-    check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state)
+        return SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
+    check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state, known)
     weights = save.weights()
     return replace(weights, check=check, lay_out=partial(_laid_out, weights.lay_out))
 
@@ -228,15 +234,15 @@ def _of_same_dtypes(training: Training, keys: Sequence[str]) -> list[list[str]]:
     return list(found.values())
 
 
-def _contents(training: Training, folder: str, keys: Sequence[str], max_shard_size: int | str) -> Content:
+def _state_item(training: Training, folder: str, keys: Sequence[str], max_shard_size: int | str) -> SaveItem:
     """The states `keys`, which have the same dtypes, in a `folder` of their own."""
     first, *others = keys
-    return Content(
+    return SaveItem(
         lay_out=partial(lay_out, first, max_shard_size, others=others),
         index_name=index_name(first),
         folder=folder,
         held=partial(holdings_of, training.slots, first),
-        beside=[Beside(partial(holdings_of, training.slots, key), partial(shard_of, key, first)) for key in others],
+        siblings=[(partial(holdings_of, training.slots, key), partial(shard_of, key, first)) for key in others],
     )
 
 

@@ -30,7 +30,7 @@ def class_of(scheduler: Any) -> str:
 
 
 def recorded(scheduler: Any) -> dict[str, Any]:
-    """What is saved; raises an UnsupportedError if it is not plain data."""
+    """Record `scheduler`; raises an UnsupportedError if its state is not plain data."""
     state = plain(scheduler.state_dict(), "scheduler")
     return {"class": class_of(scheduler), "state": state, _PER_STEP: steps_per_step(scheduler)}
 

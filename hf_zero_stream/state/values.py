@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.formats import KnownHeaders
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.slot_memory import SlotMemory
 from ..engine.load import Load
@@ -27,7 +28,7 @@ from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from .blocks import refuse_lacking, tensors_of
-from .layout import files_of, opened, opened_from_hub_layout, persistent_buffers
+from .layout import files_of, lazy_state, lazy_state_of_hub_layout, persistent_buffers
 from .record import StateRecord
 
 
@@ -39,7 +40,14 @@ def has_more(model: nn.Module, names: AbstractSet[str]) -> bool:
 
 
 def load_values(
-    training: Training, folder: Path, place: Path, record: StateRecord, coordinator: Coordinator, *, strict: bool
+    training: Training,
+    folder: Path,
+    place: Path,
+    record: StateRecord,
+    coordinator: Coordinator,
+    known: KnownHeaders,
+    *,
+    strict: bool,
 ) -> None:
     """Weights in `folder`, elementwise states in `place`; from the weights' files what has no master in memory."""
     model, swapped = training.model, training.swapped_masters
@@ -47,7 +55,16 @@ def load_values(
     # One plan for masters and moments; adapters' own values are trained where there are no masters.
     together = bool(in_memory) and (training.copies_masters or is_adapted(model))
     load_model_values(
-        model, folder, place, record, in_memory, coordinator, strict=strict, with_masters=not swapped, later=together
+        model,
+        folder,
+        place,
+        record,
+        in_memory,
+        coordinator,
+        known,
+        strict=strict,
+        with_masters=not swapped,
+        later=together,
     )
     blocks = tensors_of(training, record) if record.has_parts else None
     states = partial(_states_in, training, place, record, blocks)
@@ -63,6 +80,7 @@ def load_model_values(
     record: StateRecord,
     values: set[str],
     coordinator: Coordinator,
+    known: KnownHeaders,
     *,
     strict: bool,
     with_masters: bool = True,
@@ -70,16 +88,14 @@ def load_model_values(
 ) -> None:
     """All that `model` has: `values` from the state in `place`, or by the caller `later`; the rest from weights."""
     if has_more(model, values):
-        _load_weights(model, folder, values, coordinator, strict=strict, with_masters=with_masters)
+        how = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator, "known": known}
+        _load_weights(model, folder, values, **how)
     for key, names in ((EXACT, {*record.exact}), (MASTER, set() if later else values)):
         if names:
             _load_state(model, place, record, key, names, coordinator, strict=strict)
 
 
-def _load_weights(
-    model: Any, folder: Path, without: set[str], coordinator: Coordinator, *, strict: bool, with_masters: bool
-) -> None:
-    how: dict[str, Any] = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator}
+def _load_weights(model: Any, folder: Path, without: set[str], **how: Any) -> None:
     if isinstance(model, PreTrainedModel):
         load_some_into(model, str(folder), without, needs_adapters=True, **how)
         return
@@ -93,7 +109,7 @@ def _load_state(
     """Values from the state itself: those that were trained, or what no weights have as it is."""
     without = record.with_masters - needed
     if record.is_in_hub_layout:
-        lazy_model = partial(opened_from_hub_layout, model=model, place=place, key=key)
+        lazy_model = partial(lazy_state_of_hub_layout, model=model, place=place, key=key)
         place_into(model, str(place), lazy_model, without, coordinator=coordinator)
     else:
         _load_laid_out(model, place, key, needed, without, strict=strict, coordinator=coordinator)
@@ -105,7 +121,7 @@ def _load_laid_out(
     """Values of the state `key` in the folder `place`, or of weights; `needed` must be there, if it is `strict`."""
 
     def lazy_model(load: Load) -> LazyModel:
-        found = opened(load, model, place, key, strict=strict)
+        found = lazy_state(load, model, place, key, strict=strict)
         _refuse_lacking(place, found, needed if strict else set())
         return found
 
@@ -165,7 +181,7 @@ def _states_in(
     keys: Sequence[str],
 ) -> dict[str, Any]:
     """:data:`States` in the folder `place`, of which this is the `record`; and what is kept in `blocks`."""
-    read = opened_from_hub_layout if record.is_in_hub_layout else opened
+    read = lazy_state_of_hub_layout if record.is_in_hub_layout else lazy_state
     found: dict[str, Any] = {}
     for key in keys:
         lazy, missing, _ = read(load, training.model, place, key)

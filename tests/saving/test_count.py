@@ -17,7 +17,7 @@ from hf_zero_stream.checkpoint.safetensors import NotedShard, lay_out_shard
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving.count import nothing, refuse_too_few
 from hf_zero_stream.saving.plan import Share, Sources, make_save_plan
-from hf_zero_stream.saving.preparation import Content
+from hf_zero_stream.saving.preparation import SaveItem
 from hf_zero_stream.saving.save import Save
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config
@@ -151,10 +151,10 @@ def test_a_layout_that_leaves_out(tmp_path: Path) -> None:
         return [NotedShard("model.safetensors", entries, {"format": "pt"})]
 
     with pytest.raises(SaveError, match=r"of 1 fewer do: lm_head\.weight: 0 of 640"):
-        Save(model, tmp_path).run(Content(lay_out=lay_out, index_name="index.json"))
+        Save(model, tmp_path).run(SaveItem(lay_out=lay_out, index_name="index.json"))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     report = Save(model, tmp_path).run(
-        Content(lay_out=lay_out, index_name="index.json", left_out="lm_head.weight".__eq__)
+        SaveItem(lay_out=lay_out, index_name="index.json", left_out="lm_head.weight".__eq__)
     )
     assert report.files == ("model.safetensors",)
 

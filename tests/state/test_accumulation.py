@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hf_zero_stream
-from hf_zero_stream.state import engine_hooks
+from hf_zero_stream.state import foreign
 from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
@@ -42,7 +42,7 @@ def accelerator_of(zero: bool) -> Any:
 
 def accumulate(folder: Path, target: Path, zero: bool) -> dict[str, Any]:
     said: list[str] = []
-    engine_hooks.logger.warning_once = said.append  # type: ignore[method-assign]
+    foreign.logger.warning_once = said.append  # type: ignore[method-assign]
     accelerator = accelerator_of(zero)
     with hf_zero_stream.streaming():
         model = load("llama", folder)

@@ -60,13 +60,13 @@ def full_disk(rank: int) -> Iterator[None]:
 def save_both_ways(folder: Path, target: Path, configs: dict[str, Any]) -> dict[str, Any]:
     """For each config, states of two steps, saved in both ways; those saved in the background train on meanwhile."""
     planned: list[str] = []
-    plan_anew = preparation.Preparation._planned
+    plan_anew = preparation.SavePlanner._planned
 
     def counted(*args: Any) -> Any:
         planned.append(name)
         return plan_anew(*args)
 
-    preparation.Preparation._planned = counted  # type: ignore[method-assign]
+    preparation.SavePlanner._planned = counted  # type: ignore[method-assign]
     memories: dict[str, list[int]] = {}
     for name, config in configs.items():
         engine = engine_of(folder, config, all_in_one_group)

@@ -65,10 +65,10 @@ def test_as_deepspeed_does(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: 
 def ours_alone(folder: Path, target: Path) -> dict[str, Any]:
     import deepspeed
 
-    from hf_zero_stream.state import engine_hooks
+    from hf_zero_stream.state import foreign
 
     said: list[str] = []
-    engine_hooks.logger.warning_once = said.append  # type: ignore[method-assign]
+    foreign.logger.warning_once = said.append  # type: ignore[method-assign]
     found: dict[str, Any] = {}
     config = {**state_config(3), "checkpoint": {"use_node_local_storage": True}}
     engine = engine_of(folder, config, all_in_one_group)

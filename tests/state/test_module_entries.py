@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
-from hf_zero_stream.state.module_entries import refuse_module_entries
+from hf_zero_stream.state.refusals import refuse_module_entries
 from tests.support.odd_models import Odd, OddConfig
 
 

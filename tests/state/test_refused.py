@@ -143,10 +143,10 @@ def test_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> Non
 def fall_back(folder: Path, target: Path) -> dict[str, str]:
     """A state that was saved; what a hook saves in the middle of accumulation; and what then cannot be loaded."""
     import hf_zero_stream
-    from hf_zero_stream.state import engine_hooks
+    from hf_zero_stream.state import foreign
 
     said: list[str] = []
-    engine_hooks.logger.warning_once = said.append  # type: ignore[method-assign]
+    foreign.logger.warning_once = said.append  # type: ignore[method-assign]
     config = {**state_config(3), "gradient_accumulation_steps": 2}
     engine = engine_of(folder, config, all_in_one_group)
     train(engine, range(2))

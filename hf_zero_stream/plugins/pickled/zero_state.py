@@ -28,8 +28,8 @@ from ...seams.session import LazyModel
 from ...sources.local import LocalFiles
 from ...state.base import quantised_names
 from ...state.groups import ADAMS
-from ...state.module_entries import keeps_packing
 from ...state.record import CLIENT, GroupRecord, StateRecord
+from ...state.refusals import keeps_packing
 from ...state.schedules import class_of
 from ...state.values import load_states
 from .zero_folder import FP32, ZeroFolder, ZeroGroup, read_zero_folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import tempfile
 from collections.abc import Callable, Generator, Sequence
@@ -31,8 +30,9 @@ from ...saving.arguments import dtype_of_argument
 from ...saving.count import refuse_cut
 from ...saving.lazy_parameters import holdings_of_model
 from ...saving.parameters import Layout, NewParameters, Parameters
-from ...saving.preparation import circumstances, quiet, refuse_other_tensors
+from ...saving.preparation import circumstances, quiet
 from ...saving.save import make_ready
+from ...saving.shares import refuse_differing
 from ...seams.adapter_saving import lay_out_adapters
 from ...seams.saving import lay_out_pretrained
 from ...seams.wrappers import unwrapped
@@ -357,8 +357,7 @@ class WeightStream:
                 for bucket in buckets
                 for entry in bucket.entries
             ]
-            mine = hashlib.sha256(repr(metadata).encode()).hexdigest()
-        refuse_other_tensors(coordinator, mine, "stream")
+        refuse_differing(coordinator, repr(metadata).encode(), "would stream other tensors")
         refuse_cut(self._held, parameters, coordinator)
         # Looked at afterwards: transformers completes a model's config when it lays it out.
         plan = _Plan(self._circumstances(), parameters.layout, buckets, metadata, adapted)

@@ -1,0 +1,127 @@
+"""An operation finds out once what it must know of a model and of files: one walk, and one read of each header."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_zero_stream
+from hf_zero_stream.holdings import own_names
+from hf_zero_stream.sources.local import LocalFiles
+from tests.support.cluster import run_ranks
+from tests.support.parity import ds_config
+from tests.support.training_state import all_in_one_group, engine_of, state_config, train
+
+
+Checkpoint = Callable[..., Path]
+
+
+@contextmanager
+def counted(walks: Counter[str], headers: Counter[str]) -> Iterator[None]:
+    """Count, by the models' classes, walks over whole trees for names, and files opened for their headers, by name."""
+    walk, open_file = own_names._walk, LocalFiles.open_file
+
+    def counted_walk(module: Any, name: str, *args: Any) -> Any:
+        walks[type(module).__name__] += not name
+        return walk(module, name, *args)
+
+    def counted_open(self: LocalFiles, path: str) -> Any:
+        headers[path] += 1
+        return open_file(self, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_names, "_walk", counted_walk)
+        patch.setattr(LocalFiles, "open_file", counted_open)
+        yield
+
+
+def operations(folder: Path, target: Path, config: dict[str, Any] | None) -> dict[str, tuple[int, int]]:
+    """For each operation, the most walks over one model and the most reads of one header."""
+    if config is not None:
+        trained = engine_of(folder, config, all_in_one_group)
+        train(trained, range(1))
+        own: dict[str, Any] = {}
+    else:
+        trained = AutoModelForCausalLM.from_pretrained(folder)
+        own = {"optimizer": torch.optim.AdamW(trained.parameters())}
+        ids = torch.arange(8)[None]
+        trained(input_ids=ids, labels=ids).loss.backward()
+        own["optimizer"].step()
+    calls = {
+        "save_state": lambda: hf_zero_stream.save_state(trained, target / "state", **own),
+        "save_state again": lambda: hf_zero_stream.save_state(trained, target / "state", **own),
+        "load_state": lambda: hf_zero_stream.load_state(trained, target / "state", **own),
+        "load_into": lambda: hf_zero_stream.load_into(trained, str(target / "state")),
+        "save_pretrained": lambda: hf_zero_stream.save_pretrained(trained, target / "saved"),
+    }
+    found = {}
+    for name, call in calls.items():
+        walks, headers = Counter[str](), Counter[str]()
+        with counted(walks, headers):
+            call()
+        found[name] = max(walks.values()), max(headers.values(), default=0)
+    return found
+
+
+EXPECTED = {name: (1, 1) for name in ("save_state", "save_state again", "load_state", "load_into")} | {
+    "save_pretrained": (1, 0)
+}
+
+
+def test_one_rank(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    assert operations(zoo_checkpoint("qwen3_moe"), tmp_path, None) == EXPECTED
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
+    first, second = run_ranks(2, operations, zoo_checkpoint("qwen3_moe"), tmp_path, state_config(stage))
+    assert first == EXPECTED
+    assert all(walks == 1 and headers <= 1 for walks, headers in second.values())
+
+
+def meetings(folder: Path, target: Path) -> dict[str, int]:
+    """How often ranks meet in each way to go on from a state."""
+    from hf_zero_stream.ranks.presence import Presence
+
+    engine = engine_of(folder, state_config(3), all_in_one_group)
+    train(engine, range(1))
+    rounds, found = Presence.in_default_group().rounds, {}
+    with hf_zero_stream.streaming():
+        engine.save_checkpoint(str(target))
+        for name, call in {
+            "load_state": lambda: hf_zero_stream.load_state(engine, target),
+            "load_checkpoint": lambda: engine.load_checkpoint(str(target)),
+            "load_module_only": lambda: engine.load_checkpoint(str(target), load_module_only=True),
+        }.items():
+            before = sum(rounds.values())
+            call()
+            found[name] = sum(rounds.values()) - before
+    return found
+
+
+def test_a_resume_meets_once(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for found in run_ranks(2, meetings, zoo_checkpoint("llama"), tmp_path):
+        assert found == {"load_state": 1, "load_checkpoint": 1, "load_module_only": 1}
+
+
+def test_load(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    for headers in run_ranks(2, headers_of_load, zoo_checkpoint("qwen3_moe")):
+        assert max(headers.values(), default=1) == 1
+
+
+def headers_of_load(folder: Path) -> Counter[str]:
+    from transformers.integrations import HfDeepSpeedConfig
+
+    hf_config = HfDeepSpeedConfig(ds_config())
+    headers = Counter[str]()
+    with counted(Counter(), headers), hf_zero_stream.streaming():
+        AutoModelForCausalLM.from_pretrained(folder)
+    del hf_config  # it has been in force while it was there
+    return headers
