@@ -6,6 +6,7 @@ The folder is a map of bytes (:mod:`.zero_folder`): nothing in it is converted, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -148,48 +149,51 @@ def _scheduler_record(zero: ZeroFolder, training: Training) -> Mapping[str, Any]
 def _load(training: Training, zero: ZeroFolder, coordinator: Coordinator) -> None:
     """Read weights, masters, what is not trained, and moments; each rank the bytes of its own shards (all ranks)."""
     if coordinator.is_main:
-        _say_what_is_not_there(training, zero)
-
-    def lazy(load: Load, views: Mapping[str, View]) -> dict[str, LazyTensor]:
-        return {name: LazyTensor.of(view, load.checkpoint.materialise) for name, view in views.items()}
-
-    def states(load: Load, keys: Sequence[str]) -> dict[str, LazyTensor]:
-        first = load.checkpoint.add(zero.shards)
-        return lazy(load, {f"{key}.{name}": view for key in keys for name, view in zero.views(key, first).items()})
-
-    place = partial(place_into, training.model, zero.path, coordinator=coordinator)
+        _warn_of_missing(training, zero)
+    place, states = partial(place_into, training.model, zero.path, coordinator=coordinator), partial(_states, zero)
     if is_adapted(training.model):
-        quantised = quantised_names(training.model)  # which do not lie there as they do in memory
-
-        def base(load: Load) -> LazyModel:
-            first = load.checkpoint.add(zero.shards)
-            frozen, buffers = (
-                lazy(load, {name: view for name, view in views.items() if name not in quantised})
-                for views in (zero.frozen(first), zero.buffers(first))
-            )
-            return LazyTensorModule(frozen, buffers), set(), set()
-
+        base = partial(_untrained, zero, quantised_names(training.model))
         place(base, set(), with_masters=False, takes_packed=True)
         load_states(training, [*zero.keys, MASTER], states, coordinator, with_masters=True)
         training.copy_masters()
         return
-
-    swapped = training.swapped_masters
-
-    def weights(load: Load, without: set[str]) -> LazyModel:
-        first = load.checkpoint.add(zero.shards)
-        trained = {name: view for name, view in zero.views(FP32, first).items() if name not in without}
-        frozen, buffers = ({}, {}) if without else (zero.frozen(first), zero.buffers(first))
-        return LazyTensorModule(lazy(load, {**trained, **frozen}), lazy(load, buffers)), set(), set()
-
     # Masters that are in swap files come as moments do, after the weights that belong to them.
-    place(partial(weights, without=set()), set(), with_masters=not swapped)
+    swapped = training.swapped_masters
+    place(partial(_weights, zero, without=set()), set(), with_masters=not swapped)
     if swapped and swapped != zero.views().keys():
-        place(partial(weights, without=swapped), set())
+        place(partial(_weights, zero, without=swapped), set())
     load_states(training, [*zero.keys, MASTER], states, coordinator, with_masters=False)
 
 
-def _say_what_is_not_there(training: Training, zero: ZeroFolder) -> None:
+def _lazy(load: Load, views: Mapping[str, View]) -> dict[str, LazyTensor]:
+    return {name: LazyTensor.of(view, load.checkpoint.materialise) for name, view in views.items()}
+
+
+def _states(zero: ZeroFolder, load: Load, keys: Sequence[str]) -> dict[str, LazyTensor]:
+    """The lazy states `keys` of all parameters, by ``key.name``."""
+    first = load.checkpoint.add(zero.shards)
+    return _lazy(load, {f"{key}.{name}": view for key in keys for name, view in zero.views(key, first).items()})
+
+
+def _untrained(zero: ZeroFolder, quantised: AbstractSet[str], load: Load) -> LazyModel:
+    """The model below adapters, without `quantised` weights, which do not lie in files as they do in memory."""
+    first = load.checkpoint.add(zero.shards)
+    frozen, buffers = (
+        _lazy(load, {name: view for name, view in views.items() if name not in quantised})
+        for views in (zero.frozen(first), zero.buffers(first))
+    )
+    return LazyTensorModule(frozen, buffers), set(), set()
+
+
+def _weights(zero: ZeroFolder, load: Load, without: AbstractSet[str]) -> LazyModel:
+    """The model; if there are some to leave out, the other trained parameters alone."""
+    first = load.checkpoint.add(zero.shards)
+    trained = {name: view for name, view in zero.views(FP32, first).items() if name not in without}
+    frozen, buffers = ({}, {}) if without else (zero.frozen(first), zero.buffers(first))
+    return LazyTensorModule(_lazy(load, {**trained, **frozen}), _lazy(load, buffers)), set(), set()
+
+
+def _warn_of_missing(training: Training, zero: ZeroFolder) -> None:
     known = {*zero.views(), *zero.frozen(), *zero.shared}
     unknown = [name for name, _ in named_parameters(training.model) if name not in known]
     if unknown and is_adapted(training.model):
