@@ -216,7 +216,7 @@ def bounds(view: View) -> tuple[int, int]:
 
 
 def pieces_of(node: Cat, begin: int, end: int) -> list[View]:
-    """What is joined at the indices from `begin` to `end` along the dimension of `node`."""
+    """Return the views that are joined at the indices from `begin` to `end` along the dimension of `node`."""
     pieces = []
     for piece, start in zip(node.pieces, node.starts, strict=False):
         first, stop = max(begin, start), min(end, start + piece.sizes[node.dim])
