@@ -66,7 +66,7 @@ def measure(name: str, folder: str) -> Figures:
     """Load with all ranks, train six steps, and look at the forward passes but the first; this rank's figures."""
     import deepspeed
 
-    from hf_zero_stream.holdings.marks import packed_weights
+    from hf_zero_stream.holdings.introspection import packed_weights
 
     deepspeed.init_distributed("gloo")
     config = one_module_at_a_time()

@@ -19,7 +19,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Node, View
 from ..holdings import fsdp
 from ..holdings.holding import LocalShard
-from ..holdings.marks import is_packed, local_of, packed_weights
+from ..holdings.introspection import is_packed, local_of, packed_weights
 from ..holdings.own_names import named_parameters
 from ..holdings.shards import cuts_of, local_shard_of
 from ..planning.boxes import ParameterBox

@@ -7,7 +7,7 @@ import sys
 from torch import nn
 
 from ..errors import LoadError
-from ..holdings.marks import is_sharded
+from ..holdings.introspection import is_sharded
 from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
 from .base import Destination

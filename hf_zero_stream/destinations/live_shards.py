@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import LoadError
 from ..holdings import fsdp
-from ..holdings.marks import local_of
+from ..holdings.introspection import local_of
 from ..holdings.shards import local_shard_of
 from ..ranks.coordinator import Coordinator
 from .base import Batch, Destination, Item, SourcedTensor, flat_items, item_of, narrowed

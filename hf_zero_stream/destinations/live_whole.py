@@ -10,7 +10,7 @@ from torch import nn
 
 from ..accelerators import collective_device
 from ..errors import LoadError
-from ..holdings.marks import whole_shape
+from ..holdings.introspection import whole_shape
 from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig

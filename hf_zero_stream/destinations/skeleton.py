@@ -15,7 +15,7 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor
 from ..holdings import fsdp
 from ..holdings.deepspeed.original_experts import origin_of
-from ..holdings.marks import has_converted_experts, whole_shape
+from ..holdings.introspection import has_converted_experts, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, wrapped_child
 
 

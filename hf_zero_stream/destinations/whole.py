@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..accelerators import collective_device
 from ..holdings.holding import LocalShard
-from ..holdings.marks import local_of
+from ..holdings.introspection import local_of
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from .base import random_state, run_with_touched_parameters, set_random_state

@@ -19,7 +19,7 @@ from ..checkpoint.format import ShardHeader
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import FileTensor, View
 from ..errors import CheckpointError, DisagreementError
-from ..holdings.marks import whole_shape
+from ..holdings.introspection import whole_shape
 from ..settings.config import StreamingConfig
 
 

@@ -12,8 +12,8 @@ from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from ..registry.plugins import import_object, plugins
 from .holding import Holder, Holding
+from .introspection import is_inside_fsdp2, shards_modules
 from .kinds import BUFFERS, PARAMETERS, kind_of, persistent_buffers, refuse_shared_memory, refuse_unknown
-from .marks import is_inside_fsdp2, shards_modules
 from .own_names import named_parameters
 
 

@@ -23,7 +23,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ..checkpoint.format import dtype_name
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
-from .marks import has_partition, is_cut, is_dtensor, local_of
+from .introspection import has_partition, is_cut, is_dtensor, local_of
 
 
 class Kind(NamedTuple):

@@ -58,13 +58,13 @@ class _Replicas:
                 of_dtype.setdefault(param.dtype, []).append(param)
         for params in of_dtype.values():
             # A parameter without a gradient on all ranks must not get one: an optimizer skips it.
-            marks = torch.tensor([float(param.grad is not None) for param in params]).to(params[0])
+            has_grads = torch.tensor([float(param.grad is not None) for param in params]).to(params[0])
             grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-            flat = torch.cat([marks, *(grad.reshape(-1) for grad in grads)])
+            flat = torch.cat([has_grads, *(grad.reshape(-1) for grad in grads)])
             for group in self._mesh.get_all_groups():
                 dist.all_reduce(flat, group=group)
-            marks, *means = flat.split([len(params), *(param.numel() for param in params)])
-            for param, grad, mean, has_grad in zip(params, grads, means, marks.tolist(), strict=True):
+            has_grads, *means = flat.split([len(params), *(param.numel() for param in params)])
+            for param, grad, mean, has_grad in zip(params, grads, means, has_grads.tolist(), strict=True):
                 if has_grad:
                     grad.copy_(mean.view_as(grad) / self._mesh.size())
                     param.grad = grad

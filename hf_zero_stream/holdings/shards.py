@@ -15,8 +15,8 @@ from ..planning.boxes import Cut, ParameterBox
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .holding import Holding, LocalShard, open_flat
+from .introspection import is_cut, local_of
 from .kinds import PARAMETERS, refuse_unknown
-from .marks import is_cut, local_of
 
 
 def local_shard_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Coordinator) -> LocalShard:

@@ -26,7 +26,7 @@ from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .holding import Holding
-from .marks import local_of
+from .introspection import local_of
 from .own_names import named_parameters
 from .shards import local_shard_of
 

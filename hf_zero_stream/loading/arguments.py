@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..bindings.table import refuse_lacking
-from ..holdings.marks import accelerator_state
+from ..holdings.introspection import accelerator_state
 from ..settings import scope
 from ..settings.config import announces_fsdp2
 from ..sources.base import is_url

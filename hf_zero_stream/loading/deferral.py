@@ -154,9 +154,9 @@ class Deferral:
 
 def deferrals_of(model: nn.Module) -> list[Deferral]:
     """Return the deferrals of `model` and of its parts, in an order that is the same on all ranks."""
-    marks = [vars(module).get(_ATTRIBUTE) for module in model.modules()]
+    attached = [vars(module).get(_ATTRIBUTE) for module in model.modules()]
     readers = [param.reader for param in model.parameters() if isinstance(param, LazyTensor)]
-    return [each for each in dict.fromkeys([*marks, *readers]) if isinstance(each, Deferral)]
+    return [each for each in dict.fromkeys([*attached, *readers]) if isinstance(each, Deferral)]
 
 
 def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Module) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..holdings.marks import (
+from ..holdings.introspection import (
     FORGETS,
     LOADED_FROM,
     LOADED_SHAPES,

@@ -16,7 +16,7 @@ from ..bindings.table import installed
 from ..checkpoint.formats import has_unfinished
 from ..engine.load import Load
 from ..errors import PACKAGE, DisagreementError
-from ..holdings.marks import is_inside_zero_init
+from ..holdings.introspection import is_inside_zero_init
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, MeetingKind, NoJointLoad
 from ..reports.measures import collector_paused

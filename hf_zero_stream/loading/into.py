@@ -20,7 +20,7 @@ from ..engine.load import Load
 from ..engine.opened import OpenCheckpoint
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp
-from ..holdings.marks import is_packed, local_of
+from ..holdings.introspection import is_packed, local_of
 from ..holdings.model_parallel import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, named_buffers
 from ..ranks.coordinator import Coordinator, expected_at, meeting

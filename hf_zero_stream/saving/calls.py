@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..errors import SaveError, UnsupportedError
-from ..holdings.marks import FORGETS, has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
+from ..holdings.introspection import FORGETS, has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..registry.plugins import tool

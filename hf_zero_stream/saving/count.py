@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SaveError
 from ..holdings.holding import Holding
-from ..holdings.marks import LOADED_SHAPES, packed_weights
+from ..holdings.introspection import LOADED_SHAPES, packed_weights
 from ..holdings.own_names import own_names, own_or_clean
 from ..ranks.coordinator import Coordinator
 from ..seams.ds_config import zero3_hidden

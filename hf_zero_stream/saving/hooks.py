@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 from ..bindings.install import override_methods
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
-from ..holdings.marks import is_gathered_whole, lacks_values
+from ..holdings.introspection import is_gathered_whole, lacks_values
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport

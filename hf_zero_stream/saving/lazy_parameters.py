@@ -21,7 +21,7 @@ from ..engine.execute import run_in_threads
 from ..errors import UnsupportedError
 from ..holdings.holder import holdings, refuse_meta
 from ..holdings.holding import Holding
-from ..holdings.marks import has_converted_experts, has_partition, whole_of
+from ..holdings.introspection import has_converted_experts, has_partition, whole_of
 from ..holdings.own_names import named_parameters, own_names, own_or_clean
 from ..ranks.coordinator import Coordinator
 from .plan import in_dtype

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..holdings.marks import has_partition
+from ..holdings.introspection import has_partition
 
 
 def values_outside_models(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:

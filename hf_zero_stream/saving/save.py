@@ -22,7 +22,7 @@ from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta, refuse_unreadable
-from ..holdings.marks import has_gathered, is_packed
+from ..holdings.introspection import has_gathered, is_packed
 from ..holdings.model_parallel import refuse_unknown_shards
 from ..holdings.own_names import fixed_names
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting

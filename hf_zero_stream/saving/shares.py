@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..checkpoint.nodes import View
 from ..errors import SaveError, UnsupportedError
 from ..holdings.holding import Holding
-from ..holdings.marks import is_cut
+from ..holdings.introspection import is_cut
 from ..planning.boxes import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator
 from .plan import Share

@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
-from ..holdings.marks import has_partition, is_dtensor, is_peft_model
+from ..holdings.introspection import has_partition, is_dtensor, is_peft_model
 from ..holdings.own_names import adapter_names, named_parameters
 
 

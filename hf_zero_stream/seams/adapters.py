@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError, UnsupportedError
-from ..holdings.marks import has_partition, is_packed
+from ..holdings.introspection import has_partition, is_packed
 from ..holdings.replicas import keep_alike
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import MeetingKind

@@ -26,7 +26,7 @@ from ..checkpoint.formats import (
 )
 from ..destinations.base import random_state, refuse_wrapped, set_random_state
 from ..errors import CheckpointError, LoadError, UnsupportedError
-from ..holdings.marks import has_partition, keeping_groups
+from ..holdings.introspection import has_partition, keeping_groups
 from ..ranks.coordinator import Coordinator
 from ..registry.plugins import tool
 from ..sources.base import is_url

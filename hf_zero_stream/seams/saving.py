@@ -25,7 +25,7 @@ from ..bindings.table import installed
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
-from ..holdings.marks import FORGETS, is_dequantised, is_packed
+from ..holdings.introspection import FORGETS, is_dequantised, is_packed
 from ..registry.plugins import tool
 from ..registry.rows import PatchScope
 from ..settings.scope import set_in_context

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import ConfigError
-from ..holdings.marks import PACKED, is_packed
+from ..holdings.introspection import PACKED, is_packed
 from ..holdings.own_names import named_buffers, named_parameters, own_names
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator

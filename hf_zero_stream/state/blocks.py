@@ -22,7 +22,7 @@ from torch import nn
 from ..checkpoint.safetensors import NotedShard
 from ..errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from ..holdings.holding import Holding, open_flat
-from ..holdings.marks import local_of
+from ..holdings.introspection import local_of
 from ..holdings.slots import BLOCKS, Slot, storage_kind
 from ..holdings.training import Training
 from ..planning.boxes import ParameterBox

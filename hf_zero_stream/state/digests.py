@@ -26,7 +26,7 @@ from ..engine.execute import run_in_threads
 from ..engine.load import Load
 from ..engine.verification import digest_of
 from ..holdings.holder import holdings
-from ..holdings.marks import LOADED_FROM, whole_of
+from ..holdings.introspection import LOADED_FROM, whole_of
 from ..holdings.own_names import named_buffers, named_parameters
 from ..loading.dry_load import lazily_loaded_like
 from ..ranks.coordinator import Coordinator

@@ -16,7 +16,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
-from ..holdings.marks import is_adapted
+from ..holdings.introspection import is_adapted
 from ..loading.into import load_into
 from ..saving.arguments import refuse_url
 from ..saving.files import is_unfinished

@@ -23,7 +23,7 @@ from ..checkpoint.state_folder import NAMES
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
 from ..errors import UnsupportedError
-from ..holdings.marks import has_converted_experts, is_adapted, whole_shape
+from ..holdings.introspection import has_converted_experts, is_adapted, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
 from ..holdings.slots import MASTER
 from ..holdings.training import Training

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..checkpoint.format import excerpt
 from ..checkpoint.formats import KnownHeaders
 from ..errors import CheckpointError, UnsupportedError
-from ..holdings.marks import is_adapted
+from ..holdings.introspection import is_adapted
 from ..holdings.model_parallel import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, own_names, own_or_clean
 from ..holdings.slots import BLOCKS, EXACT

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..checkpoint.format import excerpt
 from ..checkpoint.formats import KnownHeaders
 from ..errors import CheckpointError, ConfigError, UnsupportedError
-from ..holdings.marks import is_packed
+from ..holdings.introspection import is_packed
 from ..holdings.training import Training, training_of_model
 from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer

@@ -27,7 +27,7 @@ from ..checkpoint.nodes import Stored, View, is_computed, sources_of
 from ..destinations.base import source_of
 from ..destinations.skeleton import convert_lazy
 from ..errors import CheckpointError, HfZeroStreamError, ReadError, UnsupportedError
-from ..holdings.marks import whole_shape
+from ..holdings.introspection import whole_shape
 from ..holdings.own_names import named_buffers, named_parameters
 from ..loading.dry_load import lazily_loaded_like, load_of_layouts
 from ..ranks.coordinator import Coordinator

@@ -30,7 +30,7 @@ from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
 from ..holdings.holder import refuse_unreadable
-from ..holdings.marks import is_adapted, is_peft_model
+from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names
 from ..holdings.slots import EXACT, elementwise_keys, holdings_of
 from ..holdings.training import STEPS, Training

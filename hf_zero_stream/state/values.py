@@ -18,7 +18,7 @@ from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.slot_memory import SlotMemory
 from ..engine.load import Load
 from ..errors import LoadError
-from ..holdings.marks import has_partition, is_adapted
+from ..holdings.introspection import has_partition, is_adapted
 from ..holdings.own_names import named_parameters
 from ..holdings.slots import BLOCKS, EXACT, MASTER
 from ..holdings.training import Training

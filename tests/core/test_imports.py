@@ -81,7 +81,7 @@ from hf_zero_stream import streaming
 
 def imported():
     names = {name for name in sys.modules if name.startswith("hf_zero_stream.")}
-    light = {"hf_zero_stream.holdings", "hf_zero_stream.holdings.marks"}
+    light = {"hf_zero_stream.holdings", "hf_zero_stream.holdings.introspection"}
     return {name.split(".")[1] for name in names - light}
 
 def replaced():

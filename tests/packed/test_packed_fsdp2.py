@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import hf_zero_stream
-from hf_zero_stream.holdings.marks import packed_weights
+from hf_zero_stream.holdings.introspection import packed_weights
 from tests import sampling
 from tests.packed.test_packed import FORMATS, make_folders
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors

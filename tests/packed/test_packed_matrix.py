@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero_stream.holdings.marks import packed_weights
+from hf_zero_stream.holdings.introspection import packed_weights
 from tests.support.cluster import run_ranks
 from tests.support.packed_models import MODELS, Folders, in_file
 from tests.support.packed_training import (

@@ -19,7 +19,7 @@ from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.destinations.base import Batch, Destination
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.errors import CheckpointError, UnsupportedError
-from hf_zero_stream.holdings.marks import packed_weights
+from hf_zero_stream.holdings.introspection import packed_weights
 from hf_zero_stream.loading.dry_load import lazily_loaded
 from hf_zero_stream.plugins.packed import programs
 from hf_zero_stream.plugins.packed.weights import PackedWeight, sources

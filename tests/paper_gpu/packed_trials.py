@@ -15,7 +15,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_zero_stream
-from hf_zero_stream.holdings.marks import packed_weights
+from hf_zero_stream.holdings.introspection import packed_weights
 from tests.paper_gpu.trials import COMMON, streaming, zero_config
 from tests.support.packed_training import dequantised, inputs, packed_names, with_adapters
 from tests.support.parity import differences

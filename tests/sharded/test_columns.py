@@ -16,7 +16,7 @@ import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.destinations import columns
-from hf_zero_stream.holdings.marks import local_of
+from hf_zero_stream.holdings.introspection import local_of
 from hf_zero_stream.sources import local
 from tests.faults import test_one_faulty_rank
 from tests.faults.test_one_faulty_rank import fail_then_load, in_a_read, raising

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hf_zero_stream.holdings.marks import local_of
+from hf_zero_stream.holdings.introspection import local_of
 from tests import sampling
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.sharded import Sizes, even_inputs, even_model, load_sharded, sharded_differences

@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.errors import ConfigError, UnsupportedError
-from hf_zero_stream.holdings.marks import local_of
+from hf_zero_stream.holdings.introspection import local_of
 from hf_zero_stream.loading.fake_group import fake_group
 from hf_zero_stream.planning.sharded_footprint import HeldShard, sharded_footprint
 from hf_zero_stream.reports.measures import AnonymousMemory

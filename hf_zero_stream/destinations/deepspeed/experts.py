@@ -23,7 +23,7 @@ from torch import nn
 from ...bindings.table import installed
 from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_version
 from ...holdings.deepspeed.original_experts import Origin, converted_layers
-from ...holdings.marks import CONVERTED
+from ...holdings.introspection import CONVERTED
 from ...planning.boxes import Cut, ParameterBox
 from ...registry.rows import PatchScope
 

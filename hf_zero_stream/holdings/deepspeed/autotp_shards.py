@@ -23,7 +23,7 @@ from ...errors import UnsupportedError
 from ...planning.boxes import Interval, ParameterBox
 from ...planning.plan import partition_range
 from ..holding import Holding, LocalShard, open_flat
-from ..marks import CUT, is_cut
+from ..introspection import CUT, is_cut
 
 
 _DESCRIBED = (

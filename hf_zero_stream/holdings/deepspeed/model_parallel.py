@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ...errors import UnsupportedError
-from ..marks import is_cut
+from ..introspection import is_cut
 from .autotp_shards import autotp_shard_of
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedError
-from ..marks import CONVERTED
+from ..introspection import CONVERTED
 
 
 class Origin(NamedTuple):

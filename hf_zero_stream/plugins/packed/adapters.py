@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...holdings.marks import packed_weights
+from ...holdings.introspection import packed_weights
 from ...seams.adapters import tensors_of_adapter
 
 

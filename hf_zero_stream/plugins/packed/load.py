@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from ...errors import UnsupportedError
-from ...holdings.marks import is_packed
+from ...holdings.introspection import is_packed
 from ...seams.session import Original, QuantisedLoad, Session, in_session
 from ...sources.base import is_url
 from .packing import pack_model

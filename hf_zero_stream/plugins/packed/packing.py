@@ -23,7 +23,7 @@ from ...checkpoint.lazy import LazyTensor, copy_attributes
 from ...checkpoint.nodes import View, entries_of, is_computed
 from ...engine.load import Load
 from ...errors import CheckpointError, UnsupportedError
-from ...holdings.marks import packed_weights
+from ...holdings.introspection import packed_weights
 from .dequantised import without_quantizer
 from .modules import PackedLinear, grouped_product, note_packed
 from .programs import NotPackable, NotQuantised

@@ -19,7 +19,7 @@ from ...checkpoint.nodes import View
 from ...destinations.skeleton import LazyTensorModule
 from ...engine.load import Load
 from ...errors import ConfigError, UnsupportedError
-from ...holdings.marks import is_adapted
+from ...holdings.introspection import is_adapted
 from ...holdings.own_names import named_buffers, named_parameters
 from ...holdings.slots import MASTER
 from ...holdings.training import Training

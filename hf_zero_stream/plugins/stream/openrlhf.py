@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...bindings.install import override_methods
-from ...holdings.marks import has_partition
+from ...holdings.introspection import has_partition
 from ...holdings.own_names import named_parameters
 from .buckets import Bucket
 from .merging import has_adapters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ...holdings.marks import is_packed
+from ...holdings.introspection import is_packed
 from ...seams.wrappers import unwrapped
 from .weights import WeightStream, weight_stream
 

@@ -17,7 +17,7 @@ import torch
 from ...accelerators import collective_device
 from ...bindings.install import override_methods
 from ...errors import PACKAGE, VersionError, installed_version
-from ...holdings.marks import has_partition, is_sharded
+from ...holdings.introspection import has_partition, is_sharded
 from ...ranks.coordinator import expected_at
 from ...ranks.presence import is_alone
 from ...seams.wrappers import unwrapped

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from ...holdings.marks import is_dtensor, shards_modules
+from ...holdings.introspection import is_dtensor, shards_modules
 from ...holdings.own_names import named_parameters
 from ...ranks.presence import is_alone
 from .merging import base_of

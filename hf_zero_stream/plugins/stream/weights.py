@@ -21,7 +21,7 @@ from ...bindings.install import override_methods
 from ...checkpoint.safetensors import NotedShard
 from ...errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
 from ...holdings.holder import refuse_meta
-from ...holdings.marks import is_packed
+from ...holdings.introspection import is_packed
 from ...holdings.own_names import adapter_names, named_buffers, named_parameters
 from ...planning.plan import materialise_reason
 from ...ranks.coordinator import Coordinator, expected_at, meeting
