@@ -99,7 +99,7 @@ def load_some_into(
     ZeRO-3 trains in place of parameters keeps its values. A `coordinator` is that of a meeting that this is a part of,
     which has finished saves into `path`; headers that are `known` are not read again.
     """
-    with before_meeting(coordinator):
+    with _before_meeting(coordinator):
         refuse_settings(kwargs)
         refuse_sharding(path, kwargs)
         refuse_unknown_shards(model, "load_into")
@@ -142,7 +142,7 @@ def place_into(
     names, lazy parameters and buffers. For `coordinator` and `known` see :func:`load_some_into`. Raises what
     :func:`load_into` raises.
     """
-    with before_meeting(coordinator):
+    with _before_meeting(coordinator):
         config = replace(settings_in_force(), strict=strict)
         fill_whole(live_model)
         if is_packed(live_model) and not takes_packed:
@@ -172,7 +172,7 @@ def place_into(
             return load.finish(live_model, logger)
 
 
-def before_meeting(coordinator: Coordinator | None) -> AbstractContextManager[None]:
+def _before_meeting(coordinator: Coordinator | None) -> AbstractContextManager[None]:
     """Around code that may fail before ranks meet, unless they have met already."""
     return expected_at(LOAD) if coordinator is None else nullcontext()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,7 @@ from ..holdings.own_names import fixed_names, own_names, own_or_clean
 from ..holdings.slots import BLOCKS, EXACT
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
-from ..loading.into import before_meeting
-from ..ranks.coordinator import Coordinator
+from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
 from ..seams.ds_config import settings_in_force
@@ -135,7 +135,7 @@ def resume(
     finish_pending()
     began = time.perf_counter()
     known, coordinator = KnownHeaders(), meeting or Coordinator.of_default_group()
-    with before_meeting(meeting):
+    with expected_at(LOAD) if meeting is None else nullcontext():
         read_from = settings_in_force().read_from
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
         refuse_optimizer(training)
