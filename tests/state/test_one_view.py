@@ -92,7 +92,7 @@ def meetings(folder: Path, target: Path) -> dict[str, int]:
 
     engine = engine_of(folder, state_config(3), all_in_one_group)
     train(engine, range(1))
-    rounds, found = Presence.in_default_group().rounds, {}
+    rounds, found = Presence.in_default_group().next_numbers, {}
     with hf_zero_stream.streaming():
         engine.save_checkpoint(str(target))
         for name, call in {
