@@ -63,7 +63,7 @@ def _home_of(name: str) -> Any:
         return importlib.import_module(home, __name__)
     except ModuleNotFoundError as error:
         _, _, plugin, *_ = *home.split("."), "", ""
-        if error.name != f"{__name__}.plugins.{plugin}":
+        if error.name not in (f"{__name__}.plugins", f"{__name__}.plugins.{plugin}"):
             raise
         from .registry.plugins import missing_plugin_error
 

@@ -92,7 +92,7 @@ def plugins() -> tuple[Plugin, ...]:
         try:
             plugin = entry.load()
         except ModuleNotFoundError as error:
-            if error.name == entry.module and entry.module.startswith(f"{GROUP}."):
+            if error.name in (entry.module, GROUP) and entry.module.startswith(f"{GROUP}."):
                 continue  # one of ours, whose folder has been taken away
             raise
         if not isinstance(plugin, Plugin):

@@ -15,8 +15,6 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_zero_stream.plugins.stream import weights
-from hf_zero_stream.plugins.stream.buckets import filled
 from tests.support.live_sharded import Way
 from tests.support.loading import load_with
 from tests.support.packed_training import load as load_packed
@@ -161,12 +159,14 @@ class counted_gathers:  # noqa: N801 - used as a function
 @contextmanager
 def counted_buckets() -> Iterator[list[int]]:
     """Inside, it is noted of each bucket that is filled how many others are in memory then."""
+    from hf_zero_stream.plugins.stream import buckets, weights  # the sweep imports this module without the plug-in too
+
     memory: list[StorageWeakRef] = []
     noted: list[int] = []
 
     def counting(*args: Any) -> Any:
         noted.append(sum(not each.expired() for each in memory))
-        bucket = filled(*args)
+        bucket = buckets.filled(*args)
         if bucket.packed.numel():
             memory.append(StorageWeakRef(bucket.packed.untyped_storage()))
         return bucket
