@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
@@ -90,7 +91,14 @@ if not TYPE_CHECKING:  # to a type checker, a module with a __getattr__ has ever
     __getattr__ = _find
 
 
+def _is_there(home: str) -> bool:
+    """Whether a module is there, as far as plug-ins can have been taken away."""
+    _, first, second, *_ = *home.split("."), "", ""
+    return first != "plugins" or os.path.isdir(os.path.join(os.path.dirname(__file__), first, second))
+
+
 def __dir__() -> list[str]:
     from .auto import STREAMING_CLASSES
 
-    return sorted([*_HOMES, *STREAMING_CLASSES, "__version__", "errors"])
+    there = [name for name, home in _HOMES.items() if _is_there(home)]
+    return sorted([*there, *STREAMING_CLASSES, "__version__", "errors"])

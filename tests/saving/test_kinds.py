@@ -199,9 +199,10 @@ def stream(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 WAYS = [save, save_state, stream]
+ROWS_OF_WAYS = [save, save_state, pytest.param(stream, marks=pytest.mark.plugin("stream"))]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ROWS_OF_WAYS)
 @pytest.mark.parametrize("kind", KNOWN)
 def test_known(tmp_path: Path, kind: str, way: Any) -> None:
     model = odd(KNOWN[kind])
@@ -247,7 +248,7 @@ def test_different_values_for_one_place(tmp_path: Path) -> None:
         hf_zero_stream.load_state(model, tmp_path, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ROWS_OF_WAYS)
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_unknown(tmp_path: Path, kind: str, way: Any) -> None:
     model = odd(UNKNOWN[kind])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -58,6 +59,7 @@ def outcomes(kinds: Sequence[str], folder: Path) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.plugin("stream")
 def test_known_under_fsdp2(cluster: None, tmp_path: Path) -> None:
     for found in run_ranks(2, outcomes, list(KNOWN), tmp_path):
         of_float8 = dict(zip(WAYS, found.pop("float8"), strict=True))
@@ -65,6 +67,7 @@ def test_known_under_fsdp2(cluster: None, tmp_path: Path) -> None:
         assert {each for of_kind in found.values() for each in of_kind} == {"", NOT_SHARDED}
 
 
+@pytest.mark.plugin("stream")
 def test_unknown_under_fsdp2(cluster: None, tmp_path: Path) -> None:
     """Sharding makes plain memory of some: these are saved; of the others nothing is."""
     for found in run_ranks(2, outcomes, list(UNKNOWN), tmp_path):
