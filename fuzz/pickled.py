@@ -28,7 +28,7 @@ from hf_zero_stream.sources.local import LocalFiles
 
 from .distributed import read_distributed
 from .seeds import zero_files
-from .targets import Disagreement
+from .targets import Disagreement, in_memory
 
 
 # ------------------------------------------------------------------------------------------------ files of torch.save
@@ -40,11 +40,7 @@ def read_torch_file(content: bytes) -> str:
     Raises:
         Disagreement: torch, which reads weights only, refuses what we accept, or reads it otherwise.
     """
-    handle = os.memfd_create("torch")
-    try:
-        with open(handle, "wb", closefd=False) as file:
-            file.write(content)
-        path = f"/proc/self/fd/{handle}"
+    with in_memory(content) as path:
         try:
             views = torch_files.parse_header(path, 0, torch_files.read_header(LocalFiles(), path)).views
         except CheckpointError:
@@ -64,8 +60,6 @@ def read_torch_file(content: bytes) -> str:
         if views.keys() != set(theirs):
             raise Disagreement("torch finds other tensors")
         return "same"
-    finally:
-        os.close(handle)
 
 
 def _values(content: bytes, view: View) -> bytes:

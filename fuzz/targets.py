@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from safetensors import SafetensorError, deserialize, safe_open
@@ -26,6 +27,7 @@ __all__ = [
     "build_file",
     "build_index",
     "frame",
+    "in_memory",
     "read_file",
     "read_index",
 ]
@@ -50,6 +52,18 @@ class Disagreement(AssertionError):
     """Our reading is not the reference's."""
 
 
+@contextmanager
+def in_memory(content: bytes) -> Iterator[str]:
+    """The path of a file with this content, which is on no disk."""
+    handle = os.memfd_create("fuzz")
+    try:
+        with open(handle, "wb", closefd=False) as file:
+            file.write(content)
+        yield f"/proc/self/fd/{handle}"
+    finally:
+        os.close(handle)
+
+
 # ------------------------------------------------------------------------------------------------------ headers
 
 
@@ -60,11 +74,7 @@ def read_file(content: bytes) -> str:
         Disagreement: we accept what the library refuses or read it otherwise; or we refuse what it accepts for a
             reason that is not in :data:`STRICTER`.
     """
-    handle = os.memfd_create("shard")
-    try:
-        with open(handle, "wb", closefd=False) as file:
-            file.write(content)
-        path = f"/proc/self/fd/{handle}"
+    with in_memory(content) as path:
         try:
             index, refusal = read_map([path]), ""
         except CheckpointError as error:
@@ -95,8 +105,6 @@ def read_file(content: bytes) -> str:
             if (opened.metadata() or {}) != index.shards[0].metadata:
                 raise Disagreement(f"we read {index.shards[0].metadata}, the library {opened.metadata()}")
         return "same"
-    finally:
-        os.close(handle)
 
 
 def frame(text: bytes) -> bytes:
