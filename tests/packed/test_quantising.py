@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 import hf_zero_stream
 from tests.support.allocations import AllocationWatch
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-from tests.support.packed_training import load, packed_names, plain_losses_of, trained
+from tests.support.packed_training import load, packed_names, plain_losses_of, tensors_of, trained
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import unquantised
 
@@ -46,14 +45,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, arguments in MODELS.items():
         unquantised(folder := tmp_path_factory.mktemp(name), **arguments)
         found[name] = folder
-    return found
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found.update({key: file.get_tensor(key) for key in file.keys()})
     return found
 
 
