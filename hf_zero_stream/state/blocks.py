@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,7 @@ def _digest(slot: Slot, group: GroupRecord) -> str:
 def item_of(training: Training, record: StateRecord, folder: str, max_shard_size: int | str) -> SaveItem | None:
     """Give the item of all that is kept in blocks, in files in the `folder` of the state; None if that is nothing."""
     model = _Parts()
-    for name, (_, _, (dtype, shape, _)) in _named(record).items():
-        empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    for name, empty in _named(record).items():
         model.register_parameter(name, nn.Parameter(empty, requires_grad=False))
     if not model._parameters:
         return None
@@ -106,7 +104,7 @@ def _laid_out(
     found = {name: entry.numel() for shard in shards for name, entry in shard.tensors.items()}
     mine = sum(found.get(name, 0) for name in tensors_of(training, record))
     kept = sum(value.numel() for slot in training.slots if not slot.is_padding for value in slot.blocks.values())
-    of_all = sum(prod(shape) for _, _, (_, shape, _) in _named(record).values())
+    of_all = sum(empty.numel() for empty in _named(record).values())
     if mine != kept or sum(found.values()) != of_all:
         raise SaveError(
             f"{type(training.optimizer).__name__}: expected {kept} elements in blocks of this rank in the files, "
@@ -120,13 +118,13 @@ class _Parts(nn.Module):
     """Has a parameter without memory for each tensor of each part."""
 
 
-def _named(record: StateRecord) -> dict[str, tuple[int, str, Any]]:
-    """By the name of each tensor in the files: its group, the digest of its part, and how it is."""
+def _named(record: StateRecord) -> dict[str, torch.Tensor]:
+    """By the name of each tensor in the files, one of its dtype and shape without memory."""
     return {
-        _name(number, place, key): (number, digest, how)
+        _name(number, place, key): torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for number, group in enumerate(record.groups)
-        for place, (digest, entries) in enumerate(group.parts)
-        for key, how in entries.items()
+        for place, (_, entries) in enumerate(group.parts)
+        for key, (dtype, shape, _) in entries.items()
     }
 
 
@@ -137,12 +135,12 @@ def _name(group: int, place: int, key: str) -> str:
 def _held(training: Training, record: StateRecord) -> dict[str, Holding]:
     mine = tensors_of(training, record)
     found = {}
-    for name, (_, _, (dtype, shape, _)) in _named(record).items():
-        box, value = ParameterBox.whole(shape), mine.get(name)
+    for name, empty in _named(record).items():
+        box, value = ParameterBox.whole(empty.shape), mine.get(name)
         is_here = value is not None
-        opened = partial(open_flat, value if value is not None else torch.empty(0, dtype=getattr(torch, dtype)))
+        opened = partial(open_flat, value if value is not None else torch.empty(0, dtype=empty.dtype))
         # Where all ranks have it, their values are compared.
-        found[name] = Holding(box, getattr(torch, dtype), 0, box.numel if is_here else 0, opened, is_whole=is_here)
+        found[name] = Holding(box, empty.dtype, 0, box.numel if is_here else 0, opened, is_whole=is_here)
     return found
 
 
