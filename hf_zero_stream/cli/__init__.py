@@ -29,8 +29,8 @@ OF_PLUGINS = {"convert": "pickled", "demo": "demo"}
 
 def commands() -> dict[str, str]:
     """Command -> its module, which has the command's function `run` and an `EXAMPLE`."""
-    brought = [plugin.commands for plugin in plugins()]
-    return {name: f".cli.{name}" for name in OURS} | {name: place for each in brought for name, place in each.items()}
+    ours = {name: f".cli.{name}" for name in OURS}
+    return ours | {name: place for plugin in plugins() for name, place in plugin.commands.items()}
 
 
 class _Command(TyperCommand):
@@ -45,10 +45,11 @@ class _CommandGroup(TyperGroup):
         return [*commands()]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in OF_PLUGINS and cmd_name not in commands():
+        module = commands().get(cmd_name)
+        if module is None and cmd_name in OF_PLUGINS:
             raise missing_plugin_error(OF_PLUGINS[cmd_name], f"hf-zero-stream {cmd_name}")
-        if cmd_name not in self.commands and cmd_name in commands():
-            self.commands[cmd_name] = _load_command(cmd_name)
+        if module is not None and cmd_name not in self.commands:
+            self.commands[cmd_name] = _load_command(cmd_name, module)
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
@@ -85,9 +86,9 @@ def _options(
     """Options of no command; the text of the help is that of `app`."""
 
 
-def _load_command(name: str) -> Any:
-    """The command `name`, whose module is imported now."""
-    module = import_module(commands()[name], PACKAGE)
+def _load_command(name: str, place: str) -> Any:
+    """The command `name`, whose module, at `place`, is imported now."""
+    module = import_module(place, PACKAGE)
     alone = typer.Typer(rich_markup_mode=None, add_completion=False)
     # What stands behind the command of `run` is that command's, options too.
     settings = {"allow_interspersed_args": name != "run"}
