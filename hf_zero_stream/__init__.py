@@ -60,15 +60,11 @@ _HOMES = {
 def _home_of(name: str) -> Any:
     """The module that a public name comes from; a MissingPluginError if the folder of its plug-in is gone."""
     home = _HOMES[name]
-    try:
-        return importlib.import_module(home, __name__)
-    except ModuleNotFoundError as error:
-        _, _, plugin, *_ = *home.split("."), "", ""
-        if error.name not in (f"{__name__}.plugins", f"{__name__}.plugins.{plugin}"):
-            raise
+    if not _is_there(home):
         from .registry.plugins import missing_plugin_error
 
-        raise missing_plugin_error(plugin, f"{__name__}.{name}") from None
+        raise missing_plugin_error(home.split(".")[2], f"{__name__}.{name}")
+    return importlib.import_module(home, __name__)
 
 
 def _find(name: str) -> Any:
@@ -94,7 +90,7 @@ if not TYPE_CHECKING:  # to a type checker, a module with a __getattr__ has ever
 def _is_there(home: str) -> bool:
     """Whether a module is there, as far as plug-ins can have been taken away."""
     _, first, second, *_ = *home.split("."), "", ""
-    return first != "plugins" or os.path.isdir(os.path.join(os.path.dirname(__file__), first, second))
+    return first != "plugins" or os.path.isfile(os.path.join(os.path.dirname(__file__), first, second, "__init__.py"))
 
 
 def __dir__() -> list[str]:

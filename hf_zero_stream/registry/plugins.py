@@ -89,12 +89,7 @@ def plugins() -> tuple[Plugin, ...]:
     """All installed plug-ins, by name; raises a ConfigError if an entry point leads to no :class:`Plugin`."""
     found: dict[str, Plugin] = {}
     for entry in sorted(_entries(), key=lambda entry: entry.name):
-        try:
-            plugin = entry.load()
-        except ModuleNotFoundError as error:
-            if error.name in (entry.module, GROUP) and entry.module.startswith(f"{GROUP}."):
-                continue  # one of ours, whose folder has been taken away
-            raise
+        plugin = entry.load()
         if not isinstance(plugin, Plugin):
             raise ConfigError(
                 f"the entry point {entry.name} of {GROUP}: expected a Plugin at {entry.value}; found {plugin!r}."
@@ -104,12 +99,13 @@ def plugins() -> tuple[Plugin, ...]:
 
 
 def _entries() -> Iterable[metadata.EntryPoint]:
-    """Entry points of all distributions, and of our folders for which a checkout has no installed entry point."""
-    entries = list(metadata.entry_points(group=GROUP))
-    installed = {entry.module for entry in entries}
-    own = [file.parent.name for file in (Path(__file__).parent.parent / "plugins").glob("*/__init__.py")]
-    lacking = [name for name in own if f"{GROUP}.{name}" not in installed]
-    return [*entries, *(metadata.EntryPoint(name, f"{GROUP}.{name}:PLUGIN", GROUP) for name in lacking)]
+    """Entry points of all distributions, but of ours those that have a folder, whatever was there at installation."""
+    folders = [file.parent.name for file in (Path(__file__).parent.parent / "plugins").glob("*/__init__.py")]
+    own = {f"{GROUP}.{name}": name for name in folders}
+    found = metadata.entry_points(group=GROUP)
+    installed = {entry.module: entry for entry in found if entry.module in own or not entry.module.startswith(GROUP)}
+    made = {module: metadata.EntryPoint(name, f"{module}:PLUGIN", GROUP) for module, name in own.items()}
+    return (made | installed).values()
 
 
 def import_object(place: str) -> Any:

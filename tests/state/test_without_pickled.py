@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,25 +14,16 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.errors import MissingPluginError
-from hf_zero_stream.registry import plugins
 from tests.cli.test_cli import run
 from tests.support.changed_models import different, whole_values
 from tests.support.cluster import run_ranks
+from tests.support.plugins import without_plugin
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 
 
 Checkpoint = Callable[..., Path]
 
 NAMED = "needs the plug-in 'pickled' of hf_zero_stream"
-
-
-@contextmanager
-def without_pickled() -> Iterator[None]:
-    others = [entry for entry in plugins._entries() if entry.name != "pickled"]
-    with mock.patch.object(plugins, "_entries", lambda: others):
-        plugins.plugins.cache_clear()
-        yield
-    plugins.plugins.cache_clear()
 
 
 def as_bin(model: Any, folder: Path) -> None:
@@ -56,7 +45,7 @@ def test_weights(zoo_checkpoint: Checkpoint, tmp_path: Path, save: Callable[[Any
     model = transformers.AutoModelForCausalLM.from_pretrained(zoo_checkpoint("llama"))
     model.config.save_pretrained(tmp_path)
     save(model, tmp_path)
-    with without_pickled():
+    with without_plugin("pickled"):
         with pytest.raises(MissingPluginError, match=NAMED):
             hf_zero_stream.load_into(model, str(tmp_path))
         with pytest.raises(MissingPluginError, match=NAMED):
@@ -68,7 +57,7 @@ def test_weights(zoo_checkpoint: Checkpoint, tmp_path: Path, save: Callable[[Any
 
 
 def test_convert(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    with without_pickled():
+    with without_plugin("pickled"):
         message = str(run("convert", str(zoo_checkpoint("llama")), str(tmp_path / "new"), code=1).stderr)
     assert "hf-zero-stream convert" in message and NAMED in message and not (tmp_path / "new").exists()
 
@@ -83,7 +72,7 @@ def resume_without(folder: Path, source: Path, stage: int, by_engine: bool) -> t
     """The error, and the names of what is another value after it."""
     engine = engine_of(folder, state_config(stage), all_in_one_group)
     before = whole_values(engine)
-    with without_pickled(), hf_zero_stream.streaming(), pytest.raises(MissingPluginError) as caught:
+    with without_plugin("pickled"), hf_zero_stream.streaming(), pytest.raises(MissingPluginError) as caught:
         if by_engine:
             engine.load_checkpoint(str(source))
         else:
@@ -97,14 +86,14 @@ def test_resuming_from_deepspeed(cluster: None, zoo_checkpoint: Checkpoint, tmp_
     run_ranks(2, save_by_deepspeed, zoo_checkpoint("llama"), tmp_path, 3)
     for message, changed in run_ranks(2, resume_without, zoo_checkpoint("llama"), tmp_path, 2, by_engine):
         assert NAMED in message and "global_step1" in message and changed == []
-    with without_pickled():
+    with without_plugin("pickled"):
         for command in ("inspect", "verify"):
             assert NAMED in run(command, str(tmp_path / "global_step1"), code=1).stderr
 
 
 def save_state(folder: Path, target: Path) -> list[float]:
     engine = engine_of(folder, state_config(3), all_in_one_group)
-    with without_pickled(), hf_zero_stream.streaming():
+    with without_plugin("pickled"), hf_zero_stream.streaming():
         train(engine, (0,))
         engine.save_checkpoint(str(target))
         expected = train(engine, (1,))

@@ -9,19 +9,22 @@ from contextlib import contextmanager
 import pytest
 
 from hf_zero_stream.bindings.table import TABLE
-from hf_zero_stream.registry.plugins import GROUP, plugins
+from hf_zero_stream.registry import plugins as registry
+from hf_zero_stream.registry.plugins import GROUP
 
 
 @contextmanager
 def without_plugin(name: str) -> Iterator[None]:
     """Inside, as after the folder of the plug-in `name` has been taken away."""
     module = f"{GROUP}.{name}"
+    others = [entry for entry in registry._entries() if entry.module != module]
     with pytest.MonkeyPatch.context() as patch:
         for each in [module, *(known for known in sys.modules if known.startswith(f"{module}."))]:
             patch.setitem(sys.modules, each, None)
         for moment, rows in TABLE.items():
             left = [row for row in rows if not row.leads_to.startswith(module)]
             patch.setitem(TABLE, moment, left)  # type: ignore[arg-type]
-        plugins.cache_clear()
+        patch.setattr(registry, "_entries", lambda: others)
+        registry.plugins.cache_clear()
         yield
-    plugins.cache_clear()
+    registry.plugins.cache_clear()
