@@ -38,7 +38,8 @@ class LiveWhole(Destination):
         parameters, buffers, copies = self._sources(model, missing)
         flat = {name: (copies.flat(name, param), view) for name, (param, view) in parameters.items()}
         exchanged = exchange_batches(flat, self._coordinator, self._chunk_bytes, self.device)
-        return [Batch(flat_items(buffers)), *exchanged, Batch([], finish=copies.copy)]
+        copied = [Batch([], finish=copies.copy)] if copies.are_needed else []
+        return [Batch(flat_items(buffers)), *exchanged, *copied]
 
     def _sources(
         self, model: nn.Module, missing: set[str]
@@ -67,6 +68,10 @@ class Copies:
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         self._pending.append((name, tensor, values))
         return values.view(-1)
+
+    @property
+    def are_needed(self) -> bool:
+        return bool(self._pending)
 
     def copy(self) -> None:
         """Raises a LoadError if elements that are one in memory (``expand``) were to get different values."""

@@ -79,7 +79,7 @@ class LiveModel(LiveWhole):
             free_buffers = filling.swaps[0][0].nvme_swapper.available_swap_in_buffers()
             batches.extend(nvme.swap_batches(filling.swaps, free_buffers))
         batches.extend(exchange_batches(filling.replicated, self._coordinator, self._chunk_bytes, self.device))
-        return [*batches, Batch([], finish=filling.copy_all)]
+        return [*batches, Batch([], finish=filling.copy_all)] if filling.has_copies else batches
 
     def allocate(self) -> None:
         """Free full values that will be stale (small parameters', hpZ's copies): DeepSpeed gathers them again."""
@@ -142,6 +142,10 @@ class _Filling:
             else:  # `param` gets rounded values
                 target = Target(f"{name} (optimizer)", trained.dtype, stop - start, start, stop, box)
                 self.direct.append(item_of(target, view, trained))
+
+    @property
+    def has_copies(self) -> bool:
+        return self.scattered.are_needed or bool(self.copies)
 
     def copy_all(self) -> None:
         self.scattered.copy()
