@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import LoadError
 from ..holdings.slots import Member, Slot
 from ..planning.plan import Target
-from .base import Batch, Destination, Item, item_of, narrowed, source_of
+from .base import Batch, Destination, Item, flat_items, narrowed, source_of
 
 
 class SlotMemory(Destination):
@@ -47,18 +47,17 @@ class SlotMemory(Destination):
                 "Copy the state again, or train the same parameters as when it was saved."
             )
         items = [(slot, [item for key in keys for item in _items(slot, key, views)]) for slot, keys in self._wanted]
-        whole = [
-            item_of(Target(name, value.dtype, value.numel(), 0, value.numel()), view, value.view(-1))
-            for name, value in self._whole.items()
-            if (view := views[name]) is not None
-        ]
-        in_memory = Batch([*whole, *(item for slot, of_slot in items if not slot.is_swapped for item in of_slot)])
+        whole = {
+            name: (value.view(-1), view) for name, value in self._whole.items() if (view := views[name]) is not None
+        }
+        opened = [item for slot, of_slot in items if not slot.is_swapped for item in of_slot]
+        in_memory = Batch([*flat_items(whole), *opened])
         return [in_memory, *(_batch_inside(slot, of_slot) for slot, of_slot in items if slot.is_swapped)]
 
 
 def _items(slot: Slot, key: str, views: Mapping[str, Any]) -> Iterator[Item]:
     for member in slot.members:
-        start, stop = (0, member.box.numel) if member.is_whole else (member.start, member.stop)
+        start, stop = member.held
         view = views[f"{key}.{member.name}"]
         # Converted parameters are already cut to the box.
         box = None if member.box.is_whole or view.sizes != member.box.shape else member.box

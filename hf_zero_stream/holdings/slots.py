@@ -239,8 +239,8 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     @contextmanager
     def opened(slot: Slot, member: Member) -> Iterator[torch.Tensor]:
         with slot.opened():
-            count = member.box.numel if member.is_whole else member.stop - member.start
-            yield slot.flat(key)[member.first : member.first + count]
+            start, stop = member.held
+            yield slot.flat(key)[member.first : member.first + stop - start]
 
     found = {}
     for slot in slots:
