@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
+
 from ..bindings.table import refuse_lacking
 from ..holdings.introspection import accelerator_state
 from ..settings import scope
@@ -41,6 +43,11 @@ def shards_by_fsdp2() -> bool:
     if shards:
         refuse_lacking("FSDP2 by accelerate")
     return shards
+
+
+def is_one_of_several() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def may_be_at_url(path: Any) -> bool:

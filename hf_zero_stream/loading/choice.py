@@ -28,7 +28,7 @@ from ..settings.config import (
     announces_zero3_init,
     config_without_auto,
 )
-from .arguments import shards_by_fsdp2
+from .arguments import is_one_of_several, shards_by_fsdp2
 
 
 logger = logging.get_logger(__name__)
@@ -61,9 +61,8 @@ def choose(
     """
     with suppress(ConfigError):  # raised below, where the other ranks are told
         if (settings := settings_for(ds_config, strict)).destination:
-            return Choice(
-                LOAD if _has_ranks() else None, "", partial(_load_by_plugin, ds_config, settings), works_alone=True
-            )
+            meeting_kind = LOAD if is_one_of_several() else None
+            return Choice(meeting_kind, "", partial(_load_by_plugin, ds_config, settings), works_alone=True)
     if is_zero3:
         from ..destinations.deepspeed import zero3  # imports deepspeed, which takes seconds
 
@@ -214,15 +213,9 @@ def settings_for(ds_config: Mapping[str, Any], strict: bool | None) -> Streaming
     return settings if strict is None else replace(settings, strict=strict)
 
 
-def _has_ranks() -> bool:
-    """Whether this process is one of several ranks."""
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
     """Whether there are several ranks, each of which would load all of the model into its host memory."""
-    if not _has_ranks():
+    if not is_one_of_several():
         return False
     sharding = _sharding_argument(kwargs)
     if sharding and torch.distributed.get_rank() == 0:

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from ..holdings.introspection import (
     FORGETS,
     LOADED_FROM,
@@ -31,6 +29,7 @@ from .arguments import (
     PROCESSOR_FILES,
     TOKENIZER_FILES,
     StockFunction,
+    is_one_of_several,
     load_with_prefetch,
     may_be_at_url,
     shards_by_fsdp2,
@@ -96,8 +95,7 @@ def _is_stock_load(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
 
 
 def _may_stream() -> bool:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return several or "deepspeed.runtime.engine" in sys.modules or accelerator_state() is not None
+    return is_one_of_several() or "deepspeed.runtime.engine" in sys.modules or accelerator_state() is not None
 
 
 def auto_model_hook(original: StockFunction, *args: Any, **kwargs: Any) -> Any:
