@@ -17,6 +17,7 @@ from torch import nn
 
 from ..accelerators import peak_bytes, reserved_bytes, used_bytes
 from ..checkpoint.format import ShardHeader, TensorEntry
+from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.map import AbsentSlice, CheckpointMap, CheckpointSlice
 from ..checkpoint.nodes import HostTensor, Leaf, View
@@ -42,7 +43,8 @@ logger = logging.getLogger(__name__)
 class Load:
     """The state of one ``from_pretrained`` that streams; `ds_config` is empty if there is none.
 
-    A load that goes on where another one ended has that one's `checkpoint` (:meth:`.OpenCheckpoint.reopened`).
+    A load that goes on where another one ended has that one's `checkpoint` (:meth:`.OpenCheckpoint.reopened`). Others
+    do not read the headers that are `known`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Load:
         coordinator: Coordinator,
         destination: Destination,
         checkpoint: OpenCheckpoint | None = None,
+        known: KnownHeaders | None = None,
     ) -> None:
         self.config = config
         self.ds_config = ds_config
@@ -63,7 +66,7 @@ class Load:
         """The plan of this rank's reads, once it is known."""
         self.footprint: MemoryFootprint | None = None
         """The memory that this rank needs in the load and in training, if the destination knows it."""
-        self.checkpoint = checkpoint or OpenCheckpoint(config, coordinator, device=destination.device)
+        self.checkpoint = checkpoint or OpenCheckpoint(config, coordinator, device=destination.device, known=known)
         """The files that the bytes come from."""
         self._reader = Reader(self.checkpoint, self.clock, self.memory)
         self._map: CheckpointMap | None = None

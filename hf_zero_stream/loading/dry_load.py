@@ -19,7 +19,6 @@ from ..checkpoint.formats import KnownHeaders
 from ..destinations.base import Batch, Destination
 from ..destinations.skeleton import skeleton_of
 from ..engine.load import Load
-from ..engine.opened import OpenCheckpoint
 from ..errors import ConfigError, UnsupportedError, VersionError
 from ..holdings.own_names import adapter_names, without_adapters
 from ..planning.footprint import ADAMW_COPIES, AdamW, MemoryFootprint
@@ -215,8 +214,7 @@ class _NoDestination(Destination):
 
 def load_of_layouts(config: StreamingConfig, known: KnownHeaders | None = None) -> Load:
     """A load for :func:`lazily_loaded` of a model that is never read; needs no DeepSpeed."""
-    coordinator = Coordinator(0, 1, alone=True)
-    return Load(config, {}, coordinator, _NoDestination(), OpenCheckpoint(config, coordinator, known=known))
+    return Load(config, {}, Coordinator(0, 1, alone=True), _NoDestination(), known=known)
 
 
 def lazily_loaded(

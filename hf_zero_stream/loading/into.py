@@ -17,7 +17,6 @@ from ..destinations.base import Destination, fill_whole, refuse_wrapped
 from ..destinations.live import live_destination
 from ..destinations.live_shards import LiveShards
 from ..engine.load import Load
-from ..engine.opened import OpenCheckpoint
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp
 from ..holdings.introspection import is_packed, local_of
@@ -161,8 +160,7 @@ def place_into(
             if not is_part:
                 finish_saves_into(path, config.read_from, coordinator)
             destination = live_destination(live_model, coordinator, config, with_masters=with_masters)
-            checkpoint = OpenCheckpoint(config, coordinator, device=destination.device, known=known)
-            load = Load(config, {}, coordinator, destination, checkpoint)
+            load = Load(config, {}, coordinator, destination, known=known)
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
                 lazy, missing, tied = lazy_model(load)
                 is_model = isinstance(lazy, PreTrainedModel) and isinstance(destination, LiveShards)
