@@ -129,7 +129,8 @@ class OpenCheckpoint:
 
     def read_headers(self, paths: Sequence[str]) -> list[ShardHeader]:
         """Read the headers of `paths`; when values are read, each file must still be the one that it was then."""
-        found = {} if self._known is None else {path: it for path, it in self._known.found.items() if path in paths}
+        known = {} if self._known is None else self._known.found
+        found = {path: known[path] for path in paths if path in known}
         unknown = [path for path in paths if path not in found]
 
         def work(pending: Iterator[str]) -> None:
