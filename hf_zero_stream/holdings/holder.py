@@ -52,7 +52,7 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
     for kind in PARAMETERS:
         of_kind = {name: param for name, param in left.items() if kind_of(param, PARAMETERS) is kind}
         if of_kind:
-            hold(kind.held_by(), of_kind)
+            hold(import_object(kind.holder), of_kind)
     if left:
         raise UnsupportedError(f"what ranks hold: no holder says what this rank holds of {', '.join([*left][:8])}.")
     own = [name for name, _ in named_parameters(model)]

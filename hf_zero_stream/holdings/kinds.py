@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -33,18 +32,13 @@ class Kind(NamedTuple):
         name: for messages.
         is_one: whether a tensor is of this kind; the first kind that says so has it.
         memory: the memory that the values of a tensor lie in, on this rank.
-        holder: module and name of the :class:`.holding.Holder` of this kind, which is imported when it is needed.
+        holder: the :class:`.holding.Holder` of this kind, for :func:`..registry.plugins.import_object`.
     """
 
     name: str
     is_one: Callable[[Any], bool]
     memory: Callable[[Any], torch.Tensor]
     holder: str = ""
-
-    def held_by(self) -> Any:
-        """The :class:`.holding.Holder` of this kind."""
-        module, name = self.holder.split(":")
-        return getattr(import_module(module, __package__), name)
 
 
 def _partition(param: Any) -> torch.Tensor:
@@ -66,12 +60,12 @@ def _is_on_each_rank(buffer: Any) -> bool:
 
 
 PARAMETERS = (
-    Kind("a partition of ZeRO-3", has_partition, _partition, ".deepspeed.held:held_partitions"),
-    Kind("a part that AutoTP has left", is_cut, _itself, ".deepspeed.autotp_shards:held_autotp_shards"),
-    Kind("a shard (DTensor)", is_dtensor, local_of, ".shards:held_shards"),
-    Kind("a plain tensor", _is_whole, _itself, ".holding:held_replicas"),
+    Kind("a partition of ZeRO-3", has_partition, _partition, ".holdings.deepspeed.held:held_partitions"),
+    Kind("a part that AutoTP has left", is_cut, _itself, ".holdings.deepspeed.autotp_shards:held_autotp_shards"),
+    Kind("a shard (DTensor)", is_dtensor, local_of, ".holdings.shards:held_shards"),
+    Kind("a plain tensor", _is_whole, _itself, ".holdings.holding:held_replicas"),
 )
-"""Weights that stay quantised are parameters of bytes of these kinds; :mod:`..packed` knows what the bytes mean."""
+"""Weights that stay quantised are parameters of bytes of these kinds, whose meaning :mod:`..plugins.packed` knows."""
 
 BUFFERS = (
     Kind("a DTensor that each rank has in full", is_dtensor, local_of),
