@@ -6,10 +6,8 @@ Nodes often differ: a stale copy of the checkpoint, an old library, an environme
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import nn
 from ..checkpoint.format import ShardHeader
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import FileTensor, View
-from ..errors import CheckpointError, DisagreementError
+from ..errors import CheckpointError, DisagreementError, installed_version
 from ..holdings.introspection import whole_shape
 from ..settings.config import StreamingConfig
 
@@ -100,13 +98,9 @@ def refuse_other_shards(
         )
 
 
-@cache
 def _version(library: str) -> str:
     """The release: builds for different accelerators count as the same."""
-    try:
-        return importlib.metadata.version(library).partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed as a package"
+    return installed_version(library).partition("+")[0]
 
 
 def _sources(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
