@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ...checkpoint.formats import holds_values
 from ...checkpoint.urls import UrlCheckpoints, checkpoints_at
 from ...errors import ReadError, UnsupportedError
+from ...loading.arguments import may_be_at_url, url_of
 from ...seams.session import Original, Session
 from ...settings import scope
 from ...settings.config import announced_local_rank
@@ -38,9 +39,7 @@ _OURS: UrlCheckpoints = checkpoints
 
 def _url_of(path: Any, kwargs: Mapping[str, Any]) -> str:
     """The URL of a checkpoint that the running code, inside ``streaming()``, loads from one of ours; "" for others."""
-    if not scope.active_configs() or not is_url(path) or checkpoints_at(path) is not _OURS:
-        return ""
-    return checkpoints.canonical(str(path), kwargs.get("revision"), kwargs.get("token"))
+    return url_of(path, kwargs) if may_be_at_url(path) and checkpoints_at(path) is _OURS else ""
 
 
 def cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
