@@ -321,8 +321,8 @@ def evaluated(view: View, whole: Callable[[Stored], torch.Tensor], joined: Mappi
     nodes += [node for node, _ in sources_of(parts) if isinstance(node, Stored)]
     # Ranks may gather them, and none computes before all are there.
     values = {node: whole(node) for node in dict.fromkeys(nodes) if node.name not in joined}
-    stored = {node: values[node] if node in values else joined[node.name] for node in nodes}
-    return MemoryEvaluator(stored.__getitem__).materialise(view).contiguous()
+    stored = MemoryEvaluator(lambda node: values[node] if node in values else joined[node.name])
+    return stored.materialise(view).contiguous()
 
 
 Values = Callable[[str, int], torch.Tensor]

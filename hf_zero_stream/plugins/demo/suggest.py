@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...cli import frame
 from ...cli.plan import needs_of_node
 from ...reports.text import bytes_text, count_text
-
-
-if TYPE_CHECKING:
-    pass
 
 
 ON_HOST = {"device": "cpu"}
