@@ -24,7 +24,7 @@ _LOAD_ATTRIBUTES = ("_load_pretrained_model", "hf_quantizer", "_weight_conversio
 
 
 def skeleton_of(model: nn.Module) -> Any:
-    """A copy of `model` on the meta device, by own names (:mod:`.own_names`), with the ties that `model` has now."""
+    """A copy of `model` on the meta device, by own names (:mod:`..holdings.own_names`), with its ties of now."""
     copied: dict[int, Any] = {}
 
     def tensor(old: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def _cuts(placed: Sequence[_Placed]) -> Iterator[Cut]:
 def held_shards(
     model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
 ) -> dict[str, Holding]:
-    """A :class:`Holder`: the shards of DTensors."""
+    """A :class:`.holding.Holder`: the shards of DTensors."""
     managed = fsdp.managed_params(model)
 
     def holding(name: str, param: Any) -> Holding:

@@ -16,11 +16,11 @@ class FileFormat(NamedTuple):
     """A format of files.
 
     Attributes:
-        name: for messages and :attr:`...checkpoint.map.CheckpointMap.format`.
+        name: for messages and :attr:`..checkpoint.map.CheckpointMap.format`.
         endings: the ends of its files' paths.
-        module: a :class:`...checkpoint.format.Format`.
+        module: a :class:`..checkpoint.formats.Format`.
         holds_values: these files hold the tensors themselves; otherwise they say which other files do.
-        is_always_map: its reader raises no :class:`...checkpoint.format.NotAMap`. Otherwise the module has a function
+        is_always_map: its reader raises no :class:`..checkpoint.format.NotAMap`. Otherwise the module has a function
             ``not_a_map_reason(source, paths)`` too: why the files are no maps of bytes; ``""`` if they are.
     """
 
@@ -38,7 +38,7 @@ class FolderFormat(NamedTuple):
         name: as of a :class:`FileFormat`.
         find: ``module:name`` of a function of a path: the path that `read` takes, or None if the folder is of another
             format. It goes by the names of files.
-        read: ``module:name`` of a function of that path, which gives a :class:`...checkpoint.map.CheckpointMap`.
+        read: ``module:name`` of a function of that path, which gives a :class:`..checkpoint.map.CheckpointMap`.
         refusal: why ``from_pretrained`` cannot load it, and what to do; empty if it can.
     """
 

@@ -1,4 +1,4 @@
-"""Functions that are called in place of transformers' own; the only package that touches its private surface.
+"""Functions that are called in place of transformers' own, of which this package touches the private surface.
 
 ``from_pretrained`` stays transformers' own. While a :class:`Session` is active in a thread, some functions differ:
 
@@ -6,8 +6,7 @@
 2. ``_load_pretrained_model``: the *stock* function runs, in its branch without ZeRO-3, on a state dict of lazy
    tensors, so that renames, conversions, prefix and dtype rules and the report of missing keys stay transformers' own;
 3. ``_move_missing_keys_from_meta_to_device``: lazy tensors become ZeRO-3 partitions and are read;
-4. ``_initialize_weights`` and the comparison of tied weights work on partitions;
-5. ``cached_files`` fetches small files from URLs, and gives the URLs of weights.
+4. ``_initialize_weights`` and the comparison of tied weights work on partitions.
 
 All of them are rows of ``bindings/table.py``, in the order in which they are called.
 

@@ -48,8 +48,8 @@ class GroupRecord:
         kinds: of those `numbers` that are tensors, their dtypes, and ``host`` if only they are there, by name.
         others: what it keeps beside, such as None, by name: each value that there is, and the names of the parameters
             that have it; None for all of them.
-        tensors: elementwise states that differ from what is trained, by name: how (:func:`.slots.storage_kind`), and
-            of which parameters.
+        tensors: elementwise states that differ from what is trained, by name: how
+            (:func:`..holdings.slots.storage_kind`), and of which parameters.
         in_blocks: what it keeps in blocks (:mod:`.blocks`), by name: of which parameters.
         parts: each slot that is kept in blocks, on whatever rank: a digest of what lies in it, and for each name in it
             dtype, shape, and whether only it is on the host.

@@ -1,4 +1,4 @@
-"""The values that DeepSpeed trains in place of a model's parameters, at ZeRO stages 0 to 2 (stage 3: ``live.py``).
+"""The values that DeepSpeed trains in place of a model's parameters, at ZeRO stages 0 to 2 (not 3).
 
 Each optimizer step copies them into the model. So whoever writes to parameters must write to these too, or the next
 step puts the old values back. Neither the engine need be at hand, nor do parameters lead to all of these optimizers,
