@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from benchmarks.arms import ARMS, MODEL_ARMS, Task, Work, digest, owned_bytes
 from benchmarks.launch import write_figures
-from hf_zero_stream.plugins.demo.demo import drop_from_cache, fill_cache
 from hf_zero_stream.reports.measures import AnonymousMemory
+from hf_zero_stream.sources.local import drop_from_cache, fill_cache
 
 
 T = TypeVar("T")

@@ -19,11 +19,10 @@ import transformers
 from hf_zero_stream.engine import opened
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
-from hf_zero_stream.plugins.demo.demo import drop_from_cache
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources import local
-from hf_zero_stream.sources.local import WINDOW_BYTES, ReadAhead
+from hf_zero_stream.sources.local import WINDOW_BYTES, ReadAhead, drop_from_cache
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +19,7 @@ import typer
 
 from ...cli import frame
 from ...reports.text import bytes_text
+from ...sources.local import drop_from_cache, fill_cache
 
 
 EXAMPLE = "hf-zero-stream demo --checkpoint Qwen/Qwen3-0.6B --nproc 2"
@@ -145,21 +145,6 @@ def run(
         found.pop("curves", None)  # hundreds of points
         found.pop("digests", None)
     frame.emit(data, blocks, form, ok=all(passed for passed, _ in checks))
-
-
-def fill_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Bring these files into the page cache: read each once."""
-    for path in paths:
-        with open(path, "rb") as file, open(os.devnull, "wb") as nowhere:
-            shutil.copyfileobj(file, nowhere, 8 << 20)
-
-
-def drop_from_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Drop these files from the page cache."""
-    os.sync()  # what is not written yet cannot be dropped
-    for path in paths:
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _make_checkpoint(folder: Path) -> Path:
