@@ -51,7 +51,9 @@ def unasked(row: Row, patch: pytest.MonkeyPatch) -> Row:
 
 def mutations(begin: str) -> list[Any]:
     return [
-        pytest.param((PatchScope.BLOCK, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
+        pytest.param(
+            (PatchScope.BLOCK.name, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow
+        )
         for number, row in enumerate(TABLE[PatchScope.BLOCK])
         if row.of.startswith(begin)
         for mutate in (
