@@ -12,11 +12,11 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.errors import MissingPluginError
-from hf_zero_stream.registry import plugins
 from tests.packed.test_gguf import write_lfm2
 from tests.support.cluster import run_ranks
 from tests.support.packed_training import load, with_adapters
 from tests.support.parity import ds_config
+from tests.support.plugins import without_plugin
 from tests.support.quantised_checkpoints import fp8, unquantised
 
 
@@ -45,9 +45,7 @@ def messages(root: Path) -> dict[str, str]:
         "adapters": lambda: with_adapters(packed),
     }
     found = {}
-    with pytest.MonkeyPatch.context() as patch, hf_zero_stream.streaming():
-        others = tuple(plugin for plugin in plugins.plugins() if plugin.name != "packed")
-        patch.setattr(plugins, "plugins", lambda: others)
+    with without_plugin("packed"), hf_zero_stream.streaming():
         for name, act in cases.items():
             with pytest.raises(MissingPluginError, match=NEEDS) as error:
                 act()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -18,7 +18,9 @@ def without_plugin(name: str) -> Iterator[None]:
     """Inside, as after the folder of the plug-in `name` has been taken away."""
     module = f"{GROUP}.{name}"
     others = [entry for entry in registry._entries() if entry.module != module]
-    with pytest.MonkeyPatch.context() as patch:
+    with ExitStack() as stack:
+        stack.callback(registry.plugins.cache_clear)  # when all is back again
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         for each in [module, *(known for known in sys.modules if known.startswith(f"{module}."))]:
             patch.setitem(sys.modules, each, None)
         for moment, rows in TABLE.items():
@@ -27,4 +29,3 @@ def without_plugin(name: str) -> Iterator[None]:
         patch.setattr(registry, "_entries", lambda: others)
         registry.plugins.cache_clear()
         yield
-    registry.plugins.cache_clear()
