@@ -43,13 +43,14 @@ def defined_in(module: str) -> set[str]:
     for node in ast.walk(MODULES[module]):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
-        elif isinstance(node, ast.Name):
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return found
 
 
+@pytest.mark.plugin("stream")
 def test_what_is_imported_of_our_own_is_there() -> None:
     """Imports in functions too; mypy takes a module of ours that is not there for one without types."""
     names = {module: defined_in(module) for module in MODULES}

@@ -157,7 +157,6 @@ def test_in_engines(cluster: None, tmp_path: Path, stage: int, kinds: list[str])
         if found and kind in KNOWN and not (kind == "complex64" and stage == 2):  # all parameters become complex
             assert found[0] == SAVED and {*found[1:]} in ({SAVED}, {AS_STOCK}), (kind, found)
         elif found:
-            assert {*found} <= {SAVED, REFUSED, BY_DEEPSPEED, AS_STOCK}
             assert REFUSED not in found[:2] or found[:2] == [REFUSED, REFUSED], (kind, found)
     assert {kind: first[kind] for kind in kinds if kind in SAMPLE} == {
         "complex64": [REFUSED, REFUSED, BY_DEEPSPEED] if stage == 2 else [],

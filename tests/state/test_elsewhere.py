@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import hf_zero_stream
-from hf_zero_stream.errors import HfZeroStreamError
 from tests.state.optimizers import parameters_of, training_in
+from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, load, make_accelerator
 from tests.support.training_state import accelerated_steps
@@ -52,7 +52,7 @@ def by_engines(folder: Path, target: Path, homes: list[str]) -> list[Any]:
             training = training_in(home, folder, lambda model, kind=kind: kind(parameters_of(model), lr=1e-2))
             training.steps(range(2))
             with hf_zero_stream.streaming():
-                message = _message(lambda: training.engine.save_checkpoint(str(target / f"ours {kind} {home}")))
+                message = message_of(lambda: training.engine.save_checkpoint(str(target / f"ours {kind} {home}")))
             training.engine.save_checkpoint(str(target / f"stock {kind} {home}"))
             training = training_in(home, folder, lambda model, kind=kind: kind(parameters_of(model), lr=1e-2))
             training.engine.load_checkpoint(str(target / f"stock {kind} {home}"))
@@ -61,14 +61,6 @@ def by_engines(folder: Path, target: Path, homes: list[str]) -> list[Any]:
             kept = training.inner.param_groups[0].get("state", {})
             found.append((kind, message, modes[:1], [entries["steps"] for entries in kept.values()]))
     return found
-
-
-def _message(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except HfZeroStreamError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def by_accelerate(folder: Path, target: Path) -> list[Any]:
@@ -83,7 +75,7 @@ def by_accelerate(folder: Path, target: Path) -> list[Any]:
             if kind is KeepsText and dist.get_rank() == 1:  # one rank alone cannot save
                 for entries in optimizer.state.values():
                     entries.pop("mode")
-            found.append((kind, _message(lambda: accelerator.save_state(str(target / f"{kind}")))))
+            found.append((kind, message_of(lambda: accelerator.save_state(str(target / f"{kind}")))))
     return found
 
 
