@@ -165,7 +165,7 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "2", "--suggest", "--device", "cpu"], "expected a GPU's --device-memory"),
         (["plan", ".", "--world-size", "64", "--fsdp", "16", "--tp", "2"], "--world-size: expected 32"),
         (["plan", ".", "--world-size", "2", "--fsdp", "0"], "fsdp"),
-        (["demo", "--nproc", "0"], "nproc"),
+        pytest.param(["demo", "--nproc", "0"], "nproc", marks=pytest.mark.plugin("demo")),
         (["doctor", "--ds-config", "nowhere.json"], "nowhere.json"),
         (["doctor", "--report", "nowhere.json"], "nowhere.json"),
         (["doctor", "--bundle", "nowhere/bundle.json"], "there is no folder nowhere"),

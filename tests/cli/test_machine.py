@@ -145,6 +145,7 @@ def test_without_accelerates_own_config(tmp_path: Path, monkeypatch: pytest.Monk
     assert statuses(run_json("doctor")["settings"])["accelerate's config"] == "no"
 
 
+@pytest.mark.plugin("demo")
 def test_bundle_has_what_an_issue_needs_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = ["hunter2", "s3cret", "hf_abcdefghijklmnopqrst", "wandbkey"]
     monkeypatch.setenv("HF_TOKEN", secrets[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -42,6 +43,7 @@ def make_lora(base: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.plugin("pickled")
 def test_arguments(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, model, bins = zoo_checkpoint("llama"), build_model("llama"), tmp_path / "bins"
     model.save_pretrained(tmp_path / "variant", variant="fp9", max_shard_size="60KB")

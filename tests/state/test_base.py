@@ -56,6 +56,7 @@ def test_resumes_on_a_changed_base(cluster: None, bases: Path, tmp_path: Path, h
         assert all(map(is_new, found)) and bool(found) == (change not in ("none", "two bases")), (change, found)
 
 
+@pytest.mark.plugin("pickled")
 @pytest.mark.parametrize("home", ["zero3", "zero2"])
 def test_from_deepspeeds_folder(cluster: None, bases: Path, tmp_path: Path, home: str) -> None:
     """It has the whole base, which comes from it at another number of ranks and another stage."""

@@ -386,6 +386,7 @@ def loaded_from_deepspeeds(folder: Path, source: Path) -> list[Any]:
     return [{**state, "sum": float(state["sum"].abs().sum())} for state in training.inner.state.values()]
 
 
+@pytest.mark.plugin("pickled")
 def test_none_in_a_folder_of_deepspeeds(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Comes back at another number of ranks, where we read the folder."""
     folder = zoo_checkpoint("llama")

@@ -156,6 +156,7 @@ def load_by_accelerate(folder: Path, target: Path, config: dict[str, Any]) -> li
         return train(engine, (3, 4))
 
 
+@pytest.mark.plugin("pickled")
 def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = {**ds_config(torch.bfloat16), "gradient_accumulation_steps": 1}
     for found in run_ranks(2, save_by_accelerate, zoo_checkpoint("llama"), tmp_path / "state", config):
