@@ -56,7 +56,7 @@ class Plugin:
         destinations: name, for :attr:`..settings.config.StreamingConfig.destination`, ->
             ``module:function``, which takes a Coordinator, the StreamingConfig and the DeepSpeed config (empty if
             there is none), and returns a :class:`..destinations.base.Destination`.
-        holders: each a ``module:function`` that is a :class:`..holdings.holder.Holder`; asked before the core's.
+        holders: each a ``module:function`` that is a :class:`..holdings.holding.Holder`; asked before the core's.
         sources: scheme of URLs, in lower case -> :class:`Source`.
         tools: functions, or classes, that the core calls for an option of a command, or for what a load or a save
             meets: name -> ``module:function``. Without one the name is the subject of the error.
