@@ -23,8 +23,8 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from ..checkpoint.file_digests import WORD, odd_factors
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, HostTensor, Node, Pointwise, View, row_major_strides
 from ..destinations.base import Item
@@ -46,7 +46,6 @@ SAMPLES, SAMPLE = 4, 4096
 """Number of chunks of each parameter that `"sample"` compares on each rank, and elements of a chunk."""
 
 _ADVICE = "The values are wrong; load again, and if it happens again, report it with the model's config."
-_WORD = 2**64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -104,7 +103,7 @@ class Verifier:
         """Compare whole flat tensors, which other ranks read and sent in part, with every rank's :attr:`parts`."""
         began = time.perf_counter()
         for name, tensor in tensors.items():
-            expected = sum(part.get(name, 0) for part in parts) % _WORD
+            expected = sum(part.get(name, 0) for part in parts) % WORD
             found = digest_of(tensor, 0)
             if found != expected:
                 raise LoadError(
@@ -141,11 +140,11 @@ class Verifier:
         digest = _digest_of(target, placed, start, stop) if self._how == "full" else 0
         with self._lock:
             self._elements += stop - start
-            self.parts[target.name] = (self.parts[target.name] + digest) % _WORD
+            self.parts[target.name] = (self.parts[target.name] + digest) % WORD
             # A buffer, which every rank has whole, counts once.
             counts = self._rank == 0 or target.box or target.stop - target.start < view.numel
             if counts and not target.is_copy:
-                self._digest = (self._digest + (_hash_of_name(target.name) | 1) * digest) % _WORD
+                self._digest = (self._digest + (_hash_of_name(target.name) | 1) * digest) % WORD
 
 
 def digest_of(values: torch.Tensor, first: int) -> int:
@@ -157,9 +156,9 @@ def digest_of(values: torch.Tensor, first: int) -> int:
         block, inside = divmod(position + done, BLOCK)
         part = bits[done : done + BLOCK - inside]
         products = part.to(torch.int64) * table[inside : inside + len(part)]
-        total += int(products.sum()) * int(_odd_factors(np.array([block + 1], dtype=np.uint64))[0])
+        total += int(products.sum()) * int(odd_factors(np.array([block + 1], dtype=np.uint64))[0])
         done += len(part)
-    return total % _WORD
+    return total % WORD
 
 
 def _digest_of(target: Target, values: torch.Tensor, start: int, stop: int) -> int:
@@ -168,7 +167,7 @@ def _digest_of(target: Target, values: torch.Tensor, start: int, stop: int) -> i
         return digest_of(values, start)
     runs = list(target.box.runs(start, stop))
     parts = values.split([count for _, count in runs])
-    return sum(digest_of(part, first) for part, (first, _) in zip(parts, runs, strict=True)) % _WORD
+    return sum(digest_of(part, first) for part, (first, _) in zip(parts, runs, strict=True)) % WORD
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
@@ -179,16 +178,8 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 @cache
 def _table(device: torch.device) -> torch.Tensor:
     """An odd factor for each position in a block, int64."""
-    factors = _odd_factors(np.arange(1, BLOCK + 1, dtype=np.uint64) << np.uint64(32))
+    factors = odd_factors(np.arange(1, BLOCK + 1, dtype=np.uint64) << np.uint64(32))
     return torch.from_numpy(factors.view(np.int64)).to(device)
-
-
-def _odd_factors(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """An odd factor for each number: the output function of splitmix64."""
-    state = numbers * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
-    return (state ^ (state >> np.uint64(31))) | np.uint64(1)
 
 
 def _hash_of_name(name: str) -> int:

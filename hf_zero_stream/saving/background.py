@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from functools import partial
 
 from ..ranks.coordinator import BackgroundCoordinator
 from ..reports.measures import PhaseClock
 from ..reports.save import SavingRank
 from .files import Comparison, Publication, ShardWriter, sync_all
 from .host_copy import HostCopy
-from .preparation import Finalizer, WritePlan
+from .preparation import Finalizer, WritePlan, digests_of
 
 
 def write_in_background(
@@ -32,25 +33,26 @@ def write_in_background(
     """
     began = time.perf_counter()
     paths = [each.paths(publication.temporary) for each in plans]
+    digests: dict[str, int] = {}
 
     def write() -> None:
         with ExitStack() as opened, clock("write"):
-            writers = [opened.enter_context(closing(ShardWriter(each))) for each in paths]
+            has_digests = finalizer.needs_digests
+            writers = [opened.enter_context(closing(ShardWriter(each, has_digests=has_digests))) for each in paths]
             for copy, writer in zip(copies, writers, strict=True):
                 copy.give(writer.put, coordinator.check)
             with clock("sync"):
                 sync_all(writers)
+            digests.update(digests_of(plans, writers))
         if verifies:
             with clock("verify"):
                 for copy, each in zip(copies, paths, strict=True):
                     with closing(Comparison(each)) as comparison:
                         copy.give(comparison.put, coordinator.check)
 
-    def publish() -> None:
-        finalizer.publish(publication, plans)
-
     try:
         coordinator.agree(_error_of(write))
+        publish = partial(finalizer.publish, publication, plans, coordinator.all_gather(digests))
         with clock("publish"):
             coordinator.agree(_error_of(publish) if coordinator.is_main else None)
         clock.add("total", time.perf_counter() - began)

@@ -16,11 +16,13 @@ import re
 import shutil
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.file_digests import digest_of_bytes
 from ..checkpoint.formats import UNFINISHED
 from ..checkpoint.safetensors import ShardToWrite
 from ..errors import SaveError
@@ -57,12 +59,18 @@ def reserve(folder: Path, shards: Sequence[ShardToWrite]) -> None:
 
 
 class ShardWriter:
-    """Writes into shards, which must exist already; opens each at its first use. Safe to use from several threads."""
+    """Writes into shards, which must exist already; opens each at its first use. Safe to use from several threads.
+
+    Args:
+        has_digests: sum the :attr:`digests` of what is written.
+    """
 
     _flags = os.O_WRONLY
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
+    def __init__(self, paths: Sequence[Path], *, has_digests: bool = False) -> None:
+        self.digests: Counter[int] = Counter()
+        """By shard, the digest of the bytes that this writer has written (:mod:`..checkpoint.file_digests`)."""
+        self._paths, self._has_digests = paths, has_digests
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -79,6 +87,10 @@ class ShardWriter:
             os.posix_fadvise(handle, start, position - start, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise self._error(shard, position, sum(map(len, pending)), error) from error
+        if self._has_digests:
+            digest = digest_of_bytes(start, buffers)
+            with self._lock:
+                self.digests[shard] += digest
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""

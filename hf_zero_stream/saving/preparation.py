@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +20,12 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from ..checkpoint.file_digests import WORD, digest_of_bytes
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..holdings.kinds import persistent_buffers
 from ..ranks.coordinator import Coordinator
 from .count import LeftOut, nothing, packed_padding, refuse_cut, refuse_too_few
-from .files import Publication
+from .files import Publication, ShardWriter
 from .lazy_parameters import Held, holdings_of_model
 from .parameters import Layout, NewParameters, Parameters
 from .plan import SavePlan, make_save_plan
@@ -250,6 +252,15 @@ class WritePlan(NamedTuple):
         return [folder / name for name in self.names]
 
 
+def digests_of(plans: Sequence[WritePlan], writers: Sequence[ShardWriter]) -> dict[str, int]:
+    """The digests of what this rank has written by `plans`, by the names of files."""
+    return {
+        each.names[shard]: digest
+        for each, writer in zip(plans, writers, strict=True)
+        for shard, digest in writer.digests.items()
+    }
+
+
 _SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
 
 
@@ -258,19 +269,37 @@ class Finalizer:
     """Publishes a save when all its shards are complete, on rank 0.
 
     Attributes:
-        write_rest: writes what is neither weights nor laid out with them into the folder that will be published.
+        write_rest: writes what is neither weights nor laid out with them into the folder that will be published; also
+            gets the digests of shards, by their names in there. None: no digests are needed.
         last_name: the file that gets its name after all others; may be empty.
         replaced: files and folders that are removed then.
     """
 
-    write_rest: Callable[[Path], None] | None = None
+    write_rest: Callable[[Path, Mapping[str, int]], None] | None = None
     last_name: str = ""
     replaced: Sequence[str] = ()
 
-    def publish(self, publication: Publication, plans: Sequence[WritePlan]) -> None:
-        """Give the files of `plans`, and all others of this save, their final names."""
+    @property
+    def needs_digests(self) -> bool:
+        return self.write_rest is not None
+
+    def publish(
+        self, publication: Publication, plans: Sequence[WritePlan], digests: Sequence[Mapping[str, int]]
+    ) -> None:
+        """Give the files of `plans`, and all others of this save, their final names.
+
+        `digests` are, from each rank, those of what it wrote, as :func:`digests_of` gives them.
+        """
         if self.write_rest is not None:
-            self.write_rest(publication.temporary)
+            headers = Counter(
+                {
+                    name: digest_of_bytes(0, [shard.header])
+                    for each in plans
+                    for name, shard in zip(each.names, each.shards, strict=True)
+                }
+            )
+            total = sum(map(Counter, digests), headers)
+            self.write_rest(publication.temporary, {name: digest % WORD for name, digest in total.items()})
         weights = next((each for each in plans if not each.folder), None)
         name, index = ("", "") if weights is None else (_SUFFIX.sub("", weights.shards[0].name), weights.index_name)
         publication.commit(name, index, self.last_name, self.replaced)

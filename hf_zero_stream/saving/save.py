@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ from .host_copy import HostCopy, HostMemory
 from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
 from .pending import PendingSave, finish_pending
-from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
+from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan, digests_of
 from .write import Put, SaveTask, bytes_of, execute_saves
 
 
@@ -217,13 +217,16 @@ class Save:
     def _write(self, publication: Publication, finalizer: Finalizer) -> None:
         settle(self.model.parameters())
         folder = publication.temporary
-        with self._execute("write", folder, ShardWriter, "Writing weights") as writers, self._clock("sync"):
+        writer = partial(ShardWriter, has_digests=finalizer.needs_digests)
+        with self._execute("write", folder, writer, "Writing weights") as writers, self._clock("sync"):
             self._coordinator.run_on_all(partial(sync_all, writers))
+        mine = digests_of(self._plans, writers)
+        digests = self._coordinator.all_gather(mine) if finalizer.needs_digests else []
         if self._verify:
             with self._execute("verify", folder, Comparison, "Verifying weights"):
                 pass
         with self._clock("publish"):
-            self._coordinator.run_on_main(partial(finalizer.publish, publication, self._plans))
+            self._coordinator.run_on_main(partial(finalizer.publish, publication, self._plans, digests))
 
     def _together(self) -> AbstractContextManager[object]:
         """Inside, all ranks are here, and watch each other."""
@@ -294,7 +297,7 @@ class Save:
 
     @contextmanager
     def _execute(
-        self, phase: str, folder: Path, kind: type[ShardWriter], description: str
+        self, phase: str, folder: Path, kind: Callable[[Sequence[Path]], ShardWriter], description: str
     ) -> Iterator[Sequence[ShardWriter]]:
         """Carry out all plans, into writers of this `kind` in the `folder`, which are open inside."""
         nbytes = sum(each.plan.bytes_written for each in self._plans)

@@ -30,6 +30,7 @@ from ..seams.wrappers import unwrapped
 from . import adapters, schedules
 from .base import refuse_other_base
 from .entries import Recorded, prepare_entries, refuse_lost, set_entries
+from .file_digests import OUTSIDE, refuse_other_bytes
 from .foreign import ForeignState, foreign_state_in
 from .groups import drop_options, set_group, set_option
 from .plain import restored
@@ -156,6 +157,8 @@ def resume(
                 needs_all = not values or bool(swapped)
                 check = partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all)
                 coordinator.run_on_main(check)
+            if isinstance(found, StateRecord):
+                _refuse_other_files(found, folder, place, known, coordinator)
             if isinstance(found, StateRecord) and is_adapted(training.model):
                 refuse_other_base(training.model, record, place, coordinator, _trained_in(record))
         with training.replacing_state():
@@ -222,6 +225,7 @@ def load_without_optimizer(
     record = found.renamed(partial(own_or_clean, own_names(model)))
     has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder, known))
     values = set() if has_its_own and not is_adapted(model) else record.with_masters
+    _refuse_other_files(found, folder, place, known, coordinator)
     if has_more(model, values):
         needs_all = has_its_own or not record.with_masters
         coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all))
@@ -232,6 +236,18 @@ def load_without_optimizer(
         training = training_of(engine, None, scheduler, None, None, coordinator)
         _set_rest(training, record if with_scheduler else replace(record, scheduler=None))
     return record.data_for(coordinator.rank)
+
+
+def _refuse_other_files(
+    record: StateRecord, folder: Path, place: Path, known: KnownHeaders, coordinator: Coordinator
+) -> None:
+    """Raise a CheckpointError if `verify` asks for all values, and a file is not as it was saved (all ranks)."""
+    config = settings_in_force()
+    if config.verify == "full":
+        digests = record.digests
+        if not coordinator.broadcast(partial(has_its_weights, record, folder, known)):  # those of another state
+            digests = {name: digest for name, digest in digests.items() if not name.startswith(OUTSIDE)}
+        refuse_other_bytes(digests, place, config, coordinator)
 
 
 def _trained_in(record: StateRecord) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -18,6 +19,7 @@ from ..errors import CheckpointError
 from ..holdings.slots import MASTER, Slot, is_storage_kind
 from ..sources.base import is_plain_name
 from .digests import Digest
+from .file_digests import OUTSIDE
 from .plain import restored
 
 
@@ -30,6 +32,7 @@ CLIENT = "client_state"
 
 _FORMAT = "hf_zero_stream training state"
 _VERSION = 2
+_DIGEST = re.compile("[0-9a-f]{16}")
 _HUB_LAYOUT = 1
 """The version in which states lay as the weights of the hub's checkpoint do, under its names."""
 
@@ -138,6 +141,8 @@ class StateRecord:
         data_of_ranks: what each of them gave then, else None.
         dtype: of what is trained: masters, or the parameters themselves.
         weights: a fingerprint of the weights that were saved with it (:func:`.resumable.fingerprint`).
+        digests: of the files that were saved with it, in hexadecimal, by their paths from the folder of the state on
+            (:mod:`.file_digests`).
         version: of the format.
     """
 
@@ -156,6 +161,7 @@ class StateRecord:
     data_of_ranks: Sequence[Any] | None = None
     dtype: str | None = None
     weights: str | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
     version: int = _VERSION
 
     @property
@@ -300,6 +306,12 @@ def _is_scheduler(value: Any) -> bool:
     )
 
 
+def _is_file_digest(item: tuple[str, Any]) -> bool:
+    name, digest = item
+    is_near = is_plain_name(name.removeprefix(OUTSIDE))
+    return is_near and isinstance(digest, str) and bool(_DIGEST.fullmatch(digest))
+
+
 def _is_key(value: Any) -> bool:
     """Whether `value` can be the name of a state, which is a part of its files' names."""
     return isinstance(value, str) and value.isidentifier()
@@ -319,6 +331,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "data_of_ranks": lambda value: value is None or isinstance(value, list),
     "dtype": lambda value: value is None or isinstance(value, str),
     "weights": lambda value: value is None or isinstance(value, str),
+    "digests": lambda value: isinstance(value, dict) and all(map(_is_file_digest, value.items())),
 }
 """Conditions on the fields of a record from anywhere."""
 

@@ -49,6 +49,7 @@ from .base import split_base
 from .blocks import item_of, with_parts
 from .digests import places_of
 from .entries import recorded_entries, refuse_lost
+from .file_digests import recorded
 from .foreign import write_guard_files
 from .groups import recorded_options
 from .layout import index_name, lay_out, names_of, shard_of, write_names
@@ -300,8 +301,9 @@ def _write_record(
     names: Mapping[str, Any],
     has_zero: bool,
     folder: Path,
+    digests: Mapping[str, int],
 ) -> None:
-    """Write what of a state is no tensor of its parameters."""
+    """Write what of a state is no tensor of its parameters; `digests` are those of its shards."""
     place = folder / name
     try:
         weights = fingerprinted(folder)
@@ -310,7 +312,8 @@ def _write_record(
         write_names(place, names)
         if has_zero:
             write_guard_files(folder, name)
-        (place / FILE).write_text(replace(record, weights=weights).to_json(), encoding="utf-8")
+        written = replace(record, weights=weights, digests=recorded(digests, name))
+        (place / FILE).write_text(written.to_json(), encoding="utf-8")
         (folder / LATEST).write_text(name, encoding="utf-8")
     except (OSError, ReadError) as error:
         raise SaveError(

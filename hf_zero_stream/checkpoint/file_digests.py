@@ -1,0 +1,95 @@
+"""Digests of files that several ranks write or read, each a part.
+
+A file's digest is the sum of its 64-bit words (little-endian), each times an odd number that belongs to its place,
+modulo 2**64. A byte that is not there counts as zero. So the digests of parts add up to that of the file, wherever it
+is cut, and a byte that has changed or moved changes it. It is no protection against somebody who means harm.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+WORD = 2**64
+_BLOCK = 2**16
+"""Words whose factors are in one table; a further factor belongs to the block."""
+
+_READ_BYTES = 8 * 2**20
+
+
+def odd_factors(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """An odd factor for each number: the output function of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    state = numbers * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+    return (state ^ (state >> np.uint64(31))) | np.uint64(1)
+
+
+@cache
+def _table() -> NDArray[np.uint64]:
+    return odd_factors(np.arange(1, _BLOCK + 1, dtype=np.uint64) << np.uint64(32))
+
+
+def digest_of_bytes(position: int, buffers: Iterable[memoryview | bytes]) -> int:
+    """The part of a file's digest that `buffers` have, one after the other, from byte `position` of it on."""
+    total = 0
+    for buffer in buffers:
+        data = memoryview(buffer).cast("B")
+        before = min(-position % 8, len(data))
+        after = (len(data) - before) % 8
+        for start, stop in ((0, before), (len(data) - after, len(data)) if after else (0, 0)):
+            if start < stop:
+                first = position + start
+                total += _of_words(first // 8, np.frombuffer(_padded(data[start:stop], first % 8), dtype=np.uint64))
+        total += _of_words((position + before) // 8, np.frombuffer(data[before : len(data) - after], dtype=np.uint64))
+        position += len(data)
+    return total % WORD
+
+
+def _padded(data: memoryview, before: int) -> bytes:
+    """The word of which `data` are the bytes from byte `before` on."""
+    return (bytes(before) + bytes(data)).ljust(8, b"\0")
+
+
+def _of_words(first: int, words: NDArray[np.uint64]) -> int:
+    """The digest of `words`, the first of which is word `first` of its file."""
+    total, done = 0, 0
+    while done < len(words):
+        block, inside = divmod(first + done, _BLOCK)
+        part = words[done : done + _BLOCK - inside]
+        in_block = np.dot(part, _table()[inside : inside + len(part)])
+        total += int(in_block) * int(odd_factors(np.array([block + 1], dtype=np.uint64))[0])
+        done += len(part)
+    return total
+
+
+def shares_of(sizes: Sequence[int], number: int, readers: int) -> Iterator[tuple[int, int, int]]:
+    """The bytes of files of these `sizes` that reader `number` of so many `readers` reads: (file, start, stop)."""
+    total = sum(sizes)
+    first, last = total * number // readers, total * (number + 1) // readers
+    begin = 0
+    for file, size in enumerate(sizes):
+        start, stop = max(first, begin) - begin, min(last, begin + size) - begin
+        if start < stop:
+            yield file, start, stop
+        begin += size
+
+
+def digest_of_range(path: str | os.PathLike[str], start: int, stop: int) -> int:
+    """The part of the digest of the file at `path` that its bytes ``[start, stop)`` have; raises an OSError."""
+    total = 0
+    buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while start < stop:
+            count = file.readinto(buffer[: stop - start])
+            if not count:
+                raise OSError(f"it ends at byte {start}")
+            total += digest_of_bytes(start, [buffer[:count]])
+            start += count
+    return total % WORD
