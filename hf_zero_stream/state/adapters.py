@@ -26,8 +26,8 @@ def refuse_unreachable(training: Training) -> None:
     """Raise an UnsupportedError if new masters could not be brought into the model."""
     if not training.can_copy_masters or any(slot.is_swapped for slot in training.slots):
         raise UnsupportedError(
-            "Adapters whose values or masters lie in swap files (offload to NVMe) have no place in a training state. "
-            "They are small, keep them in memory."
+            "Adapters, and what is trained beside a base that is left out, have no place in a training state if their "
+            "values or masters lie in swap files (offload to NVMe). Keep them in memory: they are small."
         )
 
 

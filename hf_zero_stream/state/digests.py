@@ -8,8 +8,9 @@ The checkpoint is read once in a process, by all ranks together, each an equal p
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -25,10 +26,11 @@ from ..destinations.visitor import Visitor
 from ..engine.execute import run_in_threads
 from ..engine.load import Load
 from ..engine.verification import digest_of
+from ..holdings.fsdp import original_class
 from ..holdings.holder import holdings
-from ..holdings.introspection import LOADED_FROM, whole_of
+from ..holdings.introspection import LOADED_FROM, is_adapted, whole_of
 from ..holdings.own_names import named_buffers, named_parameters
-from ..loading.dry_load import lazily_loaded_like
+from ..loading.dry_load import lazily_loaded, lazily_loaded_like
 from ..ranks.coordinator import Coordinator
 from ..saving.preparation import quiet
 from ..seams.ds_config import settings_in_force
@@ -273,27 +275,54 @@ def _own_part(
     load = Load(settings, {}, Coordinator.of_this_rank(), visitor)
     path, arguments = place
     with closing(load), quiet(is_main=False), torch.no_grad():
-        lazy, missing, _ = lazily_loaded_like(
-            module, path, load, dtype=widest, is_quiet=True, ignore_mismatched_sizes=True, **arguments
-        )
+        how = {"dtype": widest, "is_quiet": True, "ignore_mismatched_sizes": True, **arguments}
+        lazy, missing, _ = lazily_loaded_like(module, path, load, **how)
         convert_lazy(module, lazy, missing)
-        views = {
-            name: tensor
-            for name, tensor in [
-                *lazy.named_parameters(remove_duplicate=False),
-                *lazy.named_buffers(remove_duplicate=False),
-            ]
-            if name not in missing and isinstance(tensor, LazyTensor)
-        }
-        chosen = {}
-        for name, aliases in _names_in(model, module).items():
+        views, chosen = _views_in(lazy, missing), {}
+        names = _names_in(model, module)
+        for name, aliases in names.items():
             shapes = {digest.shape for digest in sought.get(name, ())}
             for alias in aliases:
                 if alias in views and tuple(views[alias].shape) in shapes:
                     chosen[name] = views[alias]
                     break
+        wrapped = {name: names[name] for name in sought.keys() & names.keys() - chosen.keys()}
+        if wrapped and not is_adapted(model):  # PEFT's wrappers are in no own name
+            with suppress(Exception):  # of a class that cannot be built anew
+                lazy, missing, _ = lazily_loaded(path, load, original_class(module), **how)
+                chosen |= _inside_wrappers(_views_in(lazy, missing), wrapped, sought)
         load.place(LazyTensorModule(chosen, {}), set(), set())
     return found
+
+
+def _views_in(lazy: nn.Module, missing: set[str]) -> dict[str, LazyTensor]:
+    named = [*lazy.named_parameters(remove_duplicate=False), *lazy.named_buffers(remove_duplicate=False)]
+    return {name: it for name, it in named if name not in missing and isinstance(it, LazyTensor)}
+
+
+def _inside_wrappers(
+    views: Mapping[str, LazyTensor], wrapped: Mapping[str, Sequence[str]], sought: Mapping[str, Collection[Digest]]
+) -> dict[str, LazyTensor]:
+    """The views of the class's own tensors that are of `wrapped` modules now, such as a user's own adapters wrap.
+
+    There a tensor has a longer name. Another one, taken by mistake, would have another digest.
+    """
+    of_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, view in views.items():
+        of_shape[tuple(view.shape)].append(name)
+    found = {}
+    for name, aliases in wrapped.items():
+        near = [other for digest in sought[name] for other in of_shape[digest.shape]]
+        inside = next((other for other in near if any(_is_within(other, alias) for alias in aliases)), None)
+        if inside is not None:
+            found[name] = views[inside]
+    return found
+
+
+def _is_within(name: str, longer: str) -> bool:
+    """Whether the parts of `name` are in `longer`, in this order, and both end alike."""
+    parts = iter(longer.split("."))
+    return name.rpartition(".")[2] == longer.rpartition(".")[2] and all(part in parts for part in name.split("."))
 
 
 def _names_in(model: nn.Module, module: nn.Module) -> dict[str, list[str]]:

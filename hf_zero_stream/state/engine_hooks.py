@@ -68,7 +68,10 @@ def save_checkpoint(
         else:
             scheduler, data = caller.scheduler_of(self.optimizer), {CLIENT: client_state or {}}
             keep_older = tag is None and by_script  # what has a place of its own is replaced
-            saved = save(self, folder, caller, leave, scheduler=scheduler, data=data, keep_older=keep_older)
+            how = {"scheduler": scheduler, "data": data, "keep_older": keep_older}
+            # From swap files what is trained cannot be brought back without the weights.
+            how["exclude_frozen"] = exclude_frozen_parameters and not self.zero_nvme_offload_optimizer()
+            saved = save(self, folder, caller, leave, **how)
         if saved is not None:
             if tag is not None:
                 name_state(Path(save_dir), tag, saved, bool(self.zero_optimization()))

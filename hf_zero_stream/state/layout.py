@@ -122,7 +122,9 @@ def lazy_state_of_hub_layout(load: Load, model: Any, place: Path, key: str) -> L
     return lazily_loaded_like(model, str(place), load, is_quiet=True, dtype=torch.float32, variant=key)
 
 
-def names_of(training: Training, keys: Sequence[str], exact: Collection[str] = ()) -> Mapping[str, Any]:
+def names_of(
+    training: Training, keys: Sequence[str], exact: Collection[str] = (), *, has_base: bool = False
+) -> Mapping[str, Any]:
     """Give what a conversion must know to give all tensors of the model, by DeepSpeed's names.
 
     That is, by the model's name for it, the name in the files of weights and the shape: of buffers, of what is frozen,
@@ -151,7 +153,7 @@ def names_of(training: Training, keys: Sequence[str], exact: Collection[str] = (
     }
     named = named_buffers(model, remove_duplicate=False)
     buffers = {name: list(buffer.shape) for name, buffer in named if persistent.get(name) == name}
-    if is_adapted(model):  # of the base, only what is `exact`ly in the state is saved
+    if has_base:  # of it, only what is `exact`ly in the state is saved
         in_state = {name: [None, shape] for name, shape in frozen.items() if name in exact}
         return {"shared": shared, "live": live, "frozen": in_state, "left_out": len(frozen) - len(in_state)}
     noted = {"buffers": buffers, "frozen": frozen, "trained": {} if MASTER in keys else trained}

@@ -16,7 +16,6 @@ from transformers.utils import logging
 from ..checkpoint.format import excerpt
 from ..checkpoint.formats import KnownHeaders
 from ..errors import CheckpointError, UnsupportedError
-from ..holdings.introspection import is_adapted
 from ..holdings.model_parallel import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, own_names, own_or_clean
 from ..holdings.slots import BLOCKS, EXACT
@@ -45,7 +44,7 @@ from .refusals import (
 )
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
-from .values import has_more, load_model_values, load_values
+from .values import has_base, has_more, load_model_values, load_values
 
 
 logger = logging.get_logger(__name__)
@@ -140,8 +139,6 @@ def resume(
         read_from = settings_in_force().read_from
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
         refuse_optimizer(training)
-        if is_adapted(training.model):
-            adapters.refuse_unreachable(training)
         if not training.is_between_steps:
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
     with coordinator.watched(LOAD):
@@ -153,13 +150,15 @@ def resume(
             record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place))
             training = training.without_frozen(_trained_in(record))
             swapped, values = training.swapped_masters, record.with_masters
-            if isinstance(found, StateRecord) and has_more(training.model, values - swapped):
+            if has_base(training.model, record):
+                adapters.refuse_unreachable(training)
+            if isinstance(found, StateRecord) and has_more(training.model, record, values - swapped):
                 needs_all = not values or bool(swapped)
                 check = partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all)
                 coordinator.run_on_main(check)
             if isinstance(found, StateRecord):
                 _refuse_other_files(found, folder, place, known, coordinator)
-            if isinstance(found, StateRecord) and is_adapted(training.model):
+            if isinstance(found, StateRecord) and has_base(training.model, record):
                 refuse_other_base(training.model, record, place, coordinator, _trained_in(record))
         with training.replacing_state():
             drop_options(training.optimizer, record)
@@ -224,12 +223,12 @@ def load_without_optimizer(
     found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
     record = found.renamed(partial(own_or_clean, own_names(model)))
     has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder, known))
-    values = set() if has_its_own and not is_adapted(model) else record.with_masters
+    values = set() if has_its_own and not has_base(model, record) else record.with_masters
     _refuse_other_files(found, folder, place, known, coordinator)
-    if has_more(model, values):
+    if has_more(model, record, values):
         needs_all = has_its_own or not record.with_masters
         coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all))
-    if is_adapted(model):
+    if has_base(model, record):
         refuse_other_base(model, record, place, coordinator, _trained_in(record))
     load_model_values(model, folder, place, record, values, coordinator, known, strict=strict)
     if not only_weights and engine.optimizer is not None:

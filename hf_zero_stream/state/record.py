@@ -308,7 +308,7 @@ def _is_scheduler(value: Any) -> bool:
 
 def _is_file_digest(item: tuple[str, Any]) -> bool:
     name, digest = item
-    is_near = is_plain_name(name.removeprefix(OUTSIDE))
+    is_near = all(map(is_plain_name, name.removeprefix(OUTSIDE).split("/")))  # PEFT has folders of adapters
     return is_near and isinstance(digest, str) and bool(_DIGEST.fullmatch(digest))
 
 

@@ -91,6 +91,7 @@ def save_state(
     batch_size: int | None = None,
     with_weights: bool = True,
     keep_older: bool = True,
+    exclude_frozen: bool = False,
     asynchronous: bool = False,
     **kwargs: Any,
 ) -> SaveReport | PendingSave:
@@ -110,6 +111,8 @@ def save_state(
             number of ranks in a scheduler that accelerate steps once for each rank.
         with_weights: save the weights too; False if `folder` has those of this very step already.
         keep_older: False removes the states that are in `folder` already, once this one is complete.
+        exclude_frozen: leave out what is not trained and is seen to be in the checkpoint that the model was loaded
+            from, with the same values, as is done for adapters of PEFT. The folder has no weights then, only a state.
         asynchronous: return when this rank's values are copied in host memory, and write them in the background. The
             copies take as much memory as this rank writes, and keep it for the next save. The next save or load of a
             training waits until this one is complete, and so does the end of the interpreter.
@@ -142,10 +145,11 @@ def save_state(
                 "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
             )
         keys = elementwise_keys(training.slots)
-        if is_adapted(training.model):
+        has_base = exclude_frozen or is_adapted(training.model)
+        if has_base:
             adapters.refuse_unreachable(training)
             keys = adapters.keys_of(keys)
-        exact = sorted(changed_in_weights(training.model, coordinator)) if not is_adapted(training.model) else []
+        exact = sorted(changed_in_weights(training.model, coordinator)) if not has_base else []
         data = plain(data, "data", exactly=True, with_tensors=True)
         random_state = rng.of_this_rank()
         record = _record(training, keys, exact, data, coordinator.world_size)
@@ -159,7 +163,7 @@ def save_state(
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
         refuse_ranks_apart(digests)
         record = with_parts(record.with_data_of(data), training, coordinator)
-        if is_adapted(training.model):
+        if has_base:
             exact, digests_of_base = split_base(training, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
             record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
@@ -167,9 +171,9 @@ def save_state(
         items: list[SaveItem] = []
         in_state, known = record.with_masters | {*exact}, KnownHeaders()
         max_shard_size = kwargs.get("max_shard_size", "5GB")
-        if with_weights:
+        if with_weights and (is_adapted(training.model) or not has_base):
             items.append(_weights(training.model, save, in_state, known, max_shard_size, coordinator))
-        elif not is_adapted(training.model):
+        elif not has_base:
             coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, folder))
         together = _of_same_dtypes(training, keys)
         refuse_differing(coordinator, str(together).encode(), "would save other tensors")
@@ -188,11 +192,11 @@ def save_state(
         def fingerprinted(folder: Path) -> str | None:
             if not with_weights:
                 return fingerprint(folder.parent, known)  # the final folder, around the temporary one
-            # Adapters have the values that are trained in the state too.
-            return None if is_adapted(training.model) else fingerprint_of_new(folder, known)
+            # Beside a base the values that are trained are in the state too.
+            return None if has_base else fingerprint_of_new(folder, known)
 
         act = save.start if asynchronous else save.run
-        names = names_of(training, keys, exact) if coordinator.is_main else {}  # rank 0 writes them
+        names = names_of(training, keys, exact, has_base=has_base) if coordinator.is_main else {}  # rank 0 writes them
         # DeepSpeed has tools for the states of such an engine.
         has_zero = bool(getattr(trained, "zero_optimization", bool)())
         write_rest = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)

@@ -32,9 +32,14 @@ from .layout import files_of, lazy_state, lazy_state_of_hub_layout, persistent_b
 from .record import StateRecord
 
 
-def has_more(model: nn.Module, names: AbstractSet[str]) -> bool:
-    """Whether anything of `model` but parameters of these `names` comes from the weights."""
-    if is_adapted(model):  # its base is what it was
+def has_base(model: nn.Module, record: StateRecord) -> bool:
+    """Whether the state of `record` has no weights beside it, but adapters at most: its base is what it was."""
+    return record.base is not None or is_adapted(model)
+
+
+def has_more(model: nn.Module, record: StateRecord, names: AbstractSet[str]) -> bool:
+    """Whether anything of `model` but parameters of these `names` comes from the weights beside the state."""
+    if has_base(model, record):
         return False
     return any(name not in names for name, _ in named_parameters(model)) or bool(persistent_buffers(model))
 
@@ -52,8 +57,8 @@ def load_values(
     """Weights in `folder`, elementwise states in `place`; from the weights' files what has no master in memory."""
     model, swapped = training.model, training.swapped_masters
     in_memory = record.with_masters - swapped
-    # One plan for masters and moments; adapters' own values are trained where there are no masters.
-    together = bool(in_memory) and (training.copies_masters or is_adapted(model))
+    # One plan for masters and moments; where there are no masters, a state with a base has what is trained itself.
+    together = bool(in_memory) and (training.copies_masters or has_base(model, record))
     load_model_values(
         model,
         folder,
@@ -87,7 +92,7 @@ def load_model_values(
     later: bool = False,
 ) -> None:
     """All that `model` has: `values` from the state in `place`, or by the caller `later`; the rest from weights."""
-    if has_more(model, values):
+    if has_more(model, record, values):
         how = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator, "known": known}
         _load_weights(model, folder, values, **how)
     for key, names in ((EXACT, {*record.exact}), (MASTER, set() if later else values)):

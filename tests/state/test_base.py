@@ -16,7 +16,7 @@ import hf_zero_stream
 from hf_zero_stream.destinations.visitor import Visitor
 from hf_zero_stream.errors import ConfigError
 from tests.state.test_changed import train_here
-from tests.support.changed_bases import CHANGES, AdapterTraining, in_state, resume, train_and_save
+from tests.support.changed_bases import CHANGES, OWN, AdapterTraining, in_state, resume, train_and_save
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 
 
@@ -54,6 +54,20 @@ def test_resumes_on_a_changed_base(cluster: None, bases: Path, tmp_path: Path, h
         assert losses == stock[change], change
         found, is_new = in_state(ours / change), CHANGES[change][1]
         assert all(map(is_new, found)) and bool(found) == (change not in ("none", "two bases")), (change, found)
+
+
+@pytest.mark.parametrize("home", ["zero3", "zero2", "fsdp2", "one process"])
+def test_adapters_of_ones_own(cluster: None, bases: Path, tmp_path: Path, home: str) -> None:
+    """``exclude_frozen`` does for them what is done for PEFT's; losses are those of a training without a stop."""
+    ranks = 1 if home == "one process" else 2
+    changes = [OWN + change for change in ("none", "resized", "by hand", "new buffer")]
+    losses = run_ranks(ranks, train_and_save, bases, tmp_path, home, changes, True)[0]
+    for change, (resumed, wrong) in run_ranks(ranks, resume, bases, tmp_path, home, changes, True)[0].items():
+        assert wrong == [], change
+        assert resumed == losses[change], change
+        found, is_new = in_state(tmp_path / change), CHANGES[change.removeprefix(OWN)][1]
+        assert all(map(is_new, found)) and bool(found) == (change != OWN + "none"), (change, found)
+        assert not [*(tmp_path / change).glob("*.safetensors")]
 
 
 @pytest.mark.plugin("pickled")

@@ -77,6 +77,37 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[str], bool]]] = {
 """What is done, and which tensors must be in a state for it: the others are in a checkpoint."""
 
 
+def by_peft(base: Any) -> Any:
+    lora = peft.LoraConfig(target_modules=r"model\.layers\..*(q|v)_proj", r=3, init_lora_weights=False)
+    return peft.get_peft_model(base, lora)
+
+
+class OwnAdapter(nn.Module):
+    """A low-rank adapter around a layer, as people write it themselves."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 3, bias=False)
+        self.up = nn.Linear(3, base.out_features, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self.base(hidden) + self.up(self.down(hidden))
+        return values
+
+
+def by_oneself(base: Any) -> Any:
+    base.requires_grad_(False)
+    for layer in base.model.layers:
+        layer.self_attn.q_proj = OwnAdapter(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = OwnAdapter(layer.self_attn.v_proj)
+    return base
+
+
+OWN = "own adapters, "
+"""Begins the name of a change of a base on which no adapters of PEFT are trained."""
+
+
 class AdapterTraining:
     """Adapters on a changed base. Stock changes the base while it is whole, ours where it loads it to."""
 
@@ -90,10 +121,10 @@ class AdapterTraining:
         how = {"ds_config": config} if streams and home == "zero3" else {}
         base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
         torch.manual_seed(seed)
-        base = CHANGES[change][0](base)
+        base = CHANGES[change.removeprefix(OWN)][0](base)
         torch.manual_seed(5)
-        lora = peft.LoraConfig(target_modules=r"model\.layers\..*(q|v)_proj", r=3, init_lora_weights=False)
-        self.model: Any = peft.get_peft_model(base, lora)
+        self.is_of_peft = not change.startswith(OWN)
+        self.model: Any = by_peft(base) if self.is_of_peft else by_oneself(base)
         trained = [param for param in self.model.parameters() if param.requires_grad]
         self.optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
         self.trains: Any = self.model
@@ -126,7 +157,11 @@ class AdapterTraining:
         return {} if self.home.startswith("zero") else {"optimizer": self.optimizer}
 
     def save(self, folder: Path) -> None:
-        hf_zero_stream.save_state(self.trains, folder, **self._own_optimizer())
+        if self.home == "zero2" and not self.is_of_peft:
+            self.trains.save_checkpoint(str(folder), exclude_frozen_parameters=True)
+            return
+        own = self._own_optimizer()
+        hf_zero_stream.save_state(self.trains, folder, exclude_frozen=not self.is_of_peft, **own)
 
     def load(self, folder: Path) -> None:
         hf_zero_stream.load_state(self.trains, folder, **self._own_optimizer())
