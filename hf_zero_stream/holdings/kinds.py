@@ -114,11 +114,14 @@ def refuse_unknown(
     kinds = tuple(kinds)
     for name, tensor in tensors.items():
         kind = kind_of(tensor, kinds)
-        why = "it is of no kind that is known" if kind is None else why_unreadable(kind.memory(tensor))
+        memory = tensor if kind is None else kind.memory(tensor)
+        why = "it is of no kind that is known" if kind is None else why_unreadable(memory)
         if why:
+            is_plain = memory is tensor or type(memory) is torch.Tensor
+            inside = "" if is_plain else f" with a {type(memory).__name__} in it"
             raise UnsupportedError(
                 f"{doing}: expected {', or '.join(each.name for each in kinds)}; found {name}, a "
-                f"{_described(tensor)}: {why}. {instead}"
+                f"{_described(tensor)}{inside}: {why}. {instead}"
             )
 
 

@@ -369,6 +369,7 @@ def by_trainer(folder: Path, output: Path, home: str, changes: Sequence[str], re
             lr_scheduler_type="constant",
             logging_steps=1,
             optim="adamw_torch",
+            max_grad_norm=0.0,  # as the config says
             average_tokens_across_devices=False,  # it multiplies by the number of ranks, additions to a loss too
             remove_unused_columns=False,  # those that the signature of a replaced forward does not name
             report_to=[],
