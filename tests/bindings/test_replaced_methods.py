@@ -8,10 +8,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from transformers import Trainer, TrainingArguments
 
 import hf_zero_stream
 from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed
@@ -105,8 +107,6 @@ def test_of_an_accelerator(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: 
 
 
 def save_by_trainer(checkpoint: Path, folder: Path, how: str, where: str) -> None:
-    from transformers import Trainer, TrainingArguments
-
     before = Trainer.save_model
     if where == "class":  # a script's own, before there is any block of ours
         Trainer.save_model = save_gathered
@@ -220,8 +220,6 @@ def test_of_a_models_state_dict(cluster: None, zoo_checkpoint: Checkpoint, tmp_p
 
 def save_by_engine(checkpoint: Path, folder: Path, where: str) -> bool:
     """Whether the checkpoint is DeepSpeed's own, with what somebody's method has put into it."""
-    import deepspeed
-
     config = ds_config()
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())

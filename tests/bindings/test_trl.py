@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerFast
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 
 
@@ -29,7 +32,6 @@ ON_A_CPU: dict[str, Any] = {
 def make_tokenizer(folder: Path) -> None:
     """A word-level tokenizer of a few words, so that nothing is downloaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     words = ["<pad>", "<eos>", "<unk>", "a", "small", "model", "learns", "words"]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
@@ -42,11 +44,8 @@ def make_tokenizer(folder: Path) -> None:
 def fine_tune(folder: Path, output: Path, stream: bool) -> dict[str, Any]:
     from contextlib import nullcontext
 
-    from accelerate import PartialState
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
-
-    import hf_zero_stream
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")

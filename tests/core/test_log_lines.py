@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,8 +27,6 @@ Line = tuple[str, str]
 
 def act(folder: Path, saved: Path) -> tuple[list[Line], list[Line]]:
     """Load, save and resume; returns (our lines, transformers' lines), each with its logger."""
-    import deepspeed
-
     os.environ["LOCAL_RANK"] = str(dist.get_rank() % ON_A_HOST)
     transformers.utils.logging.set_verbosity_info()
     for name in ("hf_zero_stream", "transformers"):

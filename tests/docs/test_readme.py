@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers.integrations import HfDeepSpeedConfig
 from typer.testing import CliRunner
 
 import hf_zero_stream
@@ -170,8 +171,6 @@ def test_the_reference_has_all_that_is_exported() -> None:
 
 def run_blocks(sources: list[str], ds_config: dict[str, Any], folder: Path) -> list[int]:
     """Execute code on a rank, in `folder`, with ZeRO-3 found as under a launcher; the blocks that gave a model."""
-    from transformers.integrations import HfDeepSpeedConfig
-
     os.chdir(folder)
     found = HfDeepSpeedConfig(ds_config)
     streamed = []

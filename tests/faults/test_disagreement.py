@@ -14,6 +14,12 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
+import hf_zero_stream
+from hf_zero_stream import StreamingConfig
+from hf_zero_stream.engine import sameness
+from hf_zero_stream.loading import integration
+from hf_zero_stream.ranks.presence import Presence
+from hf_zero_stream.ranks.store import PREFIX
 from tests.support.cluster import run_ranks
 from tests.support.disk import disk
 from tests.support.hosts import move_to_host
@@ -41,8 +47,6 @@ def other_zero(arguments: dict[str, Any], folder: Path) -> None:
 
 
 def other_library(arguments: dict[str, Any], folder: Path) -> None:
-    from hf_zero_stream.engine import sameness
-
     real = sameness._version
     sameness._version = lambda name: "4.0.0" if name == "transformers" else real(name)
 
@@ -78,8 +82,6 @@ def first_shard(folder: Path) -> Path:
 
 def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> dict[str, Any]:
     """Load where rank 1 does something else; then load alike."""
-    import hf_zero_stream
-
     arguments: dict[str, Any] = {"ds_config": ds_config()}
     seen = folder
     if dist.get_rank() == 1:
@@ -134,9 +136,6 @@ def test_before_anything_is_read(
 
 def share_in_other_chunks(folder: Path) -> tuple[bool, str]:
     """Where ranks exchange what they read, they must cut it in the same way: whether they do, and their warnings."""
-    import hf_zero_stream
-    from hf_zero_stream.loading import integration
-
     warnings: list[str] = []
     integration.logger.warning = lambda message, *args: warnings.append(message)
     settings = hf_zero_stream.StreamingConfig(staging_bytes=2**20 * (1 + dist.get_rank()))
@@ -155,12 +154,6 @@ def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Ca
 
 def read_from_one_rank(folder: Path) -> dict[str, Any]:
     """Rank 1 alone has `read_from`, which decides what ranks say to each other from the start."""
-    import hf_zero_stream
-    from hf_zero_stream import StreamingConfig
-    from hf_zero_stream.loading import integration
-    from hf_zero_stream.ranks.presence import Presence
-    from hf_zero_stream.ranks.store import PREFIX
-
     warnings: list[str] = []
     integration.logger.warning = lambda message, *args: warnings.append(message)
     auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
@@ -214,8 +207,6 @@ def test_read_from_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path
 
 def load_from_other_places(folder: Path, own: Path) -> int:
     """What may differ: where the checkpoint lies, and settings that are each rank's own."""
-    import hf_zero_stream
-
     rank = dist.get_rank()
     seen = shutil.copytree(folder, own / f"copy{rank}")
     section = {"staging_bytes": 2**20 * (1 + rank), "reader_threads": 1 + rank, "progress": rank == 0}
@@ -230,8 +221,6 @@ def test_what_may_differ(cluster: None, zoo_checkpoint: Callable[..., Path], tmp
 
 def load_other_values(folder: Path, own: Path, settings: dict[str, Any]) -> str:
     """Rank 1 has a copy of the checkpoint from another step: the same headers, and other values."""
-    import hf_zero_stream
-
     seen = shutil.copytree(folder, own / f"copy{dist.get_rank()}")
     if dist.get_rank() == 1:
         for shard in seen.glob("*.safetensors"):

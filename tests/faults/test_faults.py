@@ -12,24 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+import hf_zero_stream
 from tests.support.cluster import SOON_S, Outcome, run_ranks, run_ranks_expecting_errors
 from tests.support.disk import failing, replace_reads
 from tests.support.parity import ds_config
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
-    import hf_zero_stream
-
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config(), **kwargs)
 
 
 def load_bad_then_good(bad: Path, good: Path) -> dict[str, Any]:
     """What a bad checkpoint raises, and whether a good one still loads with nothing left behind."""
-    import transformers
-
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():  # first contact opens two sockets, once
         pass
     before = transformers.PreTrainedModel.from_pretrained
@@ -206,8 +202,6 @@ def load_missing_weights_on_one_rank(folder: Path, scratch: Path) -> Any:
 
 
 def refused(section: dict[str, Any], folder: Path) -> Any:
-    import hf_zero_stream
-
     config = {**ds_config(), **section}
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
 

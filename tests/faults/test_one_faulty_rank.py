@@ -17,7 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.integrations import HfDeepSpeedConfig
 
+import hf_zero_stream
 from tests.faults.test_dying_ranks import count_handles, thread_names
 from tests.support.cluster import SOON_S, run_ranks
 from tests.support.disk import disk, failing, replace_reads
@@ -152,16 +154,12 @@ def faulty_op(folder: Path) -> Any:
 
 
 def load(folder: Path) -> Any:
-    import hf_zero_stream
-
     config = {**ds_config(), "hf_zero_stream": {"reader_threads": 2, "staging_bytes": 8 * 4096}}
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
 
 
 def fail_then_load(folder: Path, own: Path, fault: Fault) -> dict[str, Any]:
     """What the load with the fault raised, what it left behind, and whether another one succeeds."""
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():  # first contact opens sockets, once
         pass
     before = transformers.PreTrainedModel.from_pretrained
@@ -275,10 +273,6 @@ def test_the_others_stop_reading(cluster: None, zoo_checkpoint: Callable[..., Pa
 
 def load_from_nowhere(folder: Path) -> list[tuple[str, str]]:
     """An Auto class needs the config to know the model's class, so rank 1 fails before it comes to the load."""
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import hf_zero_stream
-
     path = folder / "nowhere" if dist.get_rank() == 1 else folder
     caught = []
 

@@ -18,6 +18,10 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
+import hf_zero_stream
+from hf_zero_stream.loading import choice
+from hf_zero_stream.ranks import rendezvous
+from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.ranks.test_rendezvous import load as load_plain
 from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
@@ -56,8 +60,6 @@ def test_a_deferral_waits_for_nobody(cluster: None, zoo_checkpoint: Checkpoint) 
 
 def defer_where_rank_0_reads(folders: list[Path]) -> tuple[int, str]:
     """Rank 1 does not see the shards; then it does not come, and rank 0 defers its model alone."""
-    import hf_zero_stream
-
     announce()
     accelerator = make_accelerator()
     make_contact()
@@ -108,17 +110,12 @@ def test_other_files_on_another_host_are_found_in_prepare(
 
 
 def make_contact() -> None:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         dist.barrier()
 
 
 def share_with_a_slow_rank(folder: Path) -> tuple[bool, str]:
     """Rank 1 comes late. Meanwhile threads of it and of rank 0 communicate, not quite at the same time."""
-    from hf_zero_stream.loading import choice
-    from hf_zero_stream.ranks import rendezvous
-
     rendezvous.CERTAIN_S = 4.0
     choice.SHARED_LOAD = dataclasses.replace(choice.SHARED_LOAD, reminder_s=2.0)
     logging.getLogger("hf_zero_stream").setLevel(logging.WARNING)
@@ -166,8 +163,6 @@ def on_rank_0(folder: Path, _: Path) -> Any:
 
 
 def while_the_others_save(folder: Path, own: Path) -> Any:
-    import hf_zero_stream
-
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     found = load_plain(folder) if dist.get_rank() == 0 else None
     hf_zero_stream.save_pretrained(model, own)
@@ -201,9 +196,6 @@ def test_no_rank_waits_for_those_that_wait_for_it(cluster: None, zoo_checkpoint:
 
 def wait_for_a_file(folder: Path, file: Path) -> list[Any]:
     """Rank 1 waits for a file that rank 0 writes after two loads. Then it comes late to a meeting that needs all."""
-    from hf_zero_stream.ranks import rendezvous
-    from hf_zero_stream.ranks.coordinator import Coordinator
-
     rendezvous.SHARING_PATIENCE_S = 3.0
     make_contact()
     found = []

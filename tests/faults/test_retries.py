@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import hf_zero_stream
 from hf_zero_stream.errors import CheckpointError, ReadError
 from hf_zero_stream.sources.base import Retries, SourceFile
 from hf_zero_stream.sources.local import LocalFiles
@@ -151,8 +152,6 @@ def test_a_stale_handle_to_a_replaced_file(shard: SourceFile, pauses: list[float
 
 def load_through_faults(folder: Path) -> dict[str, Any]:
     """Rank 1 has a file system with hiccups; rank 0's first open, of a header, fails once."""
-    import hf_zero_stream
-
     real_open = os.open
     if dist.get_rank() == 1:
         replace_reads(failing(errno.EIO, 2))

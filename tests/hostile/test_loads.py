@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import hf_zero_stream
 from fuzz.seeds import indexes
 from tests.faults.test_faults import a_tensor, first_shard, rewrite_header
 from tests.support.cluster import run_ranks
@@ -110,8 +111,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 
 
 def load(folder: Path) -> Any:
-    import hf_zero_stream
-
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config(), dtype="auto")
 
 
@@ -142,8 +141,6 @@ def test_hostile_checkpoints(cluster: None, zoo_checkpoint: Callable[..., Path],
 
 
 def plan_and_load_into(folder: Path, good: Path) -> list[tuple[str, str]]:
-    import hf_zero_stream
-
     model = load(good)
     found = []
     for attempt in (
@@ -185,8 +182,6 @@ def pickled(folder: Path, value: Any) -> Path:
 
 
 def load_pickled(folders: list[Path]) -> list[tuple[str, str]]:
-    import hf_zero_stream
-
     found = []
     for folder in folders:
         dist.barrier()

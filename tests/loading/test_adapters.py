@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
 from torch import nn
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses
@@ -46,8 +49,6 @@ def adapter(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
 
 def different(streamed: nn.Module, plain: nn.Module) -> list[str]:
     """As `tests.support.parity.differences`, for models of which only the base is partitioned; collective."""
-    import deepspeed
-
     ours, theirs = dict(streamed.named_parameters()), dict(plain.named_parameters())
     found = sorted(ours.keys() ^ theirs.keys())
     for name in sorted(ours.keys() & theirs.keys()):
@@ -103,8 +104,6 @@ def test_adapter_kwargs(cluster: None, zoo_checkpoint: Callable[..., Path], adap
 
 def load_adapter(base: Path, adapter: Path, inside: bool, kwargs: dict[str, Any]) -> list[str]:
     """`model.load_adapter` after the load, inside `streaming()` or not."""
-    import hf_zero_stream
-
     plain = load_with("plain", CAUSAL, base, {}, {})
     plain.load_adapter(str(adapter), **kwargs)
     streamed = load_with("streamed", CAUSAL, base, ds_config(), {})
@@ -129,9 +128,6 @@ def test_load_adapter(
 
 def losses(name: str, folder: Path, dtype: torch.dtype, how: str, adapter: Path | None) -> list[float]:
     """Three steps on a new adapter, or on one from a file, after `deepspeed.initialize`."""
-    import deepspeed
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
     config = ds_config(dtype)
     keeps_zero3_on = HfDeepSpeedConfig(config)
     model = load_with(how, ZOO[name].auto_class, folder, config, {"dtype": dtype})
@@ -169,8 +165,6 @@ def test_training_a_saved_adapter(cluster: None, zoo_checkpoint: Callable[..., P
 
 def initialised_loss(adapter: Path) -> list[float]:
     """The loss of an engine made of what `from_pretrained` gives for an adapter's folder, and plain loading's."""
-    import deepspeed
-
     with torch.no_grad():
         plain = load_with("plain", CAUSAL, adapter, {}, {})
         expected = plain(**ZOO["llama"].inputs()).loss.item()

@@ -7,6 +7,7 @@ stock in tests/loading/test_refused_arguments.py.
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers.core_model_loading import WeightRenaming
 
+import hf_zero_stream
 from tests.sampling import chosen
 from tests.support.cluster import run_ranks
 from tests.support.loading import Messages, assert_same, compare, errors_of, load_with
@@ -191,8 +193,6 @@ def test_unknown_kwargs(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 def compare_positional(folder: Path) -> list[str]:
     """BertModel(config, add_pooling_layer)."""
-    import hf_zero_stream
-
     plain = transformers.BertModel.from_pretrained(folder, False)
     with hf_zero_stream.streaming():
         streamed = transformers.BertModel.from_pretrained(folder, False, ds_config=ds_config())
@@ -314,8 +314,6 @@ def test_changes_nothing(compared: list[dict[str, Any]], name: str) -> None:
 
 
 def load_and_listen(folder: Path, kwargs: dict[str, Any]) -> tuple[bool, list[str]]:
-    import hf_zero_stream
-
     messages = Messages()
     transformers.utils.logging.get_logger("transformers").addHandler(messages)
     with hf_zero_stream.streaming():
@@ -326,8 +324,6 @@ def load_and_listen(folder: Path, kwargs: dict[str, Any]) -> tuple[bool, list[st
 @pytest.mark.slow
 def test_ds_config(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A dict, a path, or nothing; with a stage below 3 the load is transformers' own."""
-    import json
-
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ds_config()))
     folder = zoo_checkpoint("llama")

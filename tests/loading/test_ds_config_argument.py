@@ -19,13 +19,12 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 
 
 def load(folder: Path | str, config: Any, **kwargs: Any) -> Any:
-    import hf_zero_stream
-
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config, **kwargs)
 
 

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor
 from hf_zero_stream.destinations.deepspeed import flat
@@ -34,8 +36,6 @@ def config_of(stage: int) -> dict[str, Any]:
 
 
 def load(folder: Path, config: dict[str, Any], **settings: Any) -> Any:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(**settings)):
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, ds_config=config)
 
@@ -52,8 +52,6 @@ def differing(state: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) ->
 
 def handle(folder: Path, out: Path, stage: int) -> dict[str, Any]:
     """What users do with a model before `deepspeed.initialize`."""
-    import deepspeed
-
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     expected = plain.state_dict()
     model = load(folder, config_of(stage))

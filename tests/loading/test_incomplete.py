@@ -7,11 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
+import hf_zero_stream
+from hf_zero_stream.errors import LoadError
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, load_and_compare
 from tests.support.zoo import build_model
@@ -121,9 +125,6 @@ def test_another_head(cluster: None, zoo_checkpoint: Callable[..., Path], name: 
 
 def load_where_gathers_end_late(auto_class: str, folder: Path) -> dict[str, Any]:
     """What is gathered is written when somebody waits for it, or else at the next collective: gloo may do that."""
-    import deepspeed
-    import torch.distributed as dist
-
     real_gather, real_broadcast = deepspeed.comm.all_gather_into_tensor, dist.broadcast
     unfinished: list[Any] = []
     gathers = [0]
@@ -179,10 +180,6 @@ def test_pickled_checkpoint(cluster: None, tmp_path: Path) -> None:
 
 
 def load_state_dict_of_ones(name: str) -> Any:
-    import deepspeed
-
-    import hf_zero_stream
-
     model = build_model(name)
     state_dict = {key: torch.ones_like(value) for key, value in model.state_dict().items()}
     with hf_zero_stream.streaming():
@@ -263,9 +260,6 @@ def test_models_that_stock_cannot_load(
 
 def load_strictly(folder: Path, how: str, kwargs: dict[str, Any]) -> str:
     """The error that strict loading raises, or "" if it loads; then the same without ZeRO-3."""
-    import hf_zero_stream
-    from hf_zero_stream.errors import LoadError
-
     section = {"strict": True} if how == "section" else {}
     strict = {"strict": True} if how == "argument" else {}
     config = {**ds_config(), "hf_zero_stream": section}
@@ -308,9 +302,6 @@ def test_strict_refuses_mismatches(cluster: None, zoo_checkpoint: Callable[..., 
 
 
 def test_strict_without_zero3(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    import hf_zero_stream
-    from hf_zero_stream.errors import LoadError
-
     streaming_class = hf_zero_stream.StreamingAutoModelForCausalLM
     assert streaming_class.from_pretrained(zoo_checkpoint("qwen3_moe"), strict=True)
     folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", drop_some)

@@ -6,12 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import hf_zero_stream
+from hf_zero_stream.errors import LoadError
 from tests.support.cluster import RankFailure, run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses, unequal
@@ -48,8 +52,6 @@ def streamed(name: str, folder: Path, config: dict[str, Any]) -> Any:
 
 
 def reload(name: str, first: Path, second: Path, zero: dict[str, Any]) -> list[str]:
-    import hf_zero_stream
-
     dtype = torch.bfloat16
     plain = plain_model(name, second, dtype)
     model = streamed(name, first, ds_config(dtype, **zero))
@@ -92,10 +94,7 @@ def test_in_every_home(
 
 def losses_after_reload(first: Path, second: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Three steps on `first`, then `second` is loaded into the engine; and an engine that began with `second`."""
-    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
-
-    import hf_zero_stream
 
     recipe = ZOO["qwen3_moe"]
     stage = config["zero_optimization"]["stage"]
@@ -139,9 +138,6 @@ def test_a_training_engine_gets_masters_and_weights(
 
 def refused(first: Path, second: Path) -> tuple[str, bool]:
     """The error, and whether the partitions are as they were."""
-    import hf_zero_stream
-    from hf_zero_stream.errors import LoadError
-
     model = streamed("qwen3_moe", first, ds_config(torch.bfloat16))
     before = [param.ds_tensor.clone() for param in model.parameters()]
     try:
@@ -165,10 +161,6 @@ def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(
 
 
 def load_into_meta(folder: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    import hf_zero_stream
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     hf_zero_stream.load_into(model, str(folder))
@@ -185,14 +177,10 @@ def test_only_models_of_transformers(cluster: None) -> None:
 
 
 def load_into_linear() -> None:
-    import hf_zero_stream
-
     hf_zero_stream.load_into(nn.Linear(2, 2), "nowhere")
 
 
 def without_zero(first: Path, second: Path) -> list[str]:
-    import hf_zero_stream
-
     model = plain_model("qwen3_moe", first, torch.bfloat16)
     report = hf_zero_stream.load_into(model, str(second))
     assert len(report.ranks) == (dist.get_world_size() if dist.is_initialized() else 1)

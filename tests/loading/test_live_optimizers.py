@@ -10,10 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+import hf_zero_stream
+from hf_zero_stream.errors import HfZeroStreamError
 from tests.support.cluster import run_ranks
 from tests.support.parity import unequal
 from tests.support.zoo import ZOO, make_checkpoint
@@ -68,14 +73,10 @@ CONFIGS = {
 
 
 def llama(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 def engine_on(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
-    import deepspeed
-
     return deepspeed.initialize(model=llama(folder, dtype), config=config)[0]
 
 
@@ -87,8 +88,6 @@ def step(engine: Any) -> None:
 
 def weights_and_masters(folders: Folders, out: Path) -> dict[str, list[str]]:
     """What is wrong right after loading into the model inside an engine, and after a step."""
-    import hf_zero_stream
-
     first, wide, narrow, _ = folders
     found: dict[str, list[str]] = {}
     for kind, (config, dtype) in CONFIGS.items():
@@ -126,12 +125,8 @@ def around_and_beside(folders: Folders) -> dict[str, Any]:
     """Loads into what users have in their hands, and into what cannot be loaded into."""
     import gc
 
-    import peft
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
-    import hf_zero_stream
-    from hf_zero_stream.errors import HfZeroStreamError
 
     first, wide, _, part = folders
     dtype = torch.bfloat16

@@ -8,9 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.nested_models import (
     AroundOne,
@@ -24,8 +26,6 @@ from tests.support.parity import ds_config
 
 
 def gathered(model: Any) -> dict[str, torch.Tensor]:
-    import deepspeed
-
     values = {}
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
@@ -38,15 +38,11 @@ def different(values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 def streamed(model_class: type, folder: Path, **kwargs: Any) -> Any:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         return model_class.from_pretrained(folder, ds_config=ds_config(), **kwargs)
 
 
 def load_all(folders: dict[str, Path]) -> dict[str, Any]:
-    import hf_zero_stream
-
     inner, whole, part, two, lacking = (folders[name] for name in ("inner", "whole", "part", "two", "lacking"))
     found: dict[str, Any] = {}
 
@@ -119,8 +115,6 @@ def test_values(cluster: None, tmp_path: Path) -> None:
 
 def errors(folders: dict[str, Path]) -> dict[str, list[tuple[str, str]]]:
     """What stock's ZeRO-3 raises and what streaming does; and both outside of ZeRO-3."""
-    import hf_zero_stream
-
     found: dict[str, list[tuple[str, str]]] = {}
 
     def note(what: str, call: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,8 +94,6 @@ def load_elsewhere(folder: Path, in_zero3: bool) -> dict[str, Any]:
 
 def gathered(model: nn.Module) -> nn.Module:
     """A plain model with the values of a partitioned one."""
-    import deepspeed
-
     plain = transformers.LlamaForCausalLM(model.config)
     for param, own in zip(model.parameters(), plain.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([param]):

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 
+import hf_zero_stream
 from hf_zero_stream.destinations.replicated import exchanges
+from hf_zero_stream.errors import ReadError
+from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
 from tests.support.zoo import ZOO
@@ -20,8 +24,6 @@ from tests.support.zoo import ZOO
 
 def load_shared(name: str, folder: Path, dtype: torch.dtype) -> list[str]:
     """What differs from a plain load, and whether the ranks read as much as there is, once."""
-    import hf_zero_stream
-
     auto_class = ZOO[name].auto_class
     plain = getattr(transformers, auto_class).from_pretrained(folder, dtype=dtype)
     torch.manual_seed(0)
@@ -60,10 +62,6 @@ def test_a_cast_and_small_chunks(
 
 
 def losses(folder: Path, stage: int, streams: bool) -> list[float]:
-    import deepspeed
-
-    import hf_zero_stream
-
     config = ds_config(torch.bfloat16)
     config["zero_optimization"] = {"stage": stage}
     library: Any = hf_zero_stream if streams else transformers
@@ -84,8 +82,6 @@ def test_losses_equal_stock(cluster: None, zoo_checkpoint: Callable[..., Path], 
 
 
 def left_to_transformers(folder: Path) -> list[bool]:
-    import hf_zero_stream
-
     auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(share_reads=False)):
         by_setting = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -101,10 +97,6 @@ def test_loads_that_are_left_to_transformers(cluster: None, zoo_checkpoint: Call
 def broken_on_one_rank(folder: Path) -> str:
     """The error that each rank gets if the shards cannot be read on rank 1."""
     from unittest import mock
-
-    import hf_zero_stream
-    from hf_zero_stream.errors import ReadError
-    from hf_zero_stream.sources.local import LocalFiles
 
     def fail(self: Any, *args: Any) -> None:
         raise ReadError("made to fail")

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
-from transformers import modeling_utils
+from transformers import Trainer, modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
@@ -75,8 +76,6 @@ def test_restored_after_an_exception() -> None:
 
 def test_a_trainer_that_is_not_known(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its saves and states are left to it, with a word."""
-    from transformers import Trainer
-
     monkeypatch.delattr(Trainer, "_save")
     with streaming():
         assert is_patched() and not hasattr(Trainer.save_model, "__wrapped__")
@@ -263,8 +262,6 @@ def test_settings_reach_the_engine(cluster: None, zoo_checkpoint: Callable[..., 
 
 def train_with_section(folder: Path) -> float:
     """A DeepSpeed config that carries our section must still be good for `deepspeed.initialize`."""
-    import deepspeed
-
     config = {**ds_config(), "hf_zero_stream": {"reader_threads": 1}}
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
     engine, *_ = deepspeed.initialize(model=model, config=config)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -370,8 +371,6 @@ def test_base_checkpoint_in_a_task_model(
 
 def gather_all_at_once(folder: Path) -> dict[str, Any]:
     """As the test upstream looks at a model: one gather over everything, with a modifier, twice."""
-    import deepspeed
-
     expected = build_model("qwen3_moe").state_dict()
     model, info = load_with("streamed", "Qwen3MoeForCausalLM", folder, ds_config(), {"output_loading_info": True})
     named = dict(model.named_parameters())

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
@@ -45,8 +46,6 @@ def resize_both(
         inside: resize inside `streaming()`.
         output: where to save the streamed model as it is then; with it, both models are trained too.
     """
-    import deepspeed
-
     found: dict[str, dict[str, Any]] = {}
     for how in ("plain", "streamed"):
         gc.collect()

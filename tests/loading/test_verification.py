@@ -12,9 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 
+import hf_zero_stream
 from hf_zero_stream.checkpoint.formats import read_map
+from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor
+from hf_zero_stream.destinations import replicated
+from hf_zero_stream.engine import reader as reading
+from hf_zero_stream.engine import verification
 from hf_zero_stream.engine.verification import BLOCK, Lookup, digest_of
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import SOON_S, Outcome, run_ranks, run_ranks_expecting_errors
@@ -33,8 +39,6 @@ HOMES: dict[str, dict[str, Any] | None] = {
 
 def load(folder: Path, home: str, how: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A model in one of the homes."""
-    import hf_zero_stream
-
     zero = HOMES[home]
     section: dict[str, Any] = {"hf_zero_stream": {"verify": how}}
     if zero is None:
@@ -79,17 +83,12 @@ def test_a_sample_is_small(
 
 
 def verified_in_small_samples(folder: Path) -> Any:
-    from hf_zero_stream.engine import verification
-
     verification.SAMPLE = 16
     return verified(folder, ["zero3"], "sample")
 
 
 def load_and_corrupt(folder: Path, home: str, how: str, where: str) -> Any:
     """Rank 1 gets one wrong element, either where it puts what it read or (replicated) in what others sent it."""
-    from hf_zero_stream.destinations import replicated
-    from hf_zero_stream.engine import reader as reading
-
     if dist.get_rank() == 1 and where == "placed":
         real = reading.execute_reads
 
@@ -193,8 +192,6 @@ def test_lookup_agrees_with_torch() -> None:
 
 
 def lazy_of(tensor: torch.Tensor) -> Any:
-    from hf_zero_stream.checkpoint.lazy import LazyTensor
-
     return LazyTensor.whole(HostTensor.of(tensor), no_values)
 
 
@@ -203,8 +200,6 @@ def no_values(view: Any) -> torch.Tensor:
 
 
 def test_lookup_reads_a_transposed_tensor_once(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     values = torch.arange(300 * 700, dtype=torch.float32).view(300, 700)
     save_file({"x": values}, tmp_path / "x.safetensors")
     index = read_map([tmp_path / "x.safetensors"])
@@ -222,8 +217,6 @@ def test_lookup_reads_a_transposed_tensor_once(tmp_path: Path) -> None:
 
 def verified_on_nvme(folder: Path, swap: Path) -> dict[str, Any]:
     """A partition of more than 1 MiB lies in a swap file; its buffer is compared before it is written there."""
-    import hf_zero_stream
-
     offload = {"device": "nvme", "nvme_path": str(swap), "buffer_size": 2**20, "buffer_count": 4}
     config = {**ds_config(offload_param=offload), "hf_zero_stream": {"verify": "full"}}
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
@@ -247,8 +240,6 @@ def verified_in_fp32(folder: Path) -> list[str]:
 
 def verified_live(folder: Path) -> tuple[str, str, str]:
     """Loaded, and loaded into once more."""
-    import hf_zero_stream
-
     model = load(folder, "zero3", "full")
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(verify="full")):
         again = hf_zero_stream.load_into(model, str(folder))
@@ -261,8 +252,6 @@ def test_load_into(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
 
 
 def verified_through_a_relay(folder: Path) -> str:
-    import hf_zero_stream
-
     config = {**ds_config(), "hf_zero_stream": {"verify": "full", "read_from": "rank0"}}
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
     return model.streaming_report.digest
@@ -275,8 +264,6 @@ def test_read_by_another_rank(cluster: None, zoo_checkpoint: Callable[..., Path]
 
 
 def verified_functions(folder: Path, kwargs: dict[str, Any], how: str) -> dict[str, Any]:
-    import hf_zero_stream
-
     config = {**ds_config(torch.bfloat16), "hf_zero_stream": {"verify": how}}
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config, **kwargs)
     return {**asdict(model.streaming_report.ranks[0].verification), "digest": model.streaming_report.digest}

@@ -11,13 +11,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
+from transformers.distributed import DistributedConfig
 
+import hf_zero_stream
+from hf_zero_stream.errors import UnsupportedError
 from tests.support.changed_models import different as different_tensors
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, make_accelerator
@@ -66,8 +70,6 @@ def expect(model: Any, folder: Path) -> None:
 
 
 def streaming() -> AbstractContextManager[Any]:
-    import hf_zero_stream
-
     return hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False))
 
 
@@ -79,8 +81,6 @@ def in_zero3(folder: Path) -> Any:
 
 
 def in_an_engine(folder: Path, stage: int) -> Any:
-    import deepspeed
-
     config = ds_config(torch.bfloat16)
     config["zero_optimization"]["stage"] = stage
     model = load(folder, ds_config=config)
@@ -92,8 +92,6 @@ def in_replicas(folder: Path) -> Any:
 
 
 def by_distributed_config(folder: Path) -> Any:
-    from transformers.distributed import DistributedConfig
-
     return load(folder, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()))
 
 
@@ -125,8 +123,6 @@ HOMES: dict[str, Callable[[Path], Any]] = {
 
 def save_in_home(home: str, folders: Folders, root: Path) -> list[str]:
     """Save each model in every way; what is left of quantisation in any."""
-    import hf_zero_stream
-
     left = []
     for name, folder in folders.items():
         with streaming():
@@ -190,8 +186,6 @@ def test_saved_as_plain(cluster: None, formats: Any, tmp_path: Path, home: str, 
 
 def load_into_home(home: str, folders: Folders, root: Path) -> None:
     """Load each quantised checkpoint into a model of zeros, and save it; with and without a word on how."""
-    import hf_zero_stream
-
     for name, folder in folders.items():
         with streaming():
             for wish in ({}, dequantised(folder)[1]):
@@ -215,9 +209,6 @@ def test_loaded_into_a_plain_model(cluster: None, formats: Any, tmp_path: Path, 
 
 
 def test_what_transformers_does_not_dequantise_is_refused(tmp_path: Path) -> None:
-    import hf_zero_stream
-    from hf_zero_stream.errors import UnsupportedError
-
     bitsandbytes(tmp_path / "model", "nf4", width=64)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").dequantize()
     with pytest.raises(UnsupportedError, match=r"quantised by bitsandbytes.*call dequantize\(\), and save that"):
@@ -234,8 +225,6 @@ def adapted(base: Any) -> Any:
 @pytest.mark.parametrize("name", SAMPLE)
 def test_merged_in_one_process(formats: Any, tmp_path: Path, name: str) -> None:
     """As docs/quantised.md says: the base dequantised, the saved adapters put on it, merged, and saved."""
-    import hf_zero_stream
-
     folder = formats(name)[name]
     adapted(load(folder)).save_pretrained(tmp_path / "adapters")
     with streaming():
@@ -255,7 +244,6 @@ def test_merged_in_one_process(formats: Any, tmp_path: Path, name: str) -> None:
 @pytest.mark.plugin("pickled")
 def test_saved_is_planned_and_converted(formats: Any, tmp_path: Path) -> None:
     """What is saved is a plain checkpoint to everything else of ours, too."""
-    import hf_zero_stream
     from hf_zero_stream.plugins.pickled.convert import convert
 
     folder = formats(SAMPLE[0])[SAMPLE[0]]
@@ -272,8 +260,6 @@ def test_saved_is_planned_and_converted(formats: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["nf4", "double nf4", "int8"])
 def test_bitsandbytes_dequantised_afterwards(tmp_path: Path, kind: str) -> None:
     """``model.dequantize()``, after which stock's own save raises NotImplementedError."""
-    import hf_zero_stream
-
     bitsandbytes(tmp_path / "model", kind, width=64)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").dequantize()
     expect(model, tmp_path / "expected")
@@ -330,16 +316,12 @@ class EngineTraining:
         return train(self.engine, step, steps)
 
     def save(self, target: Path) -> None:
-        import hf_zero_stream
-
         if self.calls_ours:
             hf_zero_stream.save_state(self.engine, target)
         else:
             self.engine.save_checkpoint(str(target))
 
     def load(self, target: Path) -> None:
-        import hf_zero_stream
-
         if self.calls_ours:
             hf_zero_stream.load_state(self.engine, target)
         else:
@@ -362,13 +344,9 @@ class ModelTraining:
         return train(self.model, step, steps)
 
     def save(self, target: Path) -> None:
-        import hf_zero_stream
-
         hf_zero_stream.save_state(self.model, target, optimizer=self.optimizer)
 
     def load(self, target: Path) -> None:
-        import hf_zero_stream
-
         hf_zero_stream.load_state(self.model, target, optimizer=self.optimizer)
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin
 from safetensors.torch import load_file
 
 import hf_zero_stream
@@ -32,9 +35,6 @@ def load(folder: Path) -> Any:
 
 def announce_home(home: str) -> dict[str, Any]:
     """What a launcher announces; returns the Trainer's arguments for it."""
-    from accelerate import PartialState
-    from accelerate.state import AcceleratorState
-
     if home == "FSDP2":
         announce(cpu_ram_efficient_loading=True)
         force_fsdp_on_cpu()
@@ -72,9 +72,6 @@ def by_trainer(home: str, folder: Path, target: Path) -> Any:
 
 def by_accelerate(home: str, folder: Path, target: Path) -> Any:
     """A step, and ``accelerator.save_model``."""
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin
-
     config = announce_home(home).get("deepspeed")
     accelerator = Accelerator(deepspeed_plugin=None if config is None else DeepSpeedPlugin(hf_ds_config=config))
     model = load(folder)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 
 import hf_zero_stream
@@ -417,7 +418,6 @@ def logits_of_replicas(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_replicas(folder: Path, offloads: bool) -> list[list[float]]:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
     losses = []

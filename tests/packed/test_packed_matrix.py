@@ -11,6 +11,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,7 +91,6 @@ PADDING = 4
 
 
 def memory(folder: Path) -> dict[str, Any]:
-    import deepspeed
     from deepspeed.utils import z3_leaf_module
 
     config = one_module_at_a_time()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,8 +36,6 @@ def refused(save: Callable[[], Any], folder: Path) -> None:
 
 
 def save_zero3(folders: dict[str, Path], out: Path) -> None:
-    import deepspeed
-
     for name, folder in folders.items():
         model = load(folder, ds_config(torch.bfloat16))
         refused(lambda: model.save_pretrained(out / "partitioned"), out / "partitioned")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
@@ -25,8 +26,6 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 
 
 def engine_of(folder: Path) -> Any:
-    import deepspeed
-
     config = ds_config(torch.bfloat16)
     model = with_adapters(load(folder, config))
     trainable = [param for param in model.parameters() if param.requires_grad]

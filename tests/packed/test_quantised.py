@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
 
+import hf_zero_stream
 from tests.packed.test_gguf import files as gguf_files  # noqa: F401
 from tests.support.allocations import AllocationWatch
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
@@ -53,10 +55,6 @@ def test_dequantised_as_plain(cluster: None, tmp_path: Path, format_name: str, w
 
 
 def dequantised(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    import deepspeed
-
-    import hf_zero_stream
-
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(
         folder,
         quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
@@ -89,8 +87,6 @@ KIB = 2**10
 
 
 def load_watched(folder: Path, quantization_config: Any) -> dict[str, Any]:
-    import hf_zero_stream
-
     settings = hf_zero_stream.StreamingConfig(staging_bytes=2048 * KIB, progress=False)
     with hf_zero_stream.streaming(settings), AllocationWatch() as watch:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -134,8 +130,6 @@ def test_reads_the_quantised_bytes_once_in_bounded_memory(cluster: None, tmp_pat
 
 
 def load(folder: Path) -> None:
-    import hf_zero_stream
-
     hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(
         folder,
         quantization_config=transformers.CompressedTensorsConfig(dequantize=True),

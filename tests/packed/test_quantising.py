@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 
@@ -213,8 +215,6 @@ def test_plan(folders: dict[str, Path], tmp_path: Path) -> None:
 
 
 def read_and_held(folder: Path, config: Any) -> dict[str, int]:
-    import torch.distributed as dist
-
     model = load(folder, ds_config(), quantization_config=config)
     return {
         "read": model.streaming_report.to_dict()["ranks"][dist.get_rank()]["bytes_read"],
@@ -255,8 +255,6 @@ def test_refused(cluster: None, folders: dict[str, Path]) -> None:
 
 
 def incomplete(folder: Path) -> dict[str, Any]:
-    import deepspeed
-
     model = load(folder, ds_config(torch.bfloat16), quantization_config=bitsandbytes_config("nf4"))
     lacking = model.model.layers[0].self_attn.q_proj
     with deepspeed.zero.GatheredParameters([lacking.weight]):

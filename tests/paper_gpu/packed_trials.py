@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
@@ -29,8 +30,6 @@ class Training:
     """Adapters on a model under ZeRO-3."""
 
     def __init__(self, model: Any) -> None:
-        import deepspeed
-
         self.model = with_adapters(model)
         trainable = [param for param in self.model.parameters() if param.requires_grad]
         config = zero_config(3, {})
@@ -68,8 +67,6 @@ class Training:
 
     @staticmethod
     def whole(param: Any) -> AbstractContextManager[None]:
-        import deepspeed
-
         return deepspeed.zero.GatheredParameters([param])
 
     @staticmethod

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hf_zero_stream
 from hf_zero_stream import accelerators
+from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.paper_gpu.trials import plain_model, zero_config, zero_model
 from tests.support.cluster import PAPER_GPUS, ROOT, SOON_S, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.forks import Forks
@@ -101,8 +103,6 @@ def test_mistakes_in_collectives_show(paper_gpus: None, even_checkpoint: Path, m
 
 def peaks(folder: Path) -> list[int]:
     """The user's peak, far above what a load needs: before a load, after it, and what the load reports."""
-    import hf_zero_stream
-
     torch.empty(10**8, dtype=torch.uint8, device="cuda")
     model = plain_model(folder).to("cuda")
     before = torch.cuda.max_memory_allocated()
@@ -134,7 +134,6 @@ def test_digests_take_little_of_a_device(paper_gpus: None) -> None:
 
 def copies_in_an_agreement() -> int:
     """Bytes that come to the host when ranks tell each other something large."""
-    from hf_zero_stream.ranks.coordinator import Coordinator
     from tests.paper_gpu.cuda import paper
 
     coordinator = Coordinator.of_default_group()

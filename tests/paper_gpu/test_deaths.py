@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
+from hf_zero_stream.destinations import columns
+from hf_zero_stream.sources import local
 from tests.faults.test_dying_ranks import kill_this_process
 from tests.loading.test_odd_parameters import save, without
 from tests.paper_gpu.trials import COMMON, sharded_model, zero_config, zero_model
@@ -50,9 +53,6 @@ def load_in_a_new_group(folder: Path, target: Path, arm: Callable[[], None]) -> 
 
 
 def load_by_columns(folder: Path, target: Path, arm: Callable[[], None]) -> None:
-    from hf_zero_stream.destinations import columns
-    from hf_zero_stream.sources import local
-
     columns.WORTH_BYTES = 0  # the weights are tiny
     local.READS_PER_EXCHANGE = 1
     arm()
@@ -105,8 +105,6 @@ def load_missing_under_zero(folder: Path, target: Path, arm: Callable[[], None])
 
 
 def load_into_gathered(folder: Path, target: Path, arm: Callable[[], None]) -> None:
-    import deepspeed
-
     model = zero_model(folder, zero_config(3, {}), {})
     with deepspeed.zero.GatheredParameters(list(model.parameters())[:2]):
         arm()

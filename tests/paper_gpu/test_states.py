@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import hf_zero_stream
 from tests.paper_gpu.trials import (
     in_one_process,
     outcome,
@@ -111,8 +112,6 @@ def test_resumes_at_four_ranks(at_two: list[dict[str, Any]], at_four: list[dict[
 
 def buffers_of_three_saves(checkpoint: Path, folder: Path) -> list[list[str]]:
     """What differs from the model's buffers, in the last of three saves and of three passes of a stream."""
-    import hf_zero_stream
-
     model = zero_model(checkpoint, zero_config(3, {}), {})
     stream = hf_zero_stream.weight_stream(model, "all")
     for number in range(3):

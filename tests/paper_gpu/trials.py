@@ -10,9 +10,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers.distributed import DistributedConfig
+from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_zero_stream
@@ -118,15 +123,11 @@ def streaming(settings: Mapping[str, Any] | None) -> AbstractContextManager[Any]
 
 
 def zero_engine(model: Any, config: dict[str, Any]) -> Any:
-    import deepspeed
-
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
 def zero_model(folder: Path, config: dict[str, Any], settings: Mapping[str, Any] | None) -> Any:
     """As a script of a user does it: transformers knows DeepSpeed's config, and no argument of ours is used."""
-    from transformers.integrations import HfDeepSpeedConfig
-
     torch.manual_seed(11)
     with streaming(settings):
         keep = HfDeepSpeedConfig(config)
@@ -199,8 +200,6 @@ def losses_of(model: Any, optimizer: Any, count: int = 3, first: int = 0) -> lis
 
 def sharded_model(folder: Path, sizes: Mapping[str, int], settings: Mapping[str, Any] | None) -> tuple[Any, Any]:
     """A model that ``distributed_config`` shards, and its optimizer."""
-    from transformers.distributed import DistributedConfig
-
     unset_hf_deepspeed_config()
     torch.manual_seed(11)
     with streaming(settings):
@@ -248,9 +247,6 @@ def sharded_resumed(folder: Path, sizes: Mapping[str, int], target: Path) -> lis
 
 def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """As :func:`zero`, by accelerate's FSDP2."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
     from tests.support.fsdp2 import announce
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import hf_zero_stream
 from hf_zero_stream.checkpoint.contents import contents_of
 from hf_zero_stream.errors import CheckpointError, ReadError, UnsupportedError
 from hf_zero_stream.plugins.pickled.convert import convert
@@ -125,10 +127,6 @@ def test_what_is_left_out_is_named(saved: Path) -> None:
 
 def load(folder: Path) -> dict[str, Any]:
     """By `load_into` an FSDP2 model, without a config beside the checkpoint, and by `from_pretrained` under ZeRO-3."""
-    import deepspeed
-
-    import hf_zero_stream
-
     plain = CAUSAL.from_pretrained(folder / "stock")
     (folder / "alone").mkdir(exist_ok=True)
     model = build("fsdp", folder / "three").eval()
@@ -160,8 +158,6 @@ def test_each_rank_reads_its_own_bytes(saved: Path, zoo_checkpoint: Callable[...
 
 def load_from_copies(folder: Path, scratch: Path) -> list[str]:
     """The errors where the copy on rank 1's host is the same, and where one of its files has another size."""
-    import hf_zero_stream
-
     seen, errors = folder, []
     if dist.get_rank():
         seen = shutil.copytree(folder, scratch / "copy")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors.torch import load_file
 
 from tests.cli.test_cli import run, run_json
@@ -34,8 +35,6 @@ def as_torch_files(source: Path, folder: Path) -> Path:
 
 def as_distributed(source: Path, folder: Path) -> Path:
     """The model that the checkpoint in `source` becomes, saved by torch.distributed.checkpoint."""
-    import transformers
-
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import struct
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from hf_zero_stream.checkpoint.format import NotAMap
 from hf_zero_stream.checkpoint.formats import map_from_headers
@@ -254,8 +256,6 @@ def test_small_files_that_are_large_inside(tmp_path: Path, monkeypatch: pytest.M
 
 def to_bin(folder: Path, target: Path, shards: int) -> None:
     """The same checkpoint as pickled files."""
-    from safetensors.torch import load_file
-
     target.mkdir()
     for name in ("config.json", "generation_config.json"):
         (target / name).write_bytes((folder / name).read_bytes())
@@ -268,8 +268,6 @@ def to_bin(folder: Path, target: Path, shards: int) -> None:
         torch.save(part, target / file)
         weight_map |= dict.fromkeys(part, file)
     index = io.StringIO()
-    import json
-
     json.dump({"metadata": {}, "weight_map": weight_map}, index)
     (target / "pytorch_model.bin.index.json").write_text(index.getvalue())
 

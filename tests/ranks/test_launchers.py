@@ -8,9 +8,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_zero_stream import StreamingAutoModelForCausalLM
 from scripts.system_packages import MPICH
 from tests.conftest import skip_if_lacking
 from tests.support.cluster import SOON_S, free_port, run_ranks_expecting_errors
@@ -108,11 +111,6 @@ def test_a_death_before_a_save(
 
 
 def load_without_a_launcher(folder: Path) -> None:
-    import deepspeed
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from hf_zero_stream import StreamingAutoModelForCausalLM
-
     dist.destroy_process_group()
     deepspeed.comm.comm.cdb = None
     sys.modules["mpi4py"] = None  # type: ignore[assignment]  # where it is installed

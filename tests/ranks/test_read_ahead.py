@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 import transformers
 
+from hf_zero_stream import StreamingAutoModelForCausalLM
 from hf_zero_stream.engine import opened
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
@@ -219,8 +220,6 @@ def test_only_where_it_is_of_use(
 
 def load(folder: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What was read ahead in a load, whether it still was while reading, where that began, and what is left of it."""
-    from hf_zero_stream import StreamingAutoModelForCausalLM
-
     kept: list[bool] = []
     begins: list[float] = []
     real = reading.execute_reads

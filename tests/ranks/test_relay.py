@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+import hf_zero_stream
 from hf_zero_stream.sources import relay
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import run_command
@@ -22,8 +24,6 @@ from tests.support.parity import differences, ds_config
 
 def load_elsewhere(folder: Path, scratch: Path) -> dict[str, Any]:
     """Load where every rank but 0 sees a folder without shards, in many chunks."""
-    import hf_zero_stream
-
     relay.CHUNK_BYTES = 1000
 
     rank = torch.distributed.get_rank()
@@ -51,10 +51,6 @@ def test_rank0_reads_for_all(
 
 def load_with_local_readers(folder: Path, hosts: list[str]) -> dict[str, Any]:
     """Four ranks on two hosts: each host's first rank reads."""
-    import os
-
-    import hf_zero_stream
-
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     move_to_host(hosts[torch.distributed.get_rank()])
     opened: list[str] = []
@@ -111,8 +107,6 @@ def test_under_the_deepspeed_launcher(cluster: None, zoo_checkpoint: Callable[..
 
 
 def load_with_a_failing_reader(folder: Path) -> Any:
-    import hf_zero_stream
-
     if torch.distributed.get_rank() == 0:
         replace_reads(failing(errno.EIO))
     config = {**ds_config(), "hf_zero_stream": {"read_from": "rank0"}}

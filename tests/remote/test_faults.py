@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.checkpoint.formats import map_from_headers
@@ -199,8 +200,6 @@ def test_any_answer_gives_the_values_or_our_error(
 
 
 def load_remote(url: str) -> tuple[int, int]:
-    from transformers import AutoModelForCausalLM
-
     with streaming(StreamingConfig(staging_bytes=160_000, progress=False)):
         model = AutoModelForCausalLM.from_pretrained(url, ds_config=ds_config(torch.bfloat16), dtype=torch.bfloat16)
     return sum(rank.retries for rank in model.streaming_report.ranks), model.num_parameters()

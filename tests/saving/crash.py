@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
+import hf_zero_stream
 from hf_zero_stream.saving.files import UNFINISHED, finish_interrupted
 from tests.support.cluster import run_ranks_expecting_errors, warm_up
 from tests.support.loading import load_with
@@ -72,8 +74,6 @@ def strike(step: int, fault: str) -> Callable[[], int]:
 
 
 def save(model: Any, folder: Path) -> None:
-    import hf_zero_stream
-
     hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE)
 
 
@@ -144,8 +144,6 @@ def at_each_step(
 
 
 def save_with_fault(checkpoint: Path, folder: Path, rank: int, step: int, fault: str) -> None:
-    import torch.distributed as dist
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(torch.bfloat16), {})
     if dist.get_rank() == rank:
         strike(step, fault)

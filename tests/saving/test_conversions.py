@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.saving import different, saves_with
@@ -75,8 +76,6 @@ CONVERSIONS = [
 
 
 def save_odd(checkpoint: Path, folder: Path, write_from: str) -> list[dict[str, Any]]:
-    import hf_zero_stream
-
     register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
     if dist.get_rank() == 0:
         torch.manual_seed(3)
@@ -102,8 +101,6 @@ def test_reversed_by_value(cluster: None, tmp_path: Path, world_size: int, write
 
 
 def test_in_one_process_without_a_group(tmp_path: Path) -> None:
-    import hf_zero_stream
-
     assert not dist.is_initialized()
     register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
     OddModel(OddConfig()).save_pretrained(tmp_path / "odd")

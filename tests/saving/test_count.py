@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import transformers
 from torch import nn
 
 import hf_zero_stream
+from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import Stored, View
 from hf_zero_stream.checkpoint.safetensors import NotedShard, lay_out_shard
 from hf_zero_stream.errors import SaveError
@@ -73,8 +75,6 @@ def test_streamed_halves(cluster: None) -> None:
 
 def partition_halves(folder: Path) -> None:
     """Each rank has half of the head, and ZeRO-3 has all of that on this rank alone."""
-    import deepspeed
-
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = tiny()
     half = model.lm_head.weight.detach().chunk(2)[dist.get_rank()]
@@ -173,8 +173,6 @@ def test_a_part_of_a_parameter() -> None:
     whole = {name: View.whole(Stored((4, 3), torch.float32, name)) for name in "ab"}
 
     def elements(tensors: dict[str, View]) -> Any:
-        from hf_zero_stream.checkpoint.lazy import LazyTensor
-
         lazy = {name: LazyTensor.of(view, lambda view: torch.zeros(view.sizes)) for name, view in tensors.items()}
         shard = lay_out_shard(NotedShard("model.safetensors", lazy, {}))
         return make_save_plan([shard], sources, rank=1, world_size=2, single_writer=False)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import hf_zero_stream
 from tests.saving.test_hooks import with_trainer
 from tests.support.cluster import run_ranks
 from tests.support.hosts import can_mount, give_own_disk
@@ -23,8 +24,6 @@ pytestmark = pytest.mark.skipif(not can_mount(), reason="mounting in a namespace
 
 def save_on_own_disks(checkpoint: Path, folder: Path, others: Path) -> list[list[int]]:
     """Rank 1 has a disk of its own; bytes that each rank wrote, by setting."""
-    import hf_zero_stream
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     written = []
 

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+import hf_zero_stream
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving.files import UNFINISHED, Publication, finish_interrupted
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
@@ -34,7 +36,6 @@ def streamed(checkpoint: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 def save_over(checkpoint: Path, folder: Path, fault: str) -> str:
     """Save once, then again with a fault on one rank, then once more; the error's text."""
-    import hf_zero_stream
     from hf_zero_stream.saving import files
 
     model = streamed(checkpoint)
@@ -116,7 +117,6 @@ def test_one_rank_cannot_write(
 
 
 def save_with_a_death(checkpoint: Path, folder: Path) -> None:
-    import hf_zero_stream
     from hf_zero_stream.saving import files
 
     model = streamed(checkpoint)
@@ -139,8 +139,6 @@ def test_a_rank_is_killed(cluster: None, zoo_checkpoint: Callable[..., Path], tm
 
 
 def save_to(checkpoint: Path, folder: Path) -> str:
-    import hf_zero_stream
-
     model = streamed(checkpoint)
     try:
         hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE)
@@ -174,8 +172,6 @@ def test_it_may_be_read_from(cluster: None, zoo_checkpoint: Callable[..., Path],
 def save_over_its_own(checkpoint: Path, folder: Path) -> str:
     from safetensors import safe_open
 
-    import hf_zero_stream
-
     shutil.copytree(checkpoint, folder)
     mapped = {path: safe_open(path, "pt") for path in folder.glob("*.safetensors")}
     before = {path: load_file(path) for path in mapped}
@@ -189,8 +185,6 @@ def save_over_its_own(checkpoint: Path, folder: Path) -> str:
 def load_after_a_death(folder: Path) -> list[str]:
     """A save that died between the list of renames and the renames: its checkpoint is loaded."""
     model = streamed(folder)
-    import deepspeed
-
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return [str(param.flatten()[0].item()) for param in model.parameters()]
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from transformers import Trainer, TrainingArguments
 
+import hf_zero_stream
 from tests.support import fsdp2
 from tests.support.cluster import run_ranks
 from tests.support.live_sharded import evaluated, gathered, plain_model
@@ -57,8 +59,6 @@ def prepared(accelerator: Any, model: Any) -> Any:
 
 def save_both_ways(accelerator: Any, model: Any, folder: Path) -> dict[str, int]:
     """As scripts do it, without streaming and with; how often the model was gathered."""
-    import hf_zero_stream
-
     found = {}
     for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
         with context, gathers_counted() as gathers:
@@ -118,8 +118,6 @@ def tensors(folder: Path) -> dict[str, Any]:
 
 
 def of_distributed_config(checkpoint: Path, folder: Path) -> None:
-    import hf_zero_stream
-
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     accelerator = accelerate.Accelerator(cpu=True)
     model = load_sharded(transformers.AutoModelForCausalLM, checkpoint, {"fsdp_size": 2})
@@ -145,8 +143,6 @@ def test_a_distributed_config_model_and_accelerate(cluster: None, zoo_checkpoint
 
 
 def with_adapters(checkpoint: Path, folder: Path) -> None:
-    import hf_zero_stream
-
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     for name, in_peft in (("transformers", False), ("peft", True)):
         fsdp2.announce(cpu_ram_efficient_loading=False)
@@ -177,10 +173,6 @@ def test_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> 
 
 def with_trainer(checkpoint: Path, folder: Path, sizes: Sizes | None, fsdp_config: dict[str, Any]) -> dict[str, int]:
     """Train with stock's saves and with ours; how often the model was gathered."""
-    from transformers import Trainer, TrainingArguments
-
-    import hf_zero_stream
-
     found = {}
     sharded = fsdp_config.get("state_dict_type") == "SHARDED_STATE_DICT"
     streaming = hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(training_state=not sharded))
@@ -236,9 +228,6 @@ def test_trainer_with_sharded_state_dicts(cluster: None, zoo_checkpoint: Checkpo
 
 def with_own_save_model(checkpoint: Path, folder: Path) -> dict[str, int]:
     """A Trainer that asks for the state dict itself, and saves on rank 0 alone."""
-    from transformers import Trainer, TrainingArguments
-
-    import hf_zero_stream
 
     class OwnTrainer(Trainer):
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -7,11 +7,15 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
+import hf_zero_stream
 from hf_zero_stream.errors import SaveError
+from hf_zero_stream.saving import save as saving
 from tests.saving.test_hooks import INDEX, prepared
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
@@ -26,8 +30,6 @@ CHANGED = ("model.embed_tokens.weight", "model.norm.weight")
 @contextmanager
 def merged(model: Any, *, everything: bool = True) -> Iterator[None]:
     """Two parameters have other values on rank 0, as after merging an adapter; afterwards all is as before."""
-    import deepspeed
-
     params = [param for name, param in model.named_parameters() if everything or name in CHANGED]
     with deepspeed.zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
         before = {}
@@ -42,11 +44,6 @@ def merged(model: Any, *, everything: bool = True) -> Iterator[None]:
 
 
 def save_in_many_ways(checkpoint: Path, folder: Path) -> dict[str, str]:
-    import deepspeed
-
-    import hf_zero_stream
-    from hf_zero_stream.saving import save as saving
-
     accelerator, engine = prepared(checkpoint, stage3_param_persistence_threshold=1000)
     model, rank = engine.module, dist.get_rank()
     with merged(model):
@@ -114,17 +111,12 @@ def test_gathered_values_are_saved(cluster: None, zoo_checkpoint: Callable[..., 
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 def merge_an_adapter(checkpoint: Path, folder: Path, name: str) -> None:
     """The usual export after LoRA: gather, merge, save on rank 0."""
-    import deepspeed
     from peft import LoraConfig, get_peft_model
-
-    import hf_zero_stream
 
     base = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     torch.manual_seed(0)
@@ -148,10 +140,6 @@ def test_a_merged_adapter(cluster: None, zoo_checkpoint: Callable[..., Path], tm
 
 def load_while_gathered(first: Path, second: Path, modifier_rank: int | None) -> list[str]:
     """Names of what is not the second checkpoint's, inside the context and after it."""
-    import deepspeed
-
-    import hf_zero_stream
-
     plain = load_with("plain", "AutoModelForCausalLM", second, {}, {})
     model = load_with("streamed", "AutoModelForCausalLM", first, ds_config(), {})
     params = list(model.parameters())
@@ -169,8 +157,6 @@ def load_while_gathered(first: Path, second: Path, modifier_rank: int | None) ->
 def test_loading_while_gathered(
     cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, modifier_rank: int | None
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     from tests.support.zoo import make_checkpoint
 
     second = make_checkpoint("qwen3_moe", tmp_path / "second", torch.float32)

@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin
 
+import hf_zero_stream
 from hf_zero_stream.errors import SaveError
+from hf_zero_stream.saving import save as saving
 from hf_zero_stream.saving.calls import run_on_leader
 from tests import sampling
 from tests.ranks.test_rendezvous import warnings_of
@@ -47,19 +51,12 @@ def gathers_counted() -> Iterator[list[str]]:
 
 def join_as_launched() -> None:
     """accelerate finds the ranks that the tests' cluster has made, as it would find a launcher's."""
-    from accelerate import PartialState
-
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
 
 
 def prepared(checkpoint: Path, stage: int = 3, **zero: Any) -> tuple[Any, Any]:
     """An accelerator and the engine that it made, as a training script has them."""
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin
-
-    import hf_zero_stream
-
     join_as_launched()
     config = ds_config(torch.bfloat16, stage=stage, stage3_gather_16bit_weights_on_model_save=True, **zero)
     config["gradient_accumulation_steps"] = 1
@@ -69,8 +66,6 @@ def prepared(checkpoint: Path, stage: int = 3, **zero: Any) -> tuple[Any, Any]:
 
 
 def with_accelerate(checkpoint: Path, folder: Path, stage: int) -> dict[str, Any]:
-    import hf_zero_stream
-
     accelerator, engine = prepared(checkpoint, stage)
     found = {}
     for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
@@ -109,8 +104,6 @@ def test_accelerate(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path
 
 def with_values_of_one(checkpoint: Path, folder: Path) -> None:
     """All ranks call, rank 0 with the values that DeepSpeed has gathered, the others with the None that it gave."""
-    import hf_zero_stream
-
     accelerator, engine = prepared(checkpoint)
     for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
         values = engine._zero3_consolidated_16bit_state_dict()
@@ -131,8 +124,6 @@ def test_values_that_rank_0_has(cluster: None, zoo_checkpoint: Callable[..., Pat
 
 
 def with_trainer(checkpoint: Path, folder: Path, name: str) -> dict[str, Any]:
-    import hf_zero_stream
-
     if name != "ours, Trainer imported late":
         import transformers.trainer  # noqa: F401
     with hf_zero_stream.streaming() if name != "stock" else nullcontext(), gathers_counted() as gathers:
@@ -163,9 +154,6 @@ def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: P
 
 
 def saved_by_one(checkpoint: Path, folder: Path) -> None:
-    import hf_zero_stream
-    from hf_zero_stream.saving import save as saving
-
     saving.ARRIVAL_S = 1.0
     accelerator, engine = prepared(checkpoint)
     with hf_zero_stream.streaming():
@@ -185,8 +173,6 @@ def test_saving_is_for_all_ranks(cluster: None, zoo_checkpoint: Callable[..., Pa
 
 def by_rank_0_alone(checkpoint: Path, folder: Path, stage: int) -> None:
     """What needs no other rank, while these train on."""
-    import hf_zero_stream
-
     accelerator, engine = prepared(checkpoint, stage)
     for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
         with context:
@@ -210,9 +196,6 @@ def test_rank_0_alone(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_pa
 
 def reminded(checkpoint: Path, folder: Path) -> str:
     """What rank 0 says when it begins to wait for a save that ranks must make together."""
-    import hf_zero_stream
-    from hf_zero_stream.saving import save as saving
-
     saving.ARRIVAL_S = 3.0
     saving.SAVE = replace(saving.SAVE, reminder_s=0.5)
     accelerator, engine = prepared(checkpoint)
@@ -234,8 +217,6 @@ def test_the_first_reminder_says_what_to_change(
 
 
 def values_of_a_state_dict(checkpoint: Path) -> str:
-    import hf_zero_stream
-
     accelerator, engine = prepared(checkpoint)
     with hf_zero_stream.streaming():
         state_dict = accelerator.get_state_dict(engine)

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.nn.utils.prune
@@ -292,8 +293,6 @@ def test_held_by_users(tmp_path: Path, held_by_users: None) -> None:
 
 def save_by_engine(kind: str, folder: Path) -> None:
     """What cannot be saved in our way is DeepSpeed's, and comes back."""
-    import deepspeed
-
     model = odd(UNKNOWN[kind])
     config = ds_config(torch.float32)
     config["zero_optimization"] = {"stage": 1}

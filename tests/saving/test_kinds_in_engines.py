@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,8 +34,6 @@ SAMPLE = ["complex64", "an expanded buffer", "a buffer that is a weight", "a spa
 
 def engine_of(kind: str, stage: int, *, is_new: bool = False) -> Any:
     """An engine around a model with a tensor of this kind; of a new one, all values are zeros."""
-    import deepspeed
-
     model = odd({**KNOWN, **UNKNOWN}[kind])
     for tensor in [*model.parameters(), *model.buffers()] if is_new else ():
         with suppress(RuntimeError, ValueError), torch.no_grad():  # there are kinds that nobody can change
@@ -46,8 +45,6 @@ def engine_of(kind: str, stage: int, *, is_new: bool = False) -> Any:
 
 def values_of(engine: Any) -> dict[str, torch.Tensor]:
     """The whole state dict, as DeepSpeed gathers it; an error is one of all ranks."""
-    import deepspeed
-
     shared = [param for param in engine.module.parameters() if hasattr(param, "ds_id")]
     with deepspeed.zero.GatheredParameters(shared, enabled=bool(shared)):
         return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}

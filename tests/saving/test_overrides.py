@@ -10,12 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.saving.test_hooks import gathers_counted, join_as_launched
 from tests.support.cluster import run_ranks
@@ -94,10 +96,6 @@ class Looking(TrainerCallback):
 
 
 def train(checkpoint: Path, folder: Path, model_class: Any, trainer_class: Any, name: str) -> dict[str, Any]:
-    import deepspeed
-
-    import hf_zero_stream
-
     join_as_launched()
     with hf_zero_stream.streaming() if name == "ours" else nullcontext(), gathers_counted() as gathers:
         arguments = trainer_arguments(folder / name, max_steps=1, save_steps=1, disable_tqdm=True)
@@ -163,8 +161,6 @@ def test_values_are_asked_for(cluster: None, zoo_checkpoint: Callable[..., Path]
 
 
 def save_with_metadata(checkpoint: Path, folder: Path, stage: int) -> None:
-    import hf_zero_stream
-
     if stage == 3:
         with hf_zero_stream.streaming():
             model = WithMetadata.from_pretrained(checkpoint, ds_config=ds_config())
@@ -189,8 +185,6 @@ class Failing(Qwen3MoeForCausalLM):
 
 
 def save_by_own_code(checkpoint: Path, folder: Path) -> dict[str, Any]:
-    import hf_zero_stream
-
     found: dict[str, Any] = {}
     with hf_zero_stream.streaming():
         model = Renaming.from_pretrained(checkpoint, ds_config=ds_config())
@@ -242,8 +236,6 @@ def test_a_model_class_that_opens_the_files(
 
 def each_node(checkpoint: Path, folder: Path, stage: int) -> str:
     """Two nodes of one rank each, both of which are to save."""
-    import hf_zero_stream
-
     os.environ["LOCAL_RANK"] = "0"
     join_as_launched()
     config = ds_config(torch.float32, stage=stage, stage3_gather_16bit_weights_on_model_save=True)

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.saving.lazy_parameters import digest
 from tests.support.cluster import run_ranks
@@ -32,10 +35,7 @@ class Listener(logging.Handler):
 
 def save_replicas(checkpoint: Path, folder: Path) -> dict[str, Any]:
     """Without ZeRO: one parameter and one buffer are of each rank's own, and a transposed one (in stock's layout)."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
-
-    import hf_zero_stream
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     listener = Listener()
@@ -69,8 +69,6 @@ def test_rank_0s_values(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_
 
 def save_with_a_head(checkpoint: Path, folder: Path) -> None:
     """A head that was added after a streamed load, with another seed on every rank."""
-    import hf_zero_stream
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     torch.manual_seed(dist.get_rank())
     model.score = nn.Linear(16, 300)
@@ -90,8 +88,6 @@ def test_a_head_with_other_seeds(cluster: None, zoo_checkpoint: Callable[..., Pa
 
 def save_moments_that_differ(folder: Path) -> str:
     """A training in which one moment of one parameter is another on the last rank."""
-    import hf_zero_stream
-
     torch.manual_seed(0)
     model = nn.Linear(64, 48)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -112,10 +108,6 @@ def test_moments_that_differ(cluster: None, tmp_path: Path) -> None:
 
 def save_engine_that_differs(checkpoint: Path, folder: Path) -> str:
     """After deepspeed.initialize, which makes ranks equal, code of some rank changes a parameter."""
-    import deepspeed
-
-    import hf_zero_stream
-
     config = ds_config(torch.float32, stage=1)
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
     model.score = nn.Linear(16, 300)

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin
 
+import hf_zero_stream
 from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
@@ -23,15 +27,11 @@ CAUSAL = "AutoModelForCausalLM"
 
 
 def engine_of(how: str, checkpoint: Path, config: dict[str, Any]) -> Any:
-    import deepspeed
-
     engine, *_ = deepspeed.initialize(model=load_with(how, CAUSAL, checkpoint, config, {}), config=config)
     return engine
 
 
 def train_and_save(checkpoint: Path, folder: Path, config: dict[str, Any], dtype: torch.dtype | None) -> list[float]:
-    import hf_zero_stream
-
     engine = engine_of("streamed", checkpoint, config)
     losses = three_losses(engine, ZOO[NAME].inputs)
     hf_zero_stream.save_pretrained(engine, folder, dtype=dtype)
@@ -39,8 +39,6 @@ def train_and_save(checkpoint: Path, folder: Path, config: dict[str, Any], dtype
 
 
 def go_on(how: str, checkpoint: Path, saved: Path, config: dict[str, Any]) -> list[float]:
-    import hf_zero_stream
-
     if how == "load_into":
         engine = engine_of("streamed", checkpoint, config)
         hf_zero_stream.load_into(engine, saved)
@@ -71,8 +69,6 @@ def masters_survive(checkpoint: Path, folder: Path, config: dict[str, Any]) -> l
     """Saved in fp32 and loaded into a new engine, masters are what they were, to the last bit."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    import hf_zero_stream
-
     engine = engine_of("streamed", checkpoint, config)
     three_losses(engine, ZOO[NAME].inputs)
     trained = {name: safe_get_full_fp32_param(param).clone() for name, param in engine.module.named_parameters()}
@@ -93,9 +89,6 @@ def test_masters(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: P
 
 def deepspeeds_own(checkpoint: Path, folder: Path, config: dict[str, Any]) -> dict[str, list[float]]:
     """DeepSpeed's checkpoint of a streamed model, through accelerate, into another one."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DeepSpeedPlugin
-
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config}))

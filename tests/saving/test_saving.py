@@ -7,11 +7,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
 from tests.support.saving import different, save_loaded, save_stock, save_trained, saves_with
@@ -83,10 +88,6 @@ def save_with(
 
 def without_zero(names: list[str], checkpoints: list[Path], folder: Path) -> Any:
     """Without DeepSpeed every rank has everything, and writes its share."""
-    import transformers
-
-    import hf_zero_stream
-
     reports = []
     for name, checkpoint in zip(names, checkpoints, strict=True):
         model = getattr(transformers, ZOO[name].auto_class).from_pretrained(checkpoint, dtype=BF16)
@@ -158,11 +159,6 @@ def test_from_swap_files(cluster: None, zoo_checkpoint: Callable[..., Path], tmp
 
 
 def save_swapped(checkpoint: Path, folder: Path, config: dict[str, Any]) -> int:
-    import torch.distributed as dist
-    from transformers import AutoModelForCausalLM
-
-    import hf_zero_stream
-
     if dist.get_rank() == 0:
         plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=BF16)
         plain.save_pretrained(folder / "stock", max_shard_size="20MB")
@@ -173,10 +169,7 @@ def save_swapped(checkpoint: Path, folder: Path, config: dict[str, Any]) -> int:
 
 def save_trained_from_swap_files(checkpoint: Path, folder: Path, config: dict[str, Any]) -> list[str]:
     """Names of parameters that are not saved as DeepSpeed itself gives them, in 16 bit and in fp32."""
-    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
-
-    import hf_zero_stream
 
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, ds_config=config)
     engine, *_ = deepspeed.initialize(model=model, config=config)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
@@ -36,8 +37,6 @@ def adapted(folder: Path, **kwargs: Any) -> Any:
 
 def in_full(model: Any) -> dict[str, torch.Tensor]:
     """The values of both adapters."""
-    import deepspeed
-
     found = {}
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
@@ -48,7 +47,6 @@ def in_full(model: Any) -> dict[str, torch.Tensor]:
 
 def by_engine(folder: Path, target: Path, stage: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """Train, save, train on; and the losses after a resume."""
-    import deepspeed
 
     def engine_of() -> Any:
         config = state_config(stage, torch.float32)

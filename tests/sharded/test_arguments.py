@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+import hf_zero_stream
 from tests import sampling
 from tests.loading.test_adapters import make_adapter
 from tests.loading.test_arguments import one_shard
@@ -69,8 +70,6 @@ def test_arguments(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) ->
 
 def load_in_all_forms(folder: Path) -> dict[str, Any]:
     """What of each form is neither as in stock nor as in plain loading."""
-    import hf_zero_stream
-
     transformers.utils.logging.set_verbosity_error()
     model_class = transformers.AutoModelForCausalLM
     plain, found = model_class.from_pretrained(folder), {}
@@ -108,8 +107,6 @@ def test_all_forms(cluster: None, tmp_path: Path) -> None:
 
 def unsharded(folder: Path) -> list[bool]:
     """Whether these, which ask for nothing, shard."""
-    import hf_zero_stream
-
     found = []
     for kwargs in (
         {"distributed_config": DistributedConfig(enable_expert_parallel=True)},
@@ -129,8 +126,6 @@ def test_arguments_that_ask_for_nothing(cluster: None, zoo_checkpoint: Checkpoin
 
 def errors_of_both(folders: dict[str, Path]) -> dict[str, Any]:
     """The type and the text of stock's error and of ours."""
-    import hf_zero_stream
-
     auto, found = transformers.AutoModelForCausalLM, {}
     bert = transformers.AutoModelForMaskedLM
     calls: dict[str, Callable[[], Any]] = {

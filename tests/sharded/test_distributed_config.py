@@ -13,6 +13,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+import hf_zero_stream
 from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.loading import Messages
@@ -52,8 +53,6 @@ def test_several_dimensions(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 
 def save_sharded(folder: Path, of_sizes: list[Sizes], target: Path) -> None:
-    import hf_zero_stream
-
     for number, sizes in enumerate(of_sizes):
         model = load_sharded(transformers.AutoModelForCausalLM, folder, sizes)
         hf_zero_stream.save_pretrained(model, target / f"ours {number}", max_shard_size=SHARD_SIZE)
@@ -82,7 +81,6 @@ def load_beside_stock(folder: Path, sizes: Sizes, pieces: Path | None = None) ->
 
     If `pieces` is given, it is a folder to make with ``distributed_checkpoint=True``, and to load.
     """
-    import hf_zero_stream
 
     def load() -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))

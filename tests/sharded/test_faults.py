@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
+import hf_zero_stream
+from hf_zero_stream.holdings import fsdp
 from tests.faults import test_dying_ranks, test_one_faulty_rank
 from tests.faults.test_dying_ranks import kill_in_first_read, load_with_a_victim
 from tests.faults.test_one_faulty_rank import (
@@ -30,8 +32,6 @@ Checkpoint = Callable[..., Path]
 
 
 def load(folder: Path, *args: Any, **settings: Any) -> Any:
-    import hf_zero_stream
-
     config = hf_zero_stream.StreamingConfig(reader_threads=2, staging_bytes=8 * 4096, **settings)
     with hf_zero_stream.streaming(config):
         return transformers.AutoModelForCausalLM.from_pretrained(
@@ -41,7 +41,6 @@ def load(folder: Path, *args: Any, **settings: Any) -> Any:
 
 def no_memory(folder: Path) -> Any:
     """As torch's allocator on a CPU says it, for the storage that FSDP2 owns."""
-    from hf_zero_stream.holdings import fsdp
 
     class Torch:
         def __getattr__(self, name: str) -> Any:

@@ -17,6 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import hf_zero_stream
+from hf_zero_stream.errors import LoadError
 from hf_zero_stream.holdings.introspection import local_of
 from tests import sampling
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
@@ -61,8 +63,6 @@ def addresses(model: nn.Module) -> list[int]:
 
 def fill(hows: list[str], folder: Path) -> dict[str, Any]:
     """What of a model that was filled is not as in plain loading."""
-    import hf_zero_stream
-
     plain, found = CAUSAL.from_pretrained(folder), {}
     for how in hows:
         model = build(how, folder).eval()
@@ -90,8 +90,6 @@ def test_two_dimensions(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 def train_and_fill(first: Path, second: Path, of_sizes: list[Sizes]) -> list[Any]:
     """Train on `first`, load `second`, look, and train on; the same of a model that began with `second`."""
-    import hf_zero_stream
-
     inputs = even_inputs()
     plain, found = CAUSAL.from_pretrained(second), []
 
@@ -152,9 +150,6 @@ def with_both_ends(folder: Path, difference: float) -> Path:
 
 
 def fill_tied(same: Path, different: Path) -> list[Any]:
-    import hf_zero_stream
-    from hf_zero_stream.errors import LoadError
-
     found: list[Any] = []
     for folder in (same, different):
         model = build("fsdp", folder)
@@ -177,8 +172,6 @@ def test_both_ends_of_a_tie(cluster: None, tmp_path: Path) -> None:
 
 
 def fill_without_memory(folder: Path) -> None:
-    import hf_zero_stream
-
     with torch.device("meta"):
         model = CAUSAL.from_config(transformers.AutoConfig.from_pretrained(folder))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -192,8 +185,6 @@ def test_a_model_without_memory(cluster: None, zoo_checkpoint: Checkpoint) -> No
 
 def fill_with_another(folder: Path, another: Path, how: str) -> Any:
     """The error, which comes before anything is read, and whether the model is as it was."""
-    import hf_zero_stream
-
     model = build("fsdp", folder)
     before = [local.clone() for local in map(local_of, model.parameters())]
     path = another if how == "another" or dist.get_rank() == 1 else folder

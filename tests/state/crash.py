@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import set_seed
 
+import hf_zero_stream
 from hf_zero_stream.checkpoint.formats import UNFINISHED
 from hf_zero_stream.saving.files import finish_interrupted
 from tests.saving.crash import FAULTS, at_each_step, strike
@@ -59,8 +61,6 @@ def check(folder: Path, old: Tree, new: Tree) -> str:
 
 
 def save(trained: Any, folder: Path, asynchronous: bool, **arguments: Any) -> None:
-    import hf_zero_stream
-
     set_seed(0)  # random numbers are part of a state
     saved = hf_zero_stream.save_state(trained, folder, asynchronous=asynchronous, **arguments, **SETTINGS)
     if isinstance(saved, hf_zero_stream.PendingSave):
@@ -84,10 +84,6 @@ def trials_of_one_rank(parent: Path, way: str, faults: list[str], stride: int = 
 
 def train_and_save(checkpoint: Path, old: Path, new: Path) -> None:
     """The older state, and the newer one in a copy of its folder."""
-    import torch.distributed as dist
-
-    import hf_zero_stream
-
     engine = engine_of(checkpoint, state_config(3), all_in_one_group)
     train(engine, (0,))
     save(engine, old, asynchronous=False)
@@ -101,10 +97,6 @@ def train_and_save(checkpoint: Path, old: Path, new: Path) -> None:
 def save_with_fault(
     checkpoint: Path, old: Path, folder: Path, rank: int, step: int, fault: str, asynchronous: bool
 ) -> None:
-    import torch.distributed as dist
-
-    import hf_zero_stream
-
     engine = engine_of(checkpoint, state_config(3), all_in_one_group)
     hf_zero_stream.load_state(engine, old)
     train(engine, (1,))

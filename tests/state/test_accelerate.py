@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
 from torch.utils.data import DataLoader
 
 import hf_zero_stream
@@ -36,9 +38,6 @@ class Position:
 
 def accelerator_of(kind: str, project: Path) -> Any:
     """One that names its checkpoints itself, and keeps two; `kind`: FSDP2, or the stage of ZeRO."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
-
     naming = ProjectConfiguration(project_dir=str(project), automatic_checkpoint_naming=True, total_limit=2)
     if kind == "FSDP2":
         announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
@@ -105,8 +104,6 @@ def test_what_a_script_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path
 
 def train_two(folder: Path, target: Path) -> dict[str, Any]:
     """Two models that one accelerator has prepared, under FSDP2: two steps, and two more, twice."""
-    from accelerate import Accelerator
-
     announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
     force_fsdp_on_cpu()
     accelerator = Accelerator()

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin
 
 import hf_zero_stream
 from hf_zero_stream.state import foreign
@@ -25,9 +27,6 @@ Checkpoint = Callable[..., Path]
 
 def accelerator_of(zero: bool) -> Any:
     """One that accumulates two batches."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DeepSpeedPlugin
-
     if not zero:
         announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
         force_fsdp_on_cpu()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
@@ -30,8 +31,6 @@ def with_adapter(model: Any) -> Any:
 
 
 def adapted_engine(folder: Path, stage: int) -> Any:
-    import deepspeed
-
     config = state_config(stage)
     with hf_zero_stream.streaming():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, ds_config=config)

@@ -8,12 +8,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
 from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed
+from hf_zero_stream.state import foreign
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 
@@ -63,10 +65,6 @@ def test_as_deepspeed_does(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: 
 
 
 def ours_alone(folder: Path, target: Path) -> dict[str, Any]:
-    import deepspeed
-
-    from hf_zero_stream.state import foreign
-
     said: list[str] = []
     foreign.logger.warning_once = said.append  # type: ignore[method-assign]
     found: dict[str, Any] = {}

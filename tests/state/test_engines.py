@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
 from tests.state.test_state import different_states
@@ -54,8 +55,6 @@ def by_zero(folder: Path, stage: int, prepare: Prepare, source: Path | None, tar
 
 
 def by_fsdp2(folder: Path, prepare: Prepare, source: Path, target: Path, size: int) -> list[float]:
-    from transformers.distributed import DistributedConfig
-
     with hf_zero_stream.streaming():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, distributed_config=DistributedConfig(fsdp_size=size)

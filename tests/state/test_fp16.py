@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
@@ -27,7 +28,6 @@ STAGES = (3, 2, 1, 0)
 
 
 def engine_of(folder: Path, stage: int) -> Any:
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     type(get_accelerator()).is_fp16_supported = lambda self: True  # type: ignore[method-assign]

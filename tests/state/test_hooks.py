@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
@@ -128,9 +130,6 @@ def test_trainer_from_deepspeeds_own_folders(cluster: None, zoo_checkpoint: Chec
 
 def prepared(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
     """An accelerator and its engine; called inside ``streaming()``."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DeepSpeedPlugin
-
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config}))

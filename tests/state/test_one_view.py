@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from hf_zero_stream.holdings import own_names
+from hf_zero_stream.ranks.presence import Presence
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
@@ -88,8 +90,6 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage
 
 def meetings(folder: Path, target: Path) -> dict[str, int]:
     """How often ranks meet in each way to go on from a state."""
-    from hf_zero_stream.ranks.presence import Presence
-
     engine = engine_of(folder, state_config(3), all_in_one_group)
     train(engine, range(1))
     rounds, found = Presence.in_default_group().next_numbers, {}
@@ -117,8 +117,6 @@ def test_load(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 
 def headers_of_load(folder: Path) -> Counter[str]:
-    from transformers.integrations import HfDeepSpeedConfig
-
     hf_config = HfDeepSpeedConfig(ds_config())
     headers = Counter[str]()
     with counted(Counter(), headers), hf_zero_stream.streaming():

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import hf_zero_stream
+from hf_zero_stream.engine.load import Load
+from hf_zero_stream.loading import dry_load
 from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.saving import different
@@ -71,10 +74,6 @@ def test_losses_equal_deepspeeds_own_resume(cluster: None, zoo_checkpoint: Check
 
 def loads_of_a_resume(folder: Path, target: Path, config: dict[str, Any]) -> tuple[int, int]:
     """How often ``load_state`` has transformers load a model, and how often it plans what to read."""
-    import hf_zero_stream
-    from hf_zero_stream.engine.load import Load
-    from hf_zero_stream.loading import dry_load
-
     original, planned, loaded = Load.make_plan, [], []
 
     def noted(load: Any, *args: Any) -> Any:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from tests.support.parity import ds_config
 
 
 def engine_of(stage: int, dtype: torch.dtype, *more: nn.Parameter) -> Any:
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     type(get_accelerator()).is_fp16_supported = lambda self: True  # type: ignore[method-assign]

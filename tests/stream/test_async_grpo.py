@@ -11,11 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoTokenizer
 
+import hf_zero_stream
 from examples.vllm_on_cpu import stand_in
 from tests.bindings.test_trl import ON_A_CPU, make_tokenizer
 from tests.support.cluster import run_ranks
@@ -83,13 +87,8 @@ def attention(q: Any, k: Any, v: Any, ends_q: Any, ends_k: Any, *_: Any, softmax
 def train(folder: Path, output: Path, url: str) -> dict[str, Any]:
     """The whole parameters at the end, and the versions that the worker heard of, on rank 0."""
     stand_in(output / f"rank {dist.get_rank()}")
-    import deepspeed
-    from accelerate import PartialState
     from datasets import Dataset
-    from transformers import AutoTokenizer
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
-
-    import hf_zero_stream
 
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attention)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: 1.0  # asks CUDA

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import hf_zero_stream
 from hf_zero_stream.plugins.stream.weights import weight_stream
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
@@ -24,8 +25,6 @@ STEPS = 2
 
 def sync(folder: Path, streams: bool, fails: int = -1, frozen: str = "", **options: Any) -> dict[str, Any]:
     """Changes of weights, and a sync after each."""
-    import hf_zero_stream
-
     trainer_class = openrlhf()
     model = load_with("streamed", "AutoModelForCausalLM", folder, ds_config(torch.bfloat16), {"dtype": torch.bfloat16})
     for name, param in model.named_parameters():
@@ -78,8 +77,6 @@ def test_an_engine_that_fails(cluster: None, zoo_checkpoint: Callable[..., Path]
 
 def merged(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What engines get of a model with adapters, and what PEFT makes of a copy."""
-    import hf_zero_stream
-
     plain = randomised(lora(load_with("plain", "AutoModelForCausalLM", folder, {}, {"dtype": torch.float32})))
     whole = dict(plain.merge_and_unload().named_parameters())
     trainer_class, engines = openrlhf(), Engines(1)

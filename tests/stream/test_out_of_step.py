@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import hf_zero_stream
 from hf_zero_stream.errors import HfZeroStreamError
+from hf_zero_stream.ranks import watchdog
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
@@ -26,9 +28,6 @@ def go_apart(checkpoint: Path, folder: Path, ways: list[str]) -> tuple[str, floa
 
     Rank 0 is in the middle of a pass by then if its way says so, and so is any other rank, which leaves it open.
     """
-    import hf_zero_stream
-    from hf_zero_stream.ranks import watchdog
-
     watchdog.STUCK_S = 1.0
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     actor = hf_zero_stream.weight_stream(model, bucket_bytes=2000, deltas=True)

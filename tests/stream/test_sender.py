@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
+import hf_zero_stream
 from examples.vllm_on_cpu import join
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
 from hf_zero_stream.errors import ConfigError, StreamError
@@ -47,8 +49,6 @@ def started() -> Iterator[Started]:
 
 
 def sender_of(checkpoint: Path, engine: str, url: str, **options: Any) -> Any:
-    import hf_zero_stream
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     if engine == "vllm":
         options["join"] = join
@@ -123,8 +123,6 @@ def test_another_checkpoint(
     cluster: None, zoo_checkpoint: Checkpoint, started: Started, tmp_path: Path, changes: str, engine: str
 ) -> None:
     """Nothing is begun, and all ranks have one error, with the first five differences."""
-    from safetensors.torch import save_file
-
     tensors = saved(zoo_checkpoint(MODEL))
     if changes == "names":
         found = {name.replace("experts.1.", "experts.9."): tensor for name, tensor in tensors.items()}
@@ -220,7 +218,6 @@ def test_differences() -> None:
 
 
 def test_arguments() -> None:
-    import hf_zero_stream
     from tests.support.zoo import build_model
 
     model = build_model("llama")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
@@ -159,8 +160,6 @@ def test_own_layout() -> None:
 
 def run_documented(checkpoint: Path, code: str) -> list[int]:
     """How often this rank got each tensor."""
-    import deepspeed
-
     config = ds_config(torch.bfloat16)
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))

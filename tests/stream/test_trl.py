@@ -11,10 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hf_zero_stream
 from examples.vllm_on_cpu import stand_in
 from hf_zero_stream.errors import HfZeroStreamError
 from tests.bindings.test_trl import ON_A_CPU, make_tokenizer
@@ -50,14 +54,9 @@ def train(
 ) -> dict[str, Any]:
     """Three steps with a sync before each. `seen`: what `look` finds at the server after each, on rank 0."""
     stand_in(output / f"rank {dist.get_rank()}")
-    import peft
-    from accelerate import PartialState
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-
-    import hf_zero_stream
 
     options: dict[str, Any] = {}
     more: dict[str, Any] = {}
@@ -200,10 +199,7 @@ def test_no_call_is_made_again(
 def sync_colocated(checkpoint: Path, folder: Path) -> list[str]:
     """What a rank hears of an error of the engine on rank 1, when it loads a tensor and when it wakes up."""
     stand_in(folder / f"rank {dist.get_rank()}")
-    from accelerate import PartialState
     from trl.generation.vllm_generation import VLLMGeneration
-
-    import hf_zero_stream
 
     def fail_on_one_rank(*_: Any, **kwargs: Any) -> None:
         if dist.get_rank() == 1:

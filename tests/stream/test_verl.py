@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.live_sharded import evaluated, fully_sharded
 from tests.support.rl_trainers import verl
@@ -28,8 +29,6 @@ from tests.support.streams import (
 
 def both(folder: Path) -> dict[str, Any]:
     """What verl gives after each of two steps, without and with us."""
-    import hf_zero_stream
-
     model = fully_sharded(folder)
     engine = verl()(model)
     found: dict[str, Any] = {"order": [], "differing": [], "gathers": 0, "changed": []}
@@ -61,8 +60,6 @@ def test_as_stock(cluster: None, zoo_checkpoint: Callable[..., Path], name: str)
 
 def after_eval(folder: Path) -> list[str]:
     """Its root's parameters are gathered then, until somebody wants a state dict."""
-    import hf_zero_stream
-
     engine = verl()(evaluated(fully_sharded(folder)))
     with hf_zero_stream.streaming():
         ours = dict(engine.get_per_tensor_param()[0])
@@ -75,8 +72,6 @@ def test_after_an_eval_step(cluster: None, zoo_checkpoint: Callable[..., Path]) 
 
 def merged(folder: Path, adapt: Adapt) -> list[str]:
     """What differs from what PEFT merges in a copy."""
-    import hf_zero_stream
-
     plain = randomised(adapt(build_for(folder, torch.float32))).merge_and_unload()
     engine = verl()(under_fsdp2(folder, adapt, torch.float32), merges=True)
     before = {name: param.to_local().clone() for name, param in engine.module.named_parameters()}
@@ -98,7 +93,6 @@ def test_adapters_are_merged(cluster: None, zoo_checkpoint: Callable[..., Path],
 
 def left(folder: Path, adapt: Adapt | None, options: dict[str, Any], lacks: str) -> int:
     """How many streams were made; of a verl that `lacks` a function."""
-    import hf_zero_stream
     from hf_zero_stream.plugins.stream import verl as ours
 
     model = fully_sharded(folder) if adapt is None else under_fsdp2(folder, adapt, torch.float32)

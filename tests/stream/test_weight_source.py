@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
+import hf_zero_stream
 from tests.support.cluster import ROOT, run_ranks
 from tests.support.parity import ds_config
 from tests.support.rl_trainers import put
@@ -22,10 +24,6 @@ from tests.support.vllm_sources import ParamMeta, Source32, Source33
 
 def given(folder: Path, shape: Any, to: str) -> list[str]:
     """What two passes over a source give otherwise than it says, or than a pass over the stream gives."""
-    import transformers
-
-    import hf_zero_stream
-
     put("vllm")
     put(
         "vllm.distributed",
@@ -61,7 +59,6 @@ def test_it_gives_what_it_says(cluster: None, zoo_checkpoint: Callable[..., Path
 
 
 def refused(folder: Path) -> str:
-    import hf_zero_stream
     from tests.support.live_sharded import fully_sharded
 
     stream = hf_zero_stream.weight_stream(fully_sharded(folder), "owners")

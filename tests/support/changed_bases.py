@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import torch
 import torch.distributed as dist
@@ -60,8 +61,6 @@ def two_bases(model: Any) -> Any:
 def gathered(params: Sequence[Any]) -> Any:
     if not any(hasattr(param, "ds_id") for param in params):
         return nullcontext()
-    import deepspeed
-
     return deepspeed.zero.GatheredParameters([*params], modifier_rank=0)
 
 

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 
+import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from tests.support.zoo import ZOO
 
@@ -67,25 +71,17 @@ def force_fsdp_on_cpu() -> None:
 
     The process group, the device, and all that FSDP2 does stay those of a CPU.
     """
-    from accelerate import PartialState
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType
-
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True, backend="gloo")
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def make_accelerator(precision: str = "no") -> Any:
-    from accelerate import Accelerator
-
     force_fsdp_on_cpu()
     return Accelerator(mixed_precision=precision)
 
 
 def load(name: str, folder: Path, *, streams: bool = True, **kwargs: Any) -> Any:
-    import hf_zero_stream
-
     model_class = getattr(transformers, ZOO[name].auto_class)
     with hf_zero_stream.streaming() if streams else nullcontext():
         return model_class.from_pretrained(folder, **kwargs)

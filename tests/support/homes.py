@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from torch import nn
@@ -34,8 +35,6 @@ def unchanged(model: nn.Module) -> nn.Module:
 
 def train(how: str, folder: Path, config: dict[str, Any], prepare: Prepare = unchanged) -> dict[str, Any]:
     """Load `folder`, compare a streamed model with a plain one, let `prepare` change it, and train three steps."""
-    import deepspeed
-
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     # Before the other one: a streamed model keeps ZeRO-3 on.
     plain = load_with("plain", CAUSAL, folder, {}, {"dtype": dtype})

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import hf_zero_stream
 from tests.support.saving import SHARD_SIZE, saves_with
 from tests.support.sharded import load_sharded
 from tests.support.zoo import ZOO
@@ -205,8 +206,6 @@ def save_live(
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Save each model our way, then as a whole; the reports."""
-    import hf_zero_stream
-
     options = {name: value for name, value in arguments.items() if name in ("variant",)}
     reports = {}
     for way in ways:

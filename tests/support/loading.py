@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+import hf_zero_stream
 from tests.support.parity import differences, ds_config
 
 
@@ -32,8 +33,6 @@ def load_with(how: str, class_name: str, path: Path | str | None, ds: dict[str, 
 
     Auto classes are streamed through their Streaming class, model classes inside `streaming()`.
     """
-    import hf_zero_stream
-
     kwargs = copy.deepcopy(kwargs)
     torch.manual_seed(0)
     model_class = find_class(class_name)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import torch
 import transformers
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import hf_zero_stream
 from tests.support.parity import ds_config
 
 
@@ -55,8 +57,6 @@ def dequantised(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def load(folder: Path, config: dict[str, Any], keep_quantized: bool = True, **kwargs: Any) -> Any:
-    import hf_zero_stream
-
     if not keep_quantized:
         folder, how = dequantised(folder)
         kwargs |= how
@@ -90,8 +90,6 @@ def three_losses(engine: Any) -> list[float]:
 
 
 def trained(folder: Path, config: dict[str, Any], keep_quantized: bool, **kwargs: Any) -> tuple[Any, list[float]]:
-    import deepspeed
-
     model = with_adapters(load(folder, config, keep_quantized, **kwargs))
     trainable = [param for param in model.parameters() if param.requires_grad]
     assert trainable and len(trainable) < len(list(model.parameters()))

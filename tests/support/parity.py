@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from torch import nn
+
+import hf_zero_stream
 
 
 def ds_config(dtype: torch.dtype = torch.float32, **zero: Any) -> dict[str, Any]:
@@ -27,8 +30,6 @@ def differences(streamed: nn.Module, plain: nn.Module, dtype: torch.dtype) -> li
 
     Floating-point parameters of `plain` are cast to `dtype` first: DeepSpeed wants one dtype for all of them.
     """
-    import deepspeed
-
     found: list[str] = []
     ours, theirs = dict(_named(streamed)), dict(_named(plain))
     if ours.keys() != theirs.keys():
@@ -56,8 +57,6 @@ def differences(streamed: nn.Module, plain: nn.Module, dtype: torch.dtype) -> li
 
 def unequal(model: nn.Module, plain: nn.Module) -> list[str]:
     """Names of the parameters whose values differ from a plain model's, wherever `model` has them; collective."""
-    import deepspeed
-
     found = []
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
@@ -104,8 +103,6 @@ def load_and_compare(
 
     Both start from the same random numbers, so that parameters which are not in the checkpoint can be compared too.
     """
-    import hf_zero_stream
-
     kwargs = {"dtype": dtype, "output_loading_info": True, **(kwargs or {})}
     torch.manual_seed(0)
     plain, plain_info = getattr(transformers, auto_class).from_pretrained(folder, **kwargs)

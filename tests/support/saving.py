@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import TrainingArguments
 
+import hf_zero_stream
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.saving import plan
 from tests.support.loading import load_with
@@ -26,8 +29,6 @@ SHARD_SIZE = "40KB"
 
 def trainer_arguments(output: Path, **changes: Any) -> Any:
     """Of a Trainer's run in fp32, by default under ZeRO-3, by processes as launched, that saves only the model."""
-    from transformers import TrainingArguments
-
     config = ds_config(torch.float32, stage3_gather_16bit_weights_on_model_save=True)
     del config["optimizer"]
     return TrainingArguments(
@@ -76,8 +77,6 @@ def save_stock(
 
 def save_loaded(names: list[str], checkpoints: list[Path], folder: Path, config: dict[str, Any], **kwargs: Any) -> Any:
     """Load each model streamed and save it again; the reports."""
-    import hf_zero_stream
-
     reports = []
     for name, checkpoint in zip(names, checkpoints, strict=True):
         model = load_with("streamed", ZOO[name].auto_class, checkpoint, config, {})
@@ -90,10 +89,6 @@ def save_trained(
     checkpoint: Path, folder: Path, config: dict[str, Any], prepare: Prepare | None, dtypes: list[torch.dtype | None]
 ) -> dict[str, Any]:
     """Train three steps, then save in each of `dtypes`, and have stock save what the engine gives piece by piece."""
-    import deepspeed
-
-    import hf_zero_stream
-
     # First, because a streamed model keeps ZeRO-3 on.
     plain = [load_with("plain", "AutoModelForCausalLM", checkpoint, {}, {"dtype": torch.bfloat16}) for _ in dtypes]
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
@@ -116,7 +111,6 @@ def save_trained(
 
 def _take_values(model: nn.Module, plain: nn.Module, *, masters: bool) -> None:
     """Give `plain` the values of a model in use, by DeepSpeed's public functions."""
-    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
     with torch.no_grad():

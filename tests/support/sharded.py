@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+import hf_zero_stream
 from hf_zero_stream.holdings import fsdp
 from hf_zero_stream.holdings.shards import dtensor_shard_of
 from tests.support.loading import find_class
@@ -123,8 +124,6 @@ def moved(model: nn.Module) -> list[str]:
 
 def load_sharded(model_class: Any, folder: Path | None, sizes: Sizes, **kwargs: Any) -> Any:
     """Streamed, with rank 0's random numbers as those of a plain load that starts from seed 0."""
-    import hf_zero_stream
-
     torch.manual_seed(dist.get_rank())
     sharding = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
     with hf_zero_stream.streaming():

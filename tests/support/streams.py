@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import peft
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import hf_zero_stream
 from tests.support.live_sharded import Way
 from tests.support.loading import load_with
 from tests.support.packed_training import load as load_packed
@@ -53,8 +56,6 @@ def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
 
 def compared(model: Any, folder: Path, to: str, **options: Any) -> dict[str, Any]:
     """Save `model`, stream it, and say what differs on this rank, and what the metadata say wrongly (all ranks)."""
-    import hf_zero_stream
-
     dtype = options.get("dtype")
     hf_zero_stream.save_pretrained(model, folder, dtype=dtype)
     stream = hf_zero_stream.weight_stream(model, to, **options)
@@ -85,7 +86,6 @@ def odd_model(folder: Path) -> Any:
     """Its conversions reorder elements, compute with them, and need all of them; saved into `folder` (all ranks)."""
     from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
-    import hf_zero_stream
     from tests.saving.test_conversions import CONVERSIONS, OddConfig, OddModel
 
     register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
@@ -102,10 +102,6 @@ def stream_odd(folder: Path, to: str) -> list[Any]:
 
 def stream_trained(checkpoint: Path, folder: Path, config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Of an engine after three steps, twice, and after three more; gathers are counted."""
-    import deepspeed
-
-    import hf_zero_stream
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
     stream = hf_zero_stream.weight_stream(engine, **options)
@@ -128,9 +124,6 @@ class counted_gathers:  # noqa: N801 - used as a function
     """Inside, the calls of DeepSpeed's and torch's that gather parameters are noted."""
 
     def __enter__(self) -> list[str]:
-        import deepspeed
-        from torch.distributed.tensor import DTensor
-
         noted: list[str] = []
         gathered, full = deepspeed.zero.GatheredParameters.__enter__, DTensor.full_tensor
 
@@ -206,8 +199,6 @@ def lora_of_experts(model: Any) -> Any:
 
 def randomised(model: Any) -> Any:
     """With random values in all that is trained; the same on all ranks."""
-    import deepspeed
-
     trained = [param for param in model.parameters() if param.requires_grad]
     with deepspeed.zero.GatheredParameters([each for each in trained if hasattr(each, "ds_id")], modifier_rank=0):
         torch.manual_seed(11)
@@ -237,8 +228,6 @@ def stream_adapted(
     checkpoint: Path, folder: Path, home: Callable[..., Any], adapt: Adapt, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Merged, and the adapters alone; what differs from a plain model with the same adapters (all ranks)."""
-    import hf_zero_stream
-
     plain = adapt(build_for(checkpoint, dtype))  # first: a streamed model keeps ZeRO-3 on
     model = home(checkpoint, adapt, dtype)
     streams = {
@@ -293,8 +282,6 @@ def change(model: Any, step: int) -> None:
 
 def stream_changes(model: Any, folder: Path, to: str, **options: Any) -> list[Any]:
     """What differs from a save after each of three steps, and how much of all has changed (all ranks)."""
-    import hf_zero_stream
-
     stream = hf_zero_stream.weight_stream(model, to, deltas=True, **options)
     tensors = taken(stream)
     numel = sum(tensor.numel() for tensor in tensors.values())

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from torch import nn
@@ -30,8 +31,6 @@ Tensors = dict[str, torch.Tensor]
 
 def full(param: Any) -> torch.Tensor:
     """A parameter's values, partitioned or not; collective."""
-    import deepspeed
-
     with deepspeed.zero.GatheredParameters([param]):
         return param.data.clone()
 

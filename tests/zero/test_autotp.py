@@ -7,12 +7,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from transformers.integrations import HfDeepSpeedConfig
 
+import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.saving.test_hooks import join_as_launched
 from tests.support.cluster import run_ranks
@@ -73,9 +77,6 @@ def config_of(model: str, stage: int, tp: int, dtype: torch.dtype = torch.float3
 
 
 def engine_of(folder: Path, config: dict[str, Any]) -> Any:
-    import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
-
     keeps = HfDeepSpeedConfig(config)
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -103,8 +104,6 @@ def run_stock(checkpoint: Path, folder: Path, config: dict[str, Any], steps: int
 
 def run_ours(checkpoint: Path, folder: Path, config: dict[str, Any], steps: int) -> dict[str, Any]:
     """The losses of a training, after saves of all kinds, of its own resume and of one from DeepSpeed's folder."""
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         engine = engine_of(checkpoint, config)
         train(engine, range(steps))
@@ -132,8 +131,6 @@ def run_ours(checkpoint: Path, folder: Path, config: dict[str, Any], steps: int)
 
 
 def resume(checkpoint: Path, folder: Path, config: dict[str, Any]) -> list[float]:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         engine = engine_of(checkpoint, config)
         engine.load_checkpoint(str(folder / "state"))
@@ -217,8 +214,6 @@ def test_fused_weights(cluster: None, tmp_path: Path, model: str) -> None:
 
 def refuse(checkpoint: Path, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """A layout that ranks hold partly in common: refused by name, and saved by DeepSpeed."""
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         engine = engine_of(checkpoint, config)
         with pytest.raises(UnsupportedError) as refused:
@@ -238,10 +233,6 @@ def test_what_is_held_in_common(cluster: None, tmp_path: Path) -> None:
 
 def with_trainer(checkpoint: Path, folder: Path, stage: int, how: str) -> dict[str, Any]:
     """Four steps with a checkpoint after two, `save_model`, and the last two steps again from the checkpoint."""
-    from accelerate.state import AcceleratorState
-
-    import hf_zero_stream
-
     join_as_launched()
     config = config_of("plan", stage, 2)
     del config["optimizer"]

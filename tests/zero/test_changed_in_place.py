@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
@@ -75,8 +76,6 @@ def test_what_memory_shows_is_saved(
 
 
 def gathered_values(model: Any) -> dict[str, torch.Tensor]:
-    import deepspeed
-
     found = {}
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
@@ -86,8 +85,6 @@ def gathered_values(model: Any) -> dict[str, torch.Tensor]:
 
 def merge(folder: Path, target: Path, config: dict[str, Any], how: str) -> dict[str, torch.Tensor] | None:
     """Train an adapter, merge it with nothing gathered, and save; what memory shows, on rank 0."""
-    import deepspeed
-
     with hf_zero_stream.streaming():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, ds_config=config)
         torch.manual_seed(0)

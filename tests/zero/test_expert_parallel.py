@@ -8,11 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
@@ -81,8 +84,6 @@ def load(folder: Path, config: dict[str, Any], loader: str, **kwargs: Any) -> nn
 
 
 def initialise(model: nn.Module, config: dict[str, Any], loader: str) -> Any:
-    import deepspeed
-
     if loader == "stock":
         config = {key: value for key, value in config.items() if key != "expert_parallel"}
     if loader == "autoep":
@@ -98,8 +99,6 @@ def losses(folder: Path, config: dict[str, Any], loader: str, kwargs: dict[str, 
 
 def expert_values(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What this rank holds of the experts, what a plain model holds, and which bytes were read."""
-    import deepspeed
-
     local.Hints = partial(Hints, seek_bytes=0)  # type: ignore[misc,assignment]
     spans: list[tuple[str, int, int]] = []
     read_into = LocalFiles.read_into
@@ -151,8 +150,6 @@ def restore_and_train(folder: Path, config: dict[str, Any], target: Path) -> lis
 
 def save_twice(folder: Path, config: dict[str, Any], target: Path) -> list[str]:
     """Save what was loaded, and after three steps; names of parameters that come back with other values."""
-    import deepspeed
-
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     if dist.get_rank() == 0:
         plain.save_pretrained(target / "stock", max_shard_size=SHARD_SIZE)
@@ -197,8 +194,6 @@ def test_losses_equal_those_without_expert_parallelism(
 
 
 def losses_with_transformers_own(folder: Path, loader: str, enabled: bool) -> list[float]:
-    from transformers.distributed import DistributedConfig
-
     kwargs = {"distributed_config": DistributedConfig(enable_expert_parallel=True)} if enabled else {}
     config = ds_config()
     return three_losses(initialise(load(folder, config, loader, **kwargs), config, loader), ZOO["qwen3_moe"].inputs)
@@ -348,8 +343,6 @@ def test_another_size_when_initialising_is_an_error(cluster: None, checkpoint: C
 def test_experts_that_are_not_in_the_checkpoint_are_an_error(
     cluster: None, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = checkpoint("qwen3_moe", torch.float32)
     tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
@@ -32,8 +33,6 @@ def load(folder: Path, dtype: torch.dtype, frozen: Sequence[str] = ()) -> nn.Mod
 
 def start(model: nn.Module, config: dict[str, Any], groups: bool = False) -> Any:
     """An engine, over one group of all parameters, or over two with and without weight decay."""
-    import deepspeed
-
     if not groups:
         return deepspeed.initialize(model=model, config=config)[0]
     decayed = [param for param in model.parameters() if param.ndim > 1]

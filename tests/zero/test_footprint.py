@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
@@ -292,8 +293,6 @@ def gathers() -> Iterator[list[int]]:
 
 
 def gather_in_forward(name: str, folder: Path) -> dict[str, Any]:
-    import deepspeed
-
     recipe, config = ZOO[name], ds_config(BF16)
     model = getattr(hf_zero_stream, f"Streaming{recipe.auto_class}").from_pretrained(folder, ds_config=config)
     report = model.streaming_report
@@ -341,8 +340,6 @@ def give_back_what_is_freed() -> None:
 
 def start_and_step(folder: Path, tiny: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Load, initialise and take one step; memory is counted from before the load."""
-    import deepspeed
-
     give_back_what_is_freed()
 
     def initialise(model: Any) -> Any:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
 from tests.support.zoo import ZOO
@@ -21,11 +24,6 @@ STOCK_FAILS = {"qwen3_vl_moe_v5"}
 
 def losses(name: str, folder: Path, dtype: torch.dtype, loader: str, zero: dict[str, Any]) -> list[float]:
     """Three steps of AdamW with `deepspeed.initialize`, each rank on the same tiny batch."""
-    import deepspeed
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-    import hf_zero_stream
-
     config = ds_config(dtype, **zero)
     auto_class = ZOO[name].auto_class
     keeps_zero3_on = HfDeepSpeedConfig(config) if loader != "plain" else None

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import PartialState
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_zero_stream import streaming
@@ -25,8 +26,6 @@ from tests.support.zoo import ZOO
 
 
 def make_trainer(folder: Path, output: Path, stream: bool, **arguments: Any) -> transformers.Trainer:
-    from accelerate import PartialState
-
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
     deepspeed = {
