@@ -1,7 +1,5 @@
 """How tests find out that only a sample of them runs: see :mod:`tests`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TypeVar
 

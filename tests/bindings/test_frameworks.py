@@ -3,8 +3,6 @@
 `make ecosystem` runs the frameworks themselves.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

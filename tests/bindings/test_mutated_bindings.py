@@ -3,8 +3,6 @@
 Either an error that names it, or the values of a plain load; never others.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Models, code, tokenizers and processors from URLs; a process that ``hf-zero-stre
 an error, or all is as it would be otherwise; never anything else.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ A training saves its state, and another one goes on from there: either there is 
 they have as they are; never others. Which functions loads need is seen in test_mutated_bindings.py.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Methods that somebody has put in place of accelerate's, the Trainer's, DeepSpeed's or a model's own: they count."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

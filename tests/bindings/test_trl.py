@@ -1,7 +1,5 @@
 """TRL calls `from_pretrained` itself: a trainer given a path streams it inside `streaming()`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a user meets when a library that we bend has changed: an error that names it, never other values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

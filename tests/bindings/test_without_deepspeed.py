@@ -1,7 +1,5 @@
 """What is not ZeRO works where DeepSpeed is not installed: FSDP2, training states, plans, conversions, the tools."""
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig

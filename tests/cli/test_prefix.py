@@ -1,7 +1,5 @@
 """``hf-zero-stream run COMMAND``: every rank of any launcher streams, and the command sees no difference."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

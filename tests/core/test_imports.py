@@ -1,7 +1,5 @@
 """What modules import and export, as far as the contracts of import-linter in ``pyproject.toml`` cannot say it."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess

@@ -1,7 +1,5 @@
 """Staging buffers are not reused before the copies out of them are done, also where copies run on by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lazy tensors against real ones: the same ops, every range, with and without materialising."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ranks say in one log file: each thing once, or once per host, and no name of a temporary file."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Plans are data: made for any rank of any world, on this machine, without a process group."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

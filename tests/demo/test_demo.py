@@ -1,7 +1,5 @@
 """`hf-zero-stream demo`: stock and streaming side by side, on a checkpoint that it makes or on one's own."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """`plan --suggest`: the smallest set-up of ZeRO-3 that fits, and a config with which accelerate starts it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

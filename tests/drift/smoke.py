@@ -3,8 +3,6 @@
 Each line that it prints is one thing that was tried, and what came of it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

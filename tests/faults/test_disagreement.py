@@ -1,7 +1,5 @@
 """Ranks that are about to load different things find out before anything is read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A rank that is killed, in a load or a save or on its way there, is named by all others within seconds."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,7 +1,5 @@
 """An error that all ranks hear of keeps its cause and its context on the rank where it happened."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A fault is the same clear error on every rank, within seconds, and leaves the process able to load again."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

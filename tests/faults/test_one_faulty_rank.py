@@ -1,7 +1,5 @@
 """One rank meets a fault in the middle of a load: all ranks raise the same, and the next load succeeds."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Ranks that come to a load seconds or minutes after each other, or not at all."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

@@ -1,7 +1,5 @@
 """Faults that pass are tried again, a bounded number of times, and counted; others are not."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

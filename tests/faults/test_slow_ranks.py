@@ -1,7 +1,5 @@
 """A rank that is slow, for whatever reason, is waited for as long as its process is there."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -3,8 +3,6 @@
 What is compared is in fuzz/targets.py: a :class:`fuzz.targets.Disagreement` or any error but a CheckpointError fails.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Hostile checkpoints end in the same clear error on every rank, before transformers stumbles, and run no code."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -3,8 +3,6 @@
 Where stock refuses a folder, so do we, on all ranks, with an error of ours or with its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """PEFT adapters on streamed models: loaded ones have the file's values on every rank, new ones train as on stock's."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

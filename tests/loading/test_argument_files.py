@@ -1,7 +1,5 @@
 """Arguments of `from_pretrained` that say which files are read; docs/settings.md lists them all."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Those that say which files are read are in tests/loading/test_argument_files.py,
 stock in tests/loading/test_refused_arguments.py.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

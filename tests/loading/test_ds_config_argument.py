@@ -1,7 +1,5 @@
 """`from_pretrained(ds_config=...)` gives back transformers' DeepSpeed config: models and users' own configs mix."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Each parameter has memory that is its own to save, pickle, copy and share, wherever a load put it."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

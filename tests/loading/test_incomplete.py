@@ -1,7 +1,5 @@
 """Checkpoints that do not fit their model exactly come out as in plain loading."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

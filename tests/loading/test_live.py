@@ -1,7 +1,5 @@
 """`load_into`: a model that exists holds another checkpoint's values afterwards, and trains on from there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Whatever is passed, the engine or the model inside it: an optimizer step copies the optimizer's values into the model.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

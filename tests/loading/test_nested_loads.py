@@ -3,8 +3,6 @@
 What that checkpoint lacks keeps the values of the checkpoint inside.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streamed models equal plain `from_pretrained` bit for bit, at every world size, in every dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

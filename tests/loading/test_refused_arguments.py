@@ -1,7 +1,5 @@
 """Arguments that do not stream: transformers' own error, the same on every rank, or stock's load with the reason."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """`trust_remote_code`: models whose code comes with the checkpoint."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

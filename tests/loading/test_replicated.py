@@ -1,7 +1,5 @@
 """Stages 0 to 2 and data parallelism: every rank has the plain load's bits and read 1/N of the files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

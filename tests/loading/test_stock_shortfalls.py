@@ -32,8 +32,6 @@ that made stock raise, or differ from plain loading, so that a tiny config canno
 | ... nor a whole large parameter | `test_memory_bound::test_nothing_as_large_as_the_largest_parameter_is_allocated` |
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import json

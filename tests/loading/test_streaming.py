@@ -1,7 +1,5 @@
 """`streaming()` finds ZeRO-3 as transformers does, and always puts transformers back."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`@streaming()` on functions of every kind, and blocks that are left elsewhere than they were entered."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import functools

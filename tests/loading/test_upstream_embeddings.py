@@ -3,8 +3,6 @@
 Docstrings name the test that each stands for; tests/support/upstream.py says in which files those are.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from contextlib import nullcontext

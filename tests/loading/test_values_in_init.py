@@ -4,8 +4,6 @@ A plain load builds them on the meta device: it raises where they look at values
 `__init__` computes undefined.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """verify="full" finds any wrong element in any home, and gives a model one number at every world size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict

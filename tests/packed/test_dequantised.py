@@ -3,8 +3,6 @@
 Expected is what stock saves of a plain checkpoint in bf16 with the dequantised values: the same files, bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager

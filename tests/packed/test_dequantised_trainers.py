@@ -1,7 +1,5 @@
 """What the Trainer and accelerate save of trained models that were dequantised while they were loaded is plain."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What becomes of quantised checkpoints if a release renames a function that we replace, or no longer calls it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

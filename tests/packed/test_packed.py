@@ -1,7 +1,5 @@
 """Quantised checkpoints stay quantised under ZeRO-3: adapters train beside packed, partitioned weights."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 import math

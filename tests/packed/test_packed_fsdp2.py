@@ -1,7 +1,5 @@
 """Quantised checkpoints stay quantised under FSDP2: each rank holds a chunk of the packed bytes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ ZeRO-3, bit for bit, in bf16 and fp32; in fp32 those of one process without Deep
 gradients at 1.0, as DeepSpeed does where `gradient_clipping` is not set; without that, losses of MXFP4 differ by 4e-5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 from pathlib import Path
 from typing import Any

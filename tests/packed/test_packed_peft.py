@@ -3,8 +3,6 @@
 Each is compared with the same done to the dequantised model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed models and ``save_pretrained`` of transformers alone, which would write bytes as if they were values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training goes on where it stopped: states and checkpoints of adapters beside packed weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed weights give the values that loading them dequantised gives, bit for bit, and hold the file's own bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import accumulate

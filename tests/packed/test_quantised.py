@@ -1,7 +1,5 @@
 """Quantised checkpoints come out dequantised, bit for bit as in plain loading, and partitioned or sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

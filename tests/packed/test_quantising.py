@@ -1,7 +1,5 @@
 """Weights that bitsandbytes quantises while they are loaded: byte for byte what stock makes in one process."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

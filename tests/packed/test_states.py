@@ -1,7 +1,5 @@
 """States of models from quantised checkpoints, packed or dequantised, at another number of ranks, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

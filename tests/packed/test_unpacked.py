@@ -1,7 +1,5 @@
 """Quantised checkpoints where packed weights are not taken: under tensor and expert parallelism."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trials of weights that stay quantised, on paper GPUs: adapters train beside them, under ZeRO-3 and under FSDP2."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which device a rank uses, what is left alone on it, and builds of torch for CUDA where there is no GPU."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """A rank that dies in a collective on a GPU: NCCL's do not notice, and the others must name it within seconds."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The memory that a plan says, against what the allocator of a paper GPU sees: in a load, at the start, in a step."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

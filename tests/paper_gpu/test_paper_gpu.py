@@ -1,7 +1,5 @@
 """What paper GPUs are strict about, and that mistakes of ours would show on them: each is made, and must be seen."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Saves and training states on paper GPUs under NCCL, and going on at another number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Training on paper GPUs under NCCL: bits of a plain load, and stock's losses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial

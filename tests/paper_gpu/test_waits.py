@@ -1,7 +1,5 @@
 """What a GPU must not wait for, and where copies and collectives go: streams, pinned memory, backends."""
 
-from __future__ import annotations
-
 import os
 import time
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """What ranks on paper GPUs run: many trials one after the other in one process, and its set-ups of training."""
 
-from __future__ import annotations
-
 import gc
 import os
 import traceback

@@ -1,7 +1,5 @@
 """One suite in one arm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Two arms of a suite, compared test by test."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Source distributions of installed packages, as pip finds them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile

@@ -1,7 +1,5 @@
 """Conversions of checkpoints on disk: what transformers would save of the model, or the same tensors elsewhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Folders of torch.distributed.checkpoint, written by FSDP2: as maps of bytes, beside what torch makes of them."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """DeepSpeed's tools on states of ours: each says what a state is, and `zero_to_fp32.py` gives the values."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

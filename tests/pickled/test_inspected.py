@@ -1,7 +1,5 @@
 """`inspect`, `verify` and `plan` of files of ``torch.save`` and of folders of torch.distributed.checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Files of ``torch.save`` as maps of bytes, and what is not believed of them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """ZeRO checkpoints that DeepSpeed wrote: read as maps of bytes, converted, and resumed from at any number of ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A plug-in of somebody else, installed as a distribution of its own: nothing of this package is edited for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

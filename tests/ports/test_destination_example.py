@@ -1,7 +1,5 @@
 """The destination of the third party's plug-in, without the plug-in: given to a load, and its holder to the list."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Positional reads: every way of reading gives the same bytes, and says where it failed."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

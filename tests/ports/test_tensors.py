@@ -1,7 +1,5 @@
 """`load_tensors` and `save_tensors`: any module, in any memory; a source, a format, a destination of one's own."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

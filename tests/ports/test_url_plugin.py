@@ -1,7 +1,5 @@
 """Another distribution's plug-in brings a scheme: loads and commands read from its URLs, beside those of others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

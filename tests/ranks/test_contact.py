@@ -1,7 +1,5 @@
 """From its first contact on a rank is known, and its death told; one without contact is not taken for a slow one."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

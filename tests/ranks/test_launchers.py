@@ -1,7 +1,5 @@
 """Under each launcher: ranks know who shares their host, and one that dies before a save is named within seconds."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """One rank reads for the others, which need not see the shards at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Ranks that another one reads for get values through it while they plan, too, and need to see small files only."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

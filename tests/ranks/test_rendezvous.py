@@ -1,7 +1,5 @@
 """Ranks that need not load together meet if they do, and else do not wait in vain; what all must do fails alike."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import logging.handlers

@@ -1,7 +1,5 @@
 """Who shares a host is asked of the ranks; what launchers announce is for a process that has nobody to ask."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

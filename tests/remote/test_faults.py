@@ -1,7 +1,5 @@
 """What a server may do wrong: what passes is tried again and counted, all else is an error that says what to check."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext

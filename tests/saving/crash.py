@@ -6,8 +6,6 @@ or the new one once the next to use the folder has finished it. After 237 trials
 166 times, the new one 28 times, the new one once it was finished 36 times; 7 times the save had ended before.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

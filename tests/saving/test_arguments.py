@@ -1,7 +1,5 @@
 """What a save cannot do is refused on all ranks, before anything is written; nothing is ignored."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Conversions whose reverse needs values: the parameter is gathered, the report names it, the bytes are stock's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

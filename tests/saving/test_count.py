@@ -1,7 +1,5 @@
 """What ranks hold goes into the files, all of it: a plan with less is an error before anything has its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

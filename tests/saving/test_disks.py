@@ -1,7 +1,5 @@
 """Output folders that not all ranks see: the folder is whole where rank 0 is, as stock leaves it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saves that fail: the same error on all ranks, and what was there before is still there, whole."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """accelerate's and the Trainer's ways to save FSDP2 models, inside ``streaming()``: stock's files, and no gather."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

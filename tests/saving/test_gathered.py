@@ -1,7 +1,5 @@
 """Inside ``GatheredParameters`` the gathered values are saved, rank 0's where ranks differ, by one rank or by all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Inside ``streaming()`` the usual ways to save give what they give without it, and gather nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 What is refused is refused before the first byte, with an error of this package's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path

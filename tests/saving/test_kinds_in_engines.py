@@ -3,8 +3,6 @@
 What DeepSpeed does not train, or does not save or load itself, is compared with its error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -3,8 +3,6 @@
 What torch does not shard, it refuses before anything is saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Users' own code around a save: overridden methods of the Trainer and of model classes, callbacks, lazy values."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

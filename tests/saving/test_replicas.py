@@ -1,7 +1,5 @@
 """Where every rank has all of a tensor, and values differ, rank 0's are saved, if nothing has made them equal."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

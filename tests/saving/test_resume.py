@@ -1,7 +1,5 @@
 """Going on from what was saved: by us at another number of ranks, and by DeepSpeed as ever."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What we save of a partitioned model is, byte for byte, what transformers saves of the whole one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """One model, several adapters, such as DPO's policy and its frozen reference: each is saved as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

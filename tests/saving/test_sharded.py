@@ -1,7 +1,5 @@
 """Models of DTensors are saved as the whole model is, byte for byte, whatever training has left them in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

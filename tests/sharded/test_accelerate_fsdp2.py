@@ -4,8 +4,6 @@ accelerate has FSDP on accelerators only. What is not the CPU's own here is in
 ``tests/support/fsdp2.py::force_fsdp_on_cpu``.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """What else is said in a `from_pretrained` that shards: as in plain loading, and errors as stock's."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

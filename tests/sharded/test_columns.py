@@ -1,7 +1,5 @@
 """Ranks of tensor parallelism read what they hold columns of together: the same values, and each byte once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

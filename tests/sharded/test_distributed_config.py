@@ -1,7 +1,5 @@
 """``from_pretrained(distributed_config=...)``: each rank reads its local shards, into the storage that FSDP2 owns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

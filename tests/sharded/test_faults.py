@@ -1,7 +1,5 @@
 """Faults in the middle of a load into shards: all ranks raise, nobody hangs, and the next load succeeds."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`load_into` of models that DTensor shards, whoever sharded them: new values in the same memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

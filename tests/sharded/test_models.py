@@ -1,7 +1,5 @@
 """Models and checkpoints of unusual kinds, loaded into shards, equal plain loading, as they do under ZeRO-3."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

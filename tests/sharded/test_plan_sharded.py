@@ -1,7 +1,5 @@
 """Plans of models that DTensor shards are what real loads of all ranks read and hold."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

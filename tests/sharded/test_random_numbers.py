@@ -1,7 +1,5 @@
 """A load leaves each rank the random numbers that its reference leaves: stock's, or under ZeRO-3 a plain load's."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Callable

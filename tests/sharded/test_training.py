@@ -1,7 +1,5 @@
 """Models that were streamed into shards train as plain ones do, and as those of stock do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

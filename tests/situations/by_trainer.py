@@ -1,7 +1,5 @@
 """Situations that the Trainer trains: it saves and resumes by itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

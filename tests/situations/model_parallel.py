@@ -1,7 +1,5 @@
 """Models that a script cuts itself: as Megatron-DeepSpeed does, with an `mpu`; or in the stages of a pipeline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The models of situations: tiny, and changed as users change them after they have loaded them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from pathlib import Path

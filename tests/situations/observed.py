@@ -1,7 +1,5 @@
 """What a rank sees of a training: a digest of each value, and the structure of the optimizer's state."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers that keep what optimizers of others keep: each kind of entry, and each habit, that a save must know."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small script that shows one finding, to run without the generator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.situations.axes import Situation

@@ -3,8 +3,6 @@
 `arm` says whether that happens inside `streaming()` ("ours") or without it ("stock").
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

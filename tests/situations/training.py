@@ -1,7 +1,5 @@
 """What each rank runs of a situation: some steps with a save, or a resume of it in new processes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from pathlib import Path

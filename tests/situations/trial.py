@@ -1,7 +1,5 @@
 """One situation tried: ours beside stock, each trained, saved, and resumed in new processes; and what differs."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

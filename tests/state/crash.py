@@ -5,8 +5,6 @@ or the newer one, each with its weights, byte for byte. 318 trials at every seco
 states and 84 newer ones, 36 of which the next to use the folder had to finish.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import shutil

@@ -5,8 +5,6 @@ in new processes by as many ranks and by others, and its losses are compared wit
 and with those of DeepSpeed's own resume. What we refuse under FSDP2 is saved and resumed by accelerate.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """accelerate inside ``streaming()``: all that ``save_state`` saves of a script comes back, as without us."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

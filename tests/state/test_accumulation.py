@@ -1,7 +1,5 @@
 """Accumulation of gradients by accelerate: states are saved after any step, and not saved or loaded within one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Training states of PEFT's models: the adapter, its masters and moments; the base is what it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

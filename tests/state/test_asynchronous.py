@@ -1,7 +1,5 @@
 """``save_state(asynchronous=True)``: the files of a synchronous save, errors on all ranks, one save at a time."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """States of adapters have all of the base that its checkpoint has not, and are refused on another base."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizers of 8 bits in blocks: as many ranks go on as stock does, to the last bit; others are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A state and what goes on from it do not fit, or something in between has changed: nothing is lost in silence."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """States of models whose conversions compute: what weights would bring back otherwise lies in the state itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

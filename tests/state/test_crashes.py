@@ -1,7 +1,5 @@
 """A sample of ``python -m tests.state.crash``: saves of training states that die, or whose disk fails."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What neither we nor the checkpoints of DeepSpeed or accelerate bring back is an error, and no checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Arguments and config of an engine's ``save_checkpoint`` and ``load_checkpoint`` inside ``streaming()``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """One training that goes from engine to engine, with other ranks each time: what arrives is what was saved first."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

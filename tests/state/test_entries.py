@@ -1,7 +1,5 @@
 """Whatever an optimizer keeps of a parameter comes back as it was, with its types, in every home."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 DeepSpeed refuses fp16 on a CPU, which computes it all the same: here it is told that the CPU can.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of the Trainer and of accelerate under FSDP2 inside ``streaming()``: any number of ranks goes on."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

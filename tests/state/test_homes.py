@@ -1,7 +1,5 @@
 """Training states where parameters, masters and moments lie elsewhere: swap files, the ranks of experts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checkpoints of DeepSpeed's engine, of accelerate and of the Trainer inside ``streaming()``: any number of ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is saved can be resumed: whatever was changed in a model, in each home, by whom and at whatever size."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

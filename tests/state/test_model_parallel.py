@@ -1,7 +1,5 @@
 """Engines whose ranks hold parts of a model that only DeepSpeed knows are saved in DeepSpeed's own way."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

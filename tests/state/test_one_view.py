@@ -1,7 +1,5 @@
 """An operation finds out once what it must know of a model and of files: one walk, and one read of each header."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

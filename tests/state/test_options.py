@@ -1,7 +1,5 @@
 """Whatever an optimizer has put into its groups comes back at a resume, or is refused by name."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What cannot be saved or loaded as a training state is refused by name, on all ranks, before anything is touched."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Buffers that several layers of a model share: a state has each once, and all layers go on with its values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``save_state`` and ``load_state``: losses after a resume are those of DeepSpeed's own resume, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Trainer inside ``streaming()``: what is kept, uploaded and resumed from is what it would be without us."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """States that earlier versions of this package wrote: in the hub's layout, with the names that wrappers gave."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What an engine trains or keeps and a state has no place for is named, and nothing is written."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

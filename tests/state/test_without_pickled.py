@@ -1,7 +1,5 @@
 """What needs the plug-in ``pickled`` where it is not there: an error that names it, before anything is changed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

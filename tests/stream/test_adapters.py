@@ -1,7 +1,5 @@
 """Adapters of PEFT are merged into what a weight stream gives, as PEFT merges them, or streamed by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """TRL's AsyncGRPO works under ZeRO-3: the server gets whole tensors. Without streaming(), their shapes are (0,)."""
 
-from __future__ import annotations
-
 import os
 import queue
 import shutil

@@ -1,7 +1,5 @@
 """What has changed since the last pass: applied to what was got before, it gives what a save holds, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Without a gather: each rank sends what it holds, and workers of an engine put together what a save holds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

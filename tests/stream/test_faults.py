@@ -1,7 +1,5 @@
 """A pass of a weight stream that cannot go on ends on all ranks, with one error, and the next one works."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

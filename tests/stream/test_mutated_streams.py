@@ -3,8 +3,6 @@
 Either there is an error, or engines get the tensors that they get without us; never others.
 """
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import sys

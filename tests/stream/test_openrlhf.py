@@ -1,7 +1,5 @@
 """OpenRLHF's engines get what they would get without streaming(), in the same calls, and nothing is gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks at different passes, or at a pass and a save, get one error that says where each is, and none waits on."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

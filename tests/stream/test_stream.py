@@ -1,7 +1,5 @@
 """A weight stream gives what a save holds, bit for bit, on the ranks that want it, in buckets."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

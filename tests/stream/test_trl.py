@@ -1,7 +1,5 @@
 """TRL's GRPO gives vLLM the same tensors as without streaming(), under the same names, and gathers nothing for it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """verl's rollouts get what they would get without streaming(), in the same order, and nothing is gathered for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A weight stream in the shape of vLLM's WeightSource: what it says, and what it gives, on all ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sysconfig

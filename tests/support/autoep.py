@@ -1,7 +1,5 @@
 """What DeepSpeed's own conversion of experts needs to run beside the installed transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

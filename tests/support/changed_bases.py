@@ -1,7 +1,5 @@
 """What users do to a base before they put adapters on it, and trainings of such adapters, by stock and by ours."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What users do to a model between loading and training it, each in every kind of training that can save it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

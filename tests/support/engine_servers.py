@@ -4,8 +4,6 @@ What they may be asked, in which order and with which fields, is read from vllm 
 the real one would not take is answered with 400. For faults, a route may be given another answer.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """What ranks run to train with accelerate's FSDP2."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What ranks run to train from one home of the partitions with streaming and with stock, and a checkpoint for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

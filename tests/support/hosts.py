@@ -1,7 +1,5 @@
 """Ranks of one machine as if on several hosts: with a host name, or with a disk, of their own."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -1,7 +1,5 @@
 """What ranks run to save models that FSDP2 or tensor parallelism shards, in every state that training leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType

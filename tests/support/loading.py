@@ -1,7 +1,5 @@
 """What ranks run to load one checkpoint plain and streamed with the same arguments, errors included."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import logging

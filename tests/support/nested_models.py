@@ -1,7 +1,5 @@
 """Models whose `__init__` loads other checkpoints, as custom code does that puts a head on a pretrained encoder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

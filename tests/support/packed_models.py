@@ -1,7 +1,5 @@
 """The models of the packed matrices: each format that stays quantised, dense and as a mixture where it has one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

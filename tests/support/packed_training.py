@@ -1,7 +1,5 @@
 """What ranks run to train adapters beside weights that stay quantised, and beside the same weights dequantised."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

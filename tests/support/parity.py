@@ -1,7 +1,5 @@
 """What ranks run to compare a streamed model with plain `from_pretrained`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

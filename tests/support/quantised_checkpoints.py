@@ -1,7 +1,5 @@
 """Tiny checkpoints in the quantised formats of the hub: FP8 by blocks, MXFP4, compressed-tensors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The frameworks themselves are run by ``make ecosystem``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace

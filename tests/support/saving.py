@@ -1,7 +1,5 @@
 """What ranks run to save a model our way, and what is compared with what stock saves of the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ranks run to compare a model that transformers shards while it loads with a plain one, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import traceback
 from pathlib import Path

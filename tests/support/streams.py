@@ -1,7 +1,5 @@
 """What ranks run to stream a model's weights, and to compare them with what a save of the model holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

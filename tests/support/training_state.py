@@ -1,7 +1,5 @@
 """What ranks run to train, save the state, and go on, by DeepSpeed's own checkpoints and by ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field

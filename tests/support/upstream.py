@@ -6,8 +6,6 @@ conversions in tests/utils/test_core_model_loading.py, of composite configs and 
 tests/utils/test_modeling_utils.py.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from pathlib import Path

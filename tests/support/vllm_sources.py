@@ -3,8 +3,6 @@
 The script belongs to vLLM's own environment, where each rank sends a model by vLLM's trainer engine, from two sources.
 """
 
-from __future__ import annotations
-
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

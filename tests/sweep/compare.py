@@ -3,8 +3,6 @@
 A model that raises ends its batch, because the ranks may be out of step after it; the caller goes on with fresh ranks.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json

@@ -3,8 +3,6 @@
 Of each model there are two loads: of its checkpoint, and of one that lacks a weight, which is drawn anew.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Config values that shrinking by names cannot guess, by model type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Loads and saves of a sweep's models, whatever the destination."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import importlib

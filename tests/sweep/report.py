@@ -1,7 +1,5 @@
 """What a sweep found, in lines for the terminal."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from tests.sweep.fixes import EXPECTED_REASONS, UNBUILT

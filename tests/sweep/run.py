@@ -1,7 +1,5 @@
 """The sweep: make tiny checkpoints, compare on ranks in batches, collect rows."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile

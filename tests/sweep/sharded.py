@@ -1,7 +1,5 @@
 """The jobs of a sweep that load by ``from_pretrained(distributed_config=...)``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

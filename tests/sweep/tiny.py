@@ -1,7 +1,5 @@
 """Tiny random checkpoints of every model type of transformers, made from the types' own shrunk configs."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """What "auto", and strings where DeepSpeed takes them, mean in a DeepSpeed config: what they mean to DeepSpeed."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """DeepSpeed's AutoTP is a sharding as any other: loads read parts, saves are whole, states fit any ranks."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

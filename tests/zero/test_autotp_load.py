@@ -1,7 +1,5 @@
 """A load under AutoTP: each rank reads the parts that DeepSpeed keeps of a model that nobody has in full."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """AutoTP's states in other homes, and theirs under AutoTP; saves in the background; accelerate; adapters."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from pathlib import Path

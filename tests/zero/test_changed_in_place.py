@@ -1,7 +1,5 @@
 """ZeRO-3: small parameters, which are in full between two steps, changed there by code that gathers nothing."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Expert parallelism (DeepSpeed's AutoEP): every rank reads its own experts only, and trains as without it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

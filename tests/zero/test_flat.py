@@ -1,7 +1,5 @@
 """Stages 1 and 2 of DeepSpeed start without a second copy of what they train, and train as ever."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory that a plan and a report announce is what DeepSpeed then takes."""
 
-from __future__ import annotations
-
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 last bit. The table of all homes is docs/support.md.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -2,8 +2,6 @@
 inside the user's own, groups of ranks. Losses are stock's to the last bit; the table is docs/support.md.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

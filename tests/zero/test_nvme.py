@@ -1,7 +1,5 @@
 """Partitions in DeepSpeed's swap files: the values and losses of stock, in host memory no more than its buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

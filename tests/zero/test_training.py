@@ -1,7 +1,5 @@
 """Training a streamed model gives the losses that training the stock one gives, to the last bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Loads inside a `zero.Init` of the caller's: what Lightning and Fabric wrap around the code that makes a model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
