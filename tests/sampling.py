@@ -9,8 +9,6 @@ import pytest
 Thing = TypeVar("Thing")
 
 
-__all__ = ["chosen", "every", "examples", "is_sample"]
-
 is_sample = False
 """Whether slow tests are left out. `conftest.py` says so before it looks for tests."""
 

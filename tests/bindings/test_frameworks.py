@@ -4,7 +4,6 @@
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import force_fsdp_on_cpu
 from tests.support.saving import different, trainer_arguments
 from tests.support.training_state import all_in_one_group, state_config, train, values_in
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 class Around(torch.nn.Module):

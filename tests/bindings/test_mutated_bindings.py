@@ -22,9 +22,9 @@ from hf_zero_stream.errors import VersionError
 from hf_zero_stream.registry.rows import PatchScope, Row, Weight
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
-Checkpoint = Callable[..., Path]
 HEAD = "score.weight"
 
 

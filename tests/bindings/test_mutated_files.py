@@ -21,10 +21,9 @@ from tests.bindings.test_mutated_trainings import Mutation, mutated, mutations
 from tests.support.commands import command_environment
 from tests.support.http_files import http_files
 from tests.support.remote_code import make_remote_checkpoint
-from tests.support.zoo import make_checkpoint
+from tests.support.zoo import Checkpoint, make_checkpoint
 
 
-Checkpoint = Callable[..., Path]
 Loads = dict[str, Callable[[str], Any]]
 
 OF_FILES = tuple(

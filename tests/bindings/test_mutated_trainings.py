@@ -20,11 +20,11 @@ from tests.state.test_trainer import train
 from tests.support.changed_models import resume_changed
 from tests.support.cluster import run_ranks
 from tests.support.training_state import TrainerRun
+from tests.support.zoo import Checkpoint
 from tests.zero.test_expert_parallel import expert_parallel
 from tests.zero.test_expert_parallel import losses as losses_of_experts
 
 
-Checkpoint = Callable[..., Path]
 Mutation = tuple[str, int, Callable[[Row, pytest.MonkeyPatch], Row]]
 
 OF_TRAINER = ("transformers.trainer:", "transformers.modeling_utils:", "accelerate.")

@@ -1,7 +1,7 @@
 """Methods that somebody has put in place of accelerate's, the Trainer's, DeepSpeed's or a model's own: they count."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,7 @@ from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses
 from tests.support.saving import different
-from tests.support.zoo import ZOO
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import ZOO, Checkpoint
 
 
 def renamed(entries: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -22,11 +22,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.cli import app, commands, frame
 from hf_zero_stream.reports.text import fold, folded_names
 from tests.support.commands import command_environment
 from tests.support.parity import ds_config
-from tests.support.zoo import ZOO, build_model, make_moe_checkpoint
+from tests.support.zoo import ZOO, build_model
 
 
 NAMES = list(commands())

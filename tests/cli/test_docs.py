@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.cli import OF_PLUGINS, app
 from tests.cli.test_cli import NAMES
 from tests.support.cluster import ROOT
 from tests.support.commands import link_repository
-from tests.support.zoo import make_moe_checkpoint
 
 
 DOCUMENT = (ROOT / "docs" / "cli.md").read_text()

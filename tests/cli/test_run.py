@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests.support.cluster import ROOT
 from tests.support.commands import command_environment, losses, run_command
-from tests.support.zoo import make_moe_checkpoint
 
 
 SCRIPT = """\

@@ -17,12 +17,12 @@ from transformers.integrations import HfDeepSpeedConfig
 from typer.testing import CliRunner
 
 import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream import errors
 from hf_zero_stream.cli import app
 from scripts.check_package import pasted
 from tests.docs.test_examples import EXAMPLES, example_commands
 from tests.support.cluster import ROOT, run_ranks
-from tests.support.zoo import make_moe_checkpoint
 
 
 README = (ROOT / "README.md").read_text()

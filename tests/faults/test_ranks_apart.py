@@ -6,7 +6,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import announce, count_lazy, load, make_accelerator
 from tests.support.hosts import move_to_host
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 # ------------------------------------------------------------------------------------------- deferred until prepare()
 

@@ -23,11 +23,10 @@ from tests.sampling import chosen
 from tests.support.cluster import run_ranks
 from tests.support.loading import Messages, assert_same, compare, errors_of, load_with
 from tests.support.parity import differences, ds_config
-from tests.support.zoo import build_model
+from tests.support.zoo import Checkpoint, build_model
 
 
 CAUSAL = "AutoModelForCausalLM"
-Checkpoint = Callable[..., Path]
 
 
 def one_shard(source: Path, folder: Path, names: Callable[[str], str] = str) -> Path:

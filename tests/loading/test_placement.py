@@ -27,9 +27,7 @@ from hf_zero_stream.errors import LoadError, UnsupportedError
 from tests.support.cluster import run_ranks
 from tests.support.odd_models import Odd, OddConfig
 from tests.support.parity import ds_config, unequal
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def error_of(work: Callable[[], Any]) -> str:

@@ -3,7 +3,6 @@
 import json
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from transformers.distributed import DistributedConfig
 from tests.support.cluster import run_ranks
 from tests.support.loading import Messages, assert_same, compare, errors_of, load_with
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 CAUSAL = "AutoModelForCausalLM"
-Checkpoint = Callable[..., Path]
 
 
 @pytest.mark.parametrize(

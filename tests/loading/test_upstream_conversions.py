@@ -31,8 +31,8 @@ from transformers.core_model_loading import (
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, load_with
 from tests.support.parity import differences, ds_config
-from tests.support.upstream import Checkpoint, Tensors, full_state, randomise, unequal
-from tests.support.zoo import build_model
+from tests.support.upstream import Tensors, full_state, randomise, unequal
+from tests.support.zoo import Checkpoint, build_model
 
 
 # transformers 5.1 has none of these, and the cases that need them are left out.

@@ -19,8 +19,8 @@ from hf_zero_stream import streaming
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, load_with
 from tests.support.parity import ds_config, three_losses
-from tests.support.upstream import Checkpoint, compare_dtypes, full, full_state, tiny_checkpoint, unequal
-from tests.support.zoo import ZOO
+from tests.support.upstream import compare_dtypes, full, full_state, tiny_checkpoint, unequal
+from tests.support.zoo import ZOO, Checkpoint
 
 
 # ------------------------------------------------------------------------------------------------ resized embeddings

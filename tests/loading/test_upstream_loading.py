@@ -21,15 +21,8 @@ from hf_zero_stream import streaming
 from tests.support.cluster import run_ranks
 from tests.support.loading import Messages, assert_same, compare, errors_of, find_class, load_with
 from tests.support.parity import differences, ds_config
-from tests.support.upstream import (
-    Checkpoint,
-    compare_dtypes,
-    full,
-    gpt2_config,
-    is_partitioned,
-    randomise,
-    tiny_checkpoint,
-)
+from tests.support.upstream import compare_dtypes, full, gpt2_config, is_partitioned, randomise, tiny_checkpoint
+from tests.support.zoo import Checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ import sysconfig
 from pathlib import Path
 
 
-__all__ = ["build", "why_not"]
-
 SOURCES = Path(__file__).parent / "csrc"
 
 KNOWN = ("2.13",)

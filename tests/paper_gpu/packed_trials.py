@@ -21,9 +21,6 @@ from tests.support.parity import differences
 from tests.support.sharded import sharded_differences
 
 
-__all__ = ["packed_resumed", "packed_states"]
-
-
 class Training:
     """Adapters on a model under ZeRO-3."""
 

@@ -24,24 +24,6 @@ from tests.support.parity import differences, ds_config, unequal
 from tests.support.sharded import even_inputs, sharded_differences
 
 
-__all__ = [
-    "COMMON",
-    "FAULTS",
-    "Trial",
-    "by_accelerate",
-    "by_transformers",
-    "in_one_process",
-    "outcome",
-    "plain_model",
-    "sharded_memory",
-    "sharded_resumed",
-    "sharded_states",
-    "zero",
-    "zero_memory",
-    "zero_resumed",
-    "zero_states",
-]
-
 Trial = Callable[[], Any]
 
 FAULTS = "faults"

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from .compare import Result, read_results
 
 
-__all__ = ["ARMS", "Run", "run_arm"]
-
 ARMS = ("stock", "ours")
 
 HERE = Path(__file__).parent

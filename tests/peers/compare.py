@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-__all__ = ["Result", "differences", "faults_of", "read_results"]
-
 _WORST = ("passed", "skipped", "failed")
 
 

@@ -7,9 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
-__all__ = ["Unavailable", "installed_to", "source_of"]
-
-
 class Unavailable(Exception):
     """Why a suite cannot be run here."""
 

@@ -12,9 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.cli.test_cli import run, run_json
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def as_torch_files(source: Path, folder: Path) -> Path:

@@ -39,9 +39,8 @@ from tests.support.training_state import (
     train_and_save,
     two_groups,
 )
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 CPU_ADAM: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

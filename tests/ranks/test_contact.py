@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from tests.faults.test_dying_ranks import kill_this_process, load, look_as_on_ot
 from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import SOON_S, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import command_environment
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def forget_launcher() -> None:

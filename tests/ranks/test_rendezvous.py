@@ -23,9 +23,7 @@ from hf_zero_stream.ranks import presence, rendezvous
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.cluster import SOON_S, run_ranks
 from tests.support.parity import ds_config
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def digest(model: Any) -> str:

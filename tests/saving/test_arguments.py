@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from hf_zero_stream.errors import ConfigError, UnsupportedError, UrlError
 from hf_zero_stream.saving.arguments import refuse_url
 from tests.saving.test_hooks import prepared
 from tests.support.cluster import run_ranks
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
-Checkpoint = Callable[..., Path]
 URL = "s3://bucket/x"
 
 

@@ -1,7 +1,7 @@
 """accelerate's and the Trainer's ways to save FSDP2 models, inside ``streaming()``: stock's files, and no gather."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,7 @@ from tests.support.cluster import run_ranks
 from tests.support.live_sharded import evaluated, gathered, plain_model
 from tests.support.saving import SHARD_SIZE, contents, different
 from tests.support.sharded import Sizes, load_sharded
-from tests.support.zoo import ZOO
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import ZOO, Checkpoint
 
 
 @contextmanager

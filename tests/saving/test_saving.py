@@ -15,10 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
 from tests.support.saving import different, save_loaded, save_stock, save_trained, saves_with
-from tests.support.zoo import ZOO, make_moe_checkpoint
+from tests.support.zoo import ZOO
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -1,6 +1,5 @@
 """One model, several adapters, such as DPO's policy and its frozen reference: each is saved as it is."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.training_state import state_config, train
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def adapted(folder: Path, **kwargs: Any) -> Any:

@@ -1,6 +1,5 @@
 """Models of DTensors are saved as the whole model is, byte for byte, whatever training has left them in."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from tests.support.allocations import AllocationWatch
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.live_sharded import save_live
 from tests.support.saving import SHARD_SIZE, contents, different
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 ON_TWO = [
     live.fully_sharded,

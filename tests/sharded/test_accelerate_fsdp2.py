@@ -31,9 +31,7 @@ from tests import sampling
 from tests.bindings.test_trl import make_tokenizer
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import Training, announce, count_lazy, force_fsdp_on_cpu, load, make_accelerator, train
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def with_adapters(model: Any) -> Any:

@@ -21,11 +21,10 @@ from tests.loading.test_arguments import one_shard
 from tests.support.cluster import run_ranks
 from tests.support.nested_models import AroundOne, make_around_one, make_bert
 from tests.support.sharded import Case, even_model, sharded_differences, wrong_cases
-from tests.support.zoo import build_model
+from tests.support.zoo import Checkpoint, build_model
 
 
 CAUSAL = "AutoModelForCausalLM"
-Checkpoint = Callable[..., Path]
 
 FSDP, TP = {"fsdp_size": 2}, {"tp_size": 2}
 

@@ -1,6 +1,5 @@
 """``from_pretrained(distributed_config=...)``: each rank reads its local shards, into the storage that FSDP2 owns."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from tests.support.cluster import run_ranks
 from tests.support.loading import Messages
 from tests.support.saving import SHARD_SIZE, different
 from tests.support.sharded import Sizes, compare_sharded, load_sharded
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 FSDP, TP, HSDP = {"fsdp_size": 2}, {"tp_size": 2}, {"dp_replicate_size": 2, "fsdp_size": 2}
 EP = {"fsdp_size": 2, "ep_size": 2}

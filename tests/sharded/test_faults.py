@@ -1,7 +1,6 @@
 """Faults in the middle of a load into shards: all ranks raise, nobody hangs, and the next load succeeds."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ from tests.faults.test_one_faulty_rank import (
     truncated,
 )
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def load(folder: Path, *args: Any, **settings: Any) -> Any:

@@ -1,6 +1,5 @@
 """`load_into` of models that DTensor shards, whoever sharded them: new values in the same memory."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from hf_zero_stream.holdings.introspection import local_of
 from tests import sampling
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.sharded import Sizes, even_inputs, even_model, load_sharded, sharded_differences
+from tests.support.zoo import Checkpoint
 
 
 CAUSAL = transformers.AutoModelForCausalLM
-Checkpoint = Callable[..., Path]
 
 
 def build(how: str, folder: Path) -> Any:

@@ -2,7 +2,6 @@
 
 import gc
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,8 @@ from tests.support.changed_models import whole_values
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, count_lazy, make_accelerator
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 from tests.sweep.loads import generators
-
-
-Checkpoint = Callable[..., Path]
 
 
 def seed(number: int) -> None:

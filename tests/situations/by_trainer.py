@@ -14,9 +14,6 @@ from tests.situations.observed import values_of
 from tests.situations.optimizers import optimizer_of
 
 
-__all__ = ["first", "resumed"]
-
-
 class Watch(TrainerCallback):
     """Takes digests at the save, and when a training begins."""
 

@@ -8,9 +8,6 @@ import torch.distributed as dist
 from tests.support.mpu import Mpu
 
 
-__all__ = ["cut_in_halves", "in_stages"]
-
-
 class _SumBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,6 @@ from torch import nn
 from tests.situations.axes import Situation
 
 
-__all__ = ["MODELS", "inputs_of", "load", "make"]
-
 ROWS = 77
 """An odd vocabulary."""
 EVEN_ROWS = 80

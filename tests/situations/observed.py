@@ -6,9 +6,6 @@ from typing import Any
 import torch
 
 
-__all__ = ["optimizer_structure", "values_of"]
-
-
 def values_of(model: Any) -> dict[str, str]:
     """A digest of each parameter and persistent buffer, whole where it is sharded (all ranks)."""
     found = {name: _digest(_whole(param)) for name, param in model.named_parameters(remove_duplicate=False)}

@@ -6,9 +6,6 @@ from typing import Any
 import torch
 
 
-__all__ = ["OPTIMIZERS", "optimizer_of"]
-
-
 class Momentum(torch.optim.Optimizer):
     """Steps by the sign of an average, and keeps what `keep` makes at the first step."""
 

@@ -5,8 +5,6 @@ from pathlib import Path
 from tests.situations.axes import Situation
 
 
-__all__ = ["write_script"]
-
 TEMPLATE = '''\
 """{kinds}
 

@@ -19,9 +19,6 @@ from tests.support.autoep import let_autoep_run
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 
 
-__all__ = ["SESSIONS", "Session", "announce_home", "ds_config"]
-
-
 def ds_config(situation: Situation, folder: Path) -> dict[str, Any]:
     """The DeepSpeed config of a situation's home; swap files lie in `folder`."""
     zero: dict[str, Any] = {"stage": situation.stage}

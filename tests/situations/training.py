@@ -15,9 +15,6 @@ from tests.situations.observed import optimizer_structure, values_of
 from tests.situations.sessions import SESSIONS, Session, announce_home
 
 
-__all__ = ["first", "resumed"]
-
-
 def _scope(arm: str) -> Any:
     return hf_zero_stream.streaming() if arm == "ours" else contextlib.nullcontext()
 

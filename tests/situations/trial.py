@@ -13,8 +13,6 @@ from tests.situations.training import first, resumed
 from tests.support.cluster import Outcome, RankTimeout, run_ranks_expecting_errors
 
 
-__all__ = ["Finding", "shrunk", "trial"]
-
 TIMEOUT_S = 45.0
 """Less than ranks wait for each other, and much more than the steps of a situation take."""
 

@@ -1,7 +1,6 @@
 """accelerate inside ``streaming()``: all that ``save_state`` saves of a script comes back, as without us."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from tests.state.test_engines import decayed_or_not
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
 from tests.support.parity import ds_config
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 class Position:

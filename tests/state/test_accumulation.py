@@ -1,7 +1,6 @@
 """Accumulation of gradients by accelerate: states are saved after any step, and not saved or loaded within one."""
 
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
 from tests.support.parity import ds_config
 from tests.support.training_state import accelerated_steps
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def accelerator_of(zero: bool) -> Any:

@@ -1,6 +1,5 @@
 """Training states of PEFT's models: the adapter, its masters and moments; the base is what it was."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, load, make_accelerator
 from tests.support.training_state import state_config, train
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def with_adapter(model: Any) -> Any:

@@ -1,6 +1,6 @@
 """Optimizers of 8 bits in blocks: as many ranks go on as stock does, to the last bit; others are refused."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from tests.state.optimizers import FSDP2, ONE, ZERO, of_module, parameters_of, t
 from tests.state.test_entries import of_this_rank
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 STAGE_0 = "DeepSpeed, stage 0"
 HOMES = ["ZeRO-3", "ZeRO-2", STAGE_0, FSDP2]

@@ -21,10 +21,7 @@ from hf_zero_stream.state import refusals
 from hf_zero_stream.state.record import StateRecord
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
-from tests.support.zoo import VOCAB
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import VOCAB, Checkpoint
 
 
 def made(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.optim.Optimizer]:

@@ -1,6 +1,5 @@
 """What neither we nor the checkpoints of DeepSpeed or accelerate bring back is an error, and no checkpoint."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, load, make_accelerator
 from tests.support.training_state import accelerated_steps
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 class KeepsText(torch.optim.SGD):

@@ -16,9 +16,7 @@ from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed
 from hf_zero_stream.state import foreign
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def outcome(work: Callable[[], Any]) -> Any:

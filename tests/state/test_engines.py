@@ -14,9 +14,7 @@ import hf_zero_stream
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.training_state import engine_of, state_config, train, train_plain
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def decayed_or_not(model: Any, freezes: bool) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Whatever an optimizer keeps of a parameter comes back as it was, with its types, in every home."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,7 @@ from tests.state.optimizers import FSDP2, ONE, ZERO, training_in
 from tests.state.test_changed import load, made, save, train_here
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 class KeepsAll(torch.optim.Optimizer):

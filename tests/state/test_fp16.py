@@ -4,7 +4,7 @@ DeepSpeed refuses fp16 on a CPU, which computes it all the same: here it is told
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ import hf_zero_stream
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.training_state import state_config, two_groups
-from tests.support.zoo import VOCAB
+from tests.support.zoo import VOCAB, Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 STAGES = (3, 2, 1, 0)
 

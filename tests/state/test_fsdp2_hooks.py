@@ -1,7 +1,6 @@
 """Checkpoints of the Trainer and of accelerate under FSDP2 inside ``streaming()``: any number of ranks goes on."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load, make_accelerator
 from tests.support.parity import ds_config
 from tests.support.training_state import TrainerRun
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def trainer_of(folder: Path, output: Path, run: TrainerRun) -> tuple[transformers.Trainer, list[list[int]]]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,8 @@ from hf_zero_stream.state.callers import state_in
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
+from tests.support.zoo import Checkpoint
 from tests.zero.test_upstream_training import STEPS, losses_of, make_trainer
-
-
-Checkpoint = Callable[..., Path]
 
 
 def save_by_engine(folder: Path, target: Path, config: dict[str, Any]) -> list[float]:

@@ -1,7 +1,7 @@
 """An operation finds out once what it must know of a model and of files: one walk, and one read of each header."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,7 @@ from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 @contextmanager

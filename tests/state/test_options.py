@@ -18,9 +18,7 @@ from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.state.test_changed import load, made, save, train_here
 from tests.support.cluster import run_ranks
 from tests.support.training_state import state_config, train, train_plain
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 class GroupStepAdam(torch.optim.Optimizer):

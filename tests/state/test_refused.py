@@ -29,9 +29,7 @@ from tests.support.training_state import (
     train,
     train_plain,
 )
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def message_of(work: Callable[[], Any]) -> str:

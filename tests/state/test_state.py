@@ -1,7 +1,6 @@
 """``save_state`` and ``load_state``: losses after a resume are those of DeepSpeed's own resume, bit for bit."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ from tests.support.training_state import (
     train_plain_and_save,
     two_groups,
 )
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 CPU_ADAM = {"offload_optimizer": {"device": "cpu"}}
 

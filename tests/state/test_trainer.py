@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,7 @@ from hf_zero_stream.state import hooks
 from tests.state.test_fsdp2_hooks import trainer_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.training_state import TrainerRun
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 class Counter(TrainerCallback, ExportableState):

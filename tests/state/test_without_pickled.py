@@ -17,9 +17,8 @@ from tests.support.changed_models import different, whole_values
 from tests.support.cluster import run_ranks
 from tests.support.plugins import without_plugin
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 NAMED = "needs the plug-in 'pickled' of hf_zero_stream"
 

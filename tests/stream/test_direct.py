@@ -20,10 +20,8 @@ from tests.support.live_sharded import by_transformers
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import change, counted_gathers, differing, lora, odd_model, saved, under_zero_3
-from tests.support.zoo import build_model
+from tests.support.zoo import Checkpoint, build_model
 
-
-Checkpoint = Callable[..., Path]
 
 HOMES = ("zero3", "fsdp2", "adapters")
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +21,7 @@ from tests.support.live_sharded import plain_model
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import taken
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def stream_of(checkpoint: Path) -> Any:

@@ -27,9 +27,9 @@ from tests.support.cluster import run_ranks
 from tests.support.engine_servers import VLLMServer
 from tests.support.rl_trainers import openrlhf, verl
 from tests.support.streams import differing
+from tests.support.zoo import Checkpoint
 
 
-Checkpoint = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
 
 

@@ -14,9 +14,8 @@ from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import taken
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 ACTOR, CRITIC = "weight stream 1 of LlamaForCausalLM to rank0", "weight stream 2 of LlamaForCausalLM to all"
 

@@ -23,9 +23,9 @@ from tests.support.engine_servers import EngineServer, SGLangServer, VLLMServer
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import counted_buckets, differing, saved
+from tests.support.zoo import Checkpoint
 
 
-Checkpoint = Callable[..., Path]
 Started = Callable[..., EngineServer]
 
 SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,8 @@ from tests.support.streams import (
     stream_zero,
     taken,
 )
-from tests.support.zoo import ZOO, build_model
+from tests.support.zoo import ZOO, Checkpoint, build_model
 
-
-Checkpoint = Callable[..., Path]
 
 FUSED_EXPERTS, TIED = "qwen3_moe", "qwen3"
 

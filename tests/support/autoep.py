@@ -3,9 +3,6 @@
 from typing import Any
 
 
-__all__ = ["let_autoep_run"]
-
-
 def let_autoep_run() -> None:
     """DeepSpeed 0.19.8 gives a default to the `get` of transformers' table of recorders, which 5.23 does not take."""
     from transformers.utils import output_capturing

@@ -32,8 +32,6 @@ from obstore.store import AzureStore
 from tests.support.cluster import free_port
 
 
-__all__ = ["ACCOUNT", "BUCKET", "azure_container", "gcs_bucket", "s3_bucket"]
-
 BUCKET = "checkpoints"
 
 ACCOUNT = "devstoreaccount1"

@@ -15,14 +15,10 @@ from tests.support.parity import differences, three_losses
 from tests.support.zoo import ZOO
 
 
-__all__ = ["CAUSAL", "HPZ", "OFFLOAD", "Checkpoint", "Prepare", "assert_trains_as_stock", "make_even_llama", "train"]
-
 CAUSAL = "AutoModelForCausalLM"
 OFFLOAD = {"offload_param": {"device": "cpu", "pin_memory": True}}
 HPZ = {"zero_hpz_partition_size": 2}
 
-Checkpoint = Callable[..., Path]
-"""The fixture `zoo_checkpoint`."""
 Prepare = Callable[[nn.Module], nn.Module]
 """What a user does to a model between loading it and training it."""
 

@@ -7,8 +7,6 @@ import subprocess
 from pathlib import Path
 
 
-__all__ = ["can_mount", "give_own_disk", "move_to_host"]
-
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUTS = 0x04000000
 

@@ -12,9 +12,6 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, initializ
 from tests.support.odd_models import bert_config
 
 
-__all__ = ["AroundOne", "AroundTwo", "expected_values", "make_around_one", "make_around_two", "make_bert"]
-
-
 class AroundConfig(PreTrainedConfig):
     """`inner` and `second` are the paths of checkpoints, `kwargs` what they are loaded with."""
 

@@ -18,8 +18,6 @@ from tests.support.quantised_checkpoints import (
 )
 
 
-__all__ = ["MODELS", "WITHOUT_EXPERTS", "Folders", "in_file"]
-
 WITHOUT_EXPERTS = ("float8 by block", "int8 by channel", "int4 with zero points", "int4 with zero points by channel")
 """Schemes of compressed-tensors in which transformers dequantises no experts."""
 

@@ -9,19 +9,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 
-__all__ = [
-    "SCHEMES",
-    "bitsandbytes",
-    "compressed_tensors",
-    "dense_fp8",
-    "fp4_experts",
-    "fp8",
-    "fp8_with_a_short_block",
-    "mxfp4",
-    "quantise_in_blocks",
-    "unquantised",
-]
-
 BLOCK = 16
 
 

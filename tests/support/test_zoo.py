@@ -9,7 +9,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.support.zoo import ZOO, build_model, make_moe_checkpoint, moe_config
+from benchmarks.moe_checkpoint import make_moe_checkpoint, moe_config
+from tests.support.zoo import ZOO, build_model
 
 
 DTYPES = [torch.float32, torch.bfloat16]

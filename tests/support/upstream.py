@@ -7,7 +7,6 @@ tests/utils/test_modeling_utils.py.
 """
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.support.parity import differences, ds_config
 from tests.sweep.tiny import make_checkpoints
 
 
-Checkpoint = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
 """By name, as in a state dict."""
 

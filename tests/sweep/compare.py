@@ -21,8 +21,6 @@ from tests.sweep.destinations import Destination
 from tests.sweep.loads import class_of, generators, info_differences, load, load_plain, recorded_ops, saved_differences
 
 
-__all__ = ["DTYPES", "run_batch"]
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

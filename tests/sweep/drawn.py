@@ -20,8 +20,6 @@ from tests.sweep.destinations import Destination
 from tests.sweep.loads import class_of, generators, load, load_plain
 
 
-__all__ = ["accelerates", "stocks"]
-
 LOADS = ("", "without a weight: ")
 
 

@@ -23,8 +23,6 @@ from tests.support.streams import change, differing, patched, saved, taken
 from tests.sweep.fixes import NO_LOADING_INFO
 
 
-__all__ = ["class_of", "generators", "info_differences", "load", "load_plain", "recorded_ops", "saved_differences"]
-
 SAVED_SHARD_SIZE = "100KB"
 """Most tiny models then have several shards."""
 

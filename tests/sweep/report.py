@@ -6,9 +6,6 @@ from tests.sweep.fixes import EXPECTED_REASONS, UNBUILT
 from tests.sweep.run import Sweep
 
 
-__all__ = ["counts", "failures"]
-
-
 def counts(result: Sweep) -> str:
     """One line for each run."""
     lines = [f"built {len(result.cases)} model types; {len(result.cannot_build)} cannot be built"]

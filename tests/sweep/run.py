@@ -16,8 +16,6 @@ from tests.sweep.compare import run_batch
 from tests.sweep.destinations import Destination
 
 
-__all__ = ["Sweep", "make", "sweep"]
-
 BATCH = 20
 LIMIT_S = 90.0
 

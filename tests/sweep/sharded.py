@@ -11,9 +11,6 @@ from tests.sweep.destinations import Destination
 from tests.sweep.loads import class_of, generators, info_differences, load, load_plain, recorded_ops, saved_differences
 
 
-__all__ = ["ours", "stock"]
-
-
 def ours(case: dict[str, Any], folder: Path, dtype: torch.dtype, destination: Destination) -> dict[str, Any]:
     """Streamed and saved again; a model that torch or transformers does not shard is a row, too."""
     import hf_zero_stream

@@ -13,8 +13,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from tests.sweep.fixes import BASES, FIXES
 
 
-__all__ = ["WAYS", "Way", "tiny_config"]
-
 VOCABULARY = 99
 
 

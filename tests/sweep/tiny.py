@@ -21,8 +21,6 @@ from tests.sweep.fixes import FILES
 from tests.sweep.shrink import WAYS, Way, tiny_config
 
 
-__all__ = ["Built", "all_types", "auto_class_of", "build", "candidate_classes", "make_checkpoints"]
-
 MAX_PARAMETERS = 8_000_000
 
 # The mapping whose class a checkpoint of the type is most likely saved from comes first.

@@ -1,7 +1,6 @@
 """ZeRO-3: small parameters, which are in full between two steps, changed there by code that gathers nothing."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
+from tests.support.zoo import Checkpoint
 
 
-Checkpoint = Callable[..., Path]
 NORM = "model.norm.weight"
 
 

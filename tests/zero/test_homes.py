@@ -15,10 +15,10 @@ from torch import nn
 
 from hf_zero_stream.destinations.deepspeed import zero3
 from tests.support.cluster import run_ranks
-from tests.support.homes import CAUSAL, HPZ, OFFLOAD, Checkpoint, Prepare, assert_trains_as_stock, train
+from tests.support.homes import CAUSAL, HPZ, OFFLOAD, Prepare, assert_trains_as_stock, train
 from tests.support.loading import load_with
 from tests.support.parity import differences, ds_config, three_losses
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 # ------------------------------------------------------------------------------------------------------- host memory

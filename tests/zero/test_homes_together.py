@@ -15,10 +15,10 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.support.cluster import run_ranks
-from tests.support.homes import CAUSAL, HPZ, OFFLOAD, Checkpoint, make_even_llama
+from tests.support.homes import CAUSAL, HPZ, OFFLOAD, make_even_llama
 from tests.support.loading import load_with
 from tests.support.parity import differences, ds_config, three_losses
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 # ------------------------------------------------------------------------------------------------ one after another

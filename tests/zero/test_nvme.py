@@ -10,12 +10,12 @@ import torch
 import transformers
 
 import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.engine.reader import Reader
 from hf_zero_stream.planning.plan import LoadPlan
 from tests.support.cluster import RankFailure, run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses, unequal
-from tests.support.zoo import make_moe_checkpoint
 
 
 pytestmark = pytest.mark.usefixtures("async_io")

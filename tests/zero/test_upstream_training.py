@@ -19,8 +19,8 @@ from hf_zero_stream import streaming
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, load_with
 from tests.support.parity import ds_config
-from tests.support.upstream import Checkpoint, is_partitioned, unequal
-from tests.support.zoo import ZOO
+from tests.support.upstream import is_partitioned, unequal
+from tests.support.zoo import ZOO, Checkpoint
 
 
 def make_trainer(folder: Path, output: Path, stream: bool, **arguments: Any) -> transformers.Trainer:
