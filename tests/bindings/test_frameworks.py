@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_model
 import hf_zero_stream
 from tests.saving.test_hooks import join_as_launched
 from tests.state.test_state import different_states
-from tests.support.changed_models import different as different_values
 from tests.support.changed_models import whole_values
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import force_fsdp_on_cpu
 from tests.support.saving import different, trainer_arguments
@@ -116,7 +116,7 @@ def test_checkpoints_of_lightning(
     with hf_zero_stream.streaming(), pytest.raises(ModuleNotFoundError, match="hf-zero-stream convert"):
         convert_as_lightning(tmp_path / "ours")
     values = values_in(tmp_path / "ours" / "checkpoint" / "global_step3")
-    assert different_values(values, stock["state_dict"]) == []
+    assert differing(values, stock["state_dict"]) == []
     same = run_ranks(2, resume_as_lightning, folder, tmp_path / "ours", tmp_path / "same", stage)
     assert same == [(continued, repr(client_state()))] * 2
     for name in ("ours", "stock"):

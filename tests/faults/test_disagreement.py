@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
@@ -18,6 +17,7 @@ from hf_zero_stream.engine import sameness
 from hf_zero_stream.loading import integration
 from hf_zero_stream.ranks.presence import Presence
 from hf_zero_stream.ranks.store import PREFIX
+from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks
 from tests.support.disk import disk
 from tests.support.hosts import move_to_host
@@ -221,8 +221,7 @@ def load_other_values(folder: Path, own: Path, settings: dict[str, Any]) -> str:
     """Rank 1 has a copy of the checkpoint from another step: the same headers, and other values."""
     seen = shutil.copytree(folder, own / f"copy{dist.get_rank()}")
     if dist.get_rank() == 1:
-        for shard in seen.glob("*.safetensors"):
-            save_file({name: value + 1 for name, value in load_file(shard).items()}, shard, {"format": "pt"})
+        add_one(seen)
     config = {**ds_config(), "hf_zero_stream": settings}
     try:
         hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, ds_config=config)

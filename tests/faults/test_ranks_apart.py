@@ -13,7 +13,6 @@ import accelerate
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
 from hf_zero_stream.loading import choice
@@ -21,6 +20,7 @@ from hf_zero_stream.ranks import rendezvous
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.ranks.test_rendezvous import load as load_plain
 from tests.ranks.test_rendezvous import warnings_of
+from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import announce, count_lazy, load, make_accelerator
 from tests.support.hosts import move_to_host
@@ -95,8 +95,7 @@ def test_other_files_on_another_host_are_found_in_prepare(
     """Each rank has opened its own files alone, so this is the first time that they can compare them."""
     folder = zoo_checkpoint("llama")
     older = shutil.copytree(folder, tmp_path / "older" / folder.name)
-    for file in older.glob("*.safetensors"):
-        save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    add_one(older)
     for outcome in run_ranks_expecting_errors(2, prepare_copies, [folder, older], timeout=60):
         assert outcome.error_type == "CheckpointError", outcome
         assert "has the same header as rank 0's and other values" in str(outcome.error_message)

@@ -6,7 +6,6 @@ stock in tests/loading/test_refused_arguments.py.
 
 import gc
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers.core_model_loading import WeightRenaming
 
 import hf_zero_stream
 from tests.sampling import chosen
+from tests.support.checkpoint_files import Tensors, rewritten
 from tests.support.cluster import run_ranks
 from tests.support.loading import Messages, assert_same, compare, errors_of, load_with
 from tests.support.parity import differences, ds_config
@@ -31,13 +30,12 @@ CAUSAL = "AutoModelForCausalLM"
 
 def one_shard(source: Path, folder: Path, names: Callable[[str], str] = str) -> Path:
     """A copy of a checkpoint in a single shard, with renamed tensors."""
-    folder.mkdir(parents=True)
-    shutil.copy(source / "config.json", folder)
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in sorted(source.glob("*.safetensors")):
-        tensors |= load_file(shard)
-    save_file({names(key): value for key, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    return folder
+
+    def rename(tensors: Tensors) -> None:
+        for key in [*tensors]:
+            tensors[names(key)] = tensors.pop(key)
+
+    return rewritten(source, folder, rename)
 
 
 def see_config(model: Any) -> dict[str, Any]:

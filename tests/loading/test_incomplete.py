@@ -1,6 +1,5 @@
 """Checkpoints that do not fit their model exactly come out as in plain loading."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,28 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
 from hf_zero_stream.errors import LoadError
+from tests.support.checkpoint_files import Tensors, rewritten
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, load_and_compare
 from tests.support.zoo import build_model
-
-
-Tensors = dict[str, torch.Tensor]
-
-
-def rewritten(source: Path, folder: Path, change: Callable[[Tensors], None]) -> Path:
-    """A copy of a checkpoint, in one shard, with changed tensors."""
-    folder.mkdir()
-    shutil.copy(source / "config.json", folder)
-    tensors: Tensors = {}
-    for shard in sorted(source.glob("*.safetensors")):
-        tensors |= load_file(shard)
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def drop_some(tensors: Tensors) -> None:

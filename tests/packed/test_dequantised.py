@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
-from tests.support.changed_models import different as different_tensors
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, make_accelerator
 from tests.support.packed_models import MODELS
@@ -202,7 +202,7 @@ def test_loaded_into_a_plain_model(cluster: None, formats: Any, tmp_path: Path, 
     run_ranks(2, load_into_home, home, folders, tmp_path)
     expected = load_file(expected_of(folders[name]) / "model.safetensors")
     for saved in sorted((tmp_path / name).iterdir()):  # in which order tensors lie depends on how the model was made
-        assert different_tensors(load_file(saved / "model.safetensors"), expected) == [], saved.name
+        assert differing(load_file(saved / "model.safetensors"), expected) == [], saved.name
         assert "quantization" not in (saved / "config.json").read_text()
 
 

@@ -12,10 +12,10 @@ import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin
-from safetensors.torch import load_file
 
 import hf_zero_stream
-from tests.support.changed_models import different, whole_values
+from tests.support.changed_models import whole_values
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.packed_training import dequantised, inputs
@@ -92,7 +92,7 @@ def save(home: str, saver: str, folder: Path, target: Path) -> tuple[dict[str, t
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
         model = SAVERS[saver](home, folder, target)
         values = whole_values(model)
-    return values, bool(different(values, dict(load(folder).state_dict())))
+    return values, bool(differing(values, dict(load(folder).state_dict())))
 
 
 @pytest.mark.sample(2)
@@ -106,9 +106,9 @@ def test_saved_as_plain(cluster: None, tmp_path: Path, saver: str, home: str, na
     saved = [tmp_path / "out" / "saved", *(tmp_path / "out").glob("checkpoint-*")]
     assert len(saved) == (2 if saver == "Trainer" else 1)
     for each in saved:
-        tensors = {key: it for path in each.glob("model*.safetensors") for key, it in load_file(path).items()}
+        tensors = tensors_of(each, "model*.safetensors")
         assert {tensor.dtype for tensor in tensors.values()} <= {torch.bfloat16, torch.float32}
         assert not [key for key in tensors if key.endswith(("_scale_inv", "_scales", "_blocks"))]
         assert "quantization_config" not in json.loads((each / "config.json").read_text())
         again = transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.bfloat16)
-        assert different(dict(again.state_dict()), values) == []
+        assert differing(dict(again.state_dict()), values) == []

@@ -17,6 +17,7 @@ import hf_zero_stream
 from hf_zero_stream.holdings.introspection import packed_weights
 from tests import sampling
 from tests.packed.test_packed import FORMATS, make_folders
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import announce, count_lazy, force_fsdp_on_cpu, make_accelerator
 from tests.support.packed_models import MODELS, Folders
@@ -27,7 +28,6 @@ from tests.support.packed_training import (
     fill_adapters,
     inputs,
     packed_names,
-    tensors_of,
     with_adapters,
 )
 from tests.support.quantised_checkpoints import unquantised

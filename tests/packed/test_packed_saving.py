@@ -16,9 +16,10 @@ from tests import sampling
 from tests.packed.test_packed import FORMATS, make_folders
 from tests.packed.test_packed_fsdp2 import load as load_lazily
 from tests.packed.test_packed_fsdp2 import load_native
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, make_accelerator
-from tests.support.packed_training import check_saved, load, packed_names, tensors_of, with_adapters
+from tests.support.packed_training import check_saved, load, packed_names, with_adapters
 from tests.support.parity import ds_config
 
 

@@ -8,11 +8,11 @@ import deepspeed
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 
 import hf_zero_stream
 from tests.packed.test_gguf import files as gguf_files  # noqa: F401
 from tests.support.allocations import AllocationWatch
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config, load_and_compare
 from tests.support.quantised_checkpoints import (
@@ -114,8 +114,7 @@ def test_reads_the_quantised_bytes_once_in_bounded_memory(cluster: None, tmp_pat
     else:
         config_class = transformers.CompressedTensorsConfig
         compressed_tensors(tmp_path, format_name, width=512)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        in_file = sum(file.get_tensor(name).nbytes for name in file.keys())
+    in_file = sum(value.nbytes for value in tensors_of(tmp_path).values())
 
     for found in run_ranks(3, load_watched, tmp_path, config_class(dequantize=True)):
         # Beside the partitions, only what one request takes, and what it becomes: dequantised, in fp32 on the way.

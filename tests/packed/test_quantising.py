@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 import hf_zero_stream
 from tests.support.allocations import AllocationWatch
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-from tests.support.packed_training import load, packed_names, plain_losses_of, tensors_of, trained
+from tests.support.packed_training import load, packed_names, plain_losses_of, trained
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import unquantised
 

@@ -11,7 +11,8 @@ import transformers
 
 import hf_zero_stream
 from tests.state.test_state import different_states
-from tests.support.changed_models import different, whole_values
+from tests.support.changed_models import whole_values
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.packed_training import dequantised, inputs, packed_names, with_adapters
 from tests.support.parity import ds_config
@@ -78,7 +79,7 @@ def go_on(folder: Path, root: Path, home: str, is_packed: bool, first: int) -> t
             training.save(root / f"{first} again")
             found = whole_values(training.model)
             if dist.get_rank() == 0:
-                assert different(found, torch.load(root / f"{first}.pt")) == []
+                assert differing(found, torch.load(root / f"{first}.pt")) == []
         losses = training.train(first, first + 1)
         training.save(root / f"{first + 2}")
         found = whole_values(training.model)

@@ -22,6 +22,7 @@ from tests.paper_gpu.trials import (
     zero_states,
 )
 from tests.sampling import chosen
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import PAPER_GPUS, run_ranks
 from tests.support.zoo import build_model
 
@@ -88,14 +89,10 @@ def test_saves(at_two: list[dict[str, Any]], even_checkpoint: Path, target: Path
     """In the background while training goes on; what is loaded again goes on as if nothing had been."""
     for rank in outcome(at_two, name):
         assert rank["again"] == rank["going on"] and len(set(rank["again"])) == 2
-    saved = tensors_in(target / name / "weights")
-    expected = tensors_in(even_checkpoint)
+    saved = tensors_of(target / name / "weights")
+    expected = tensors_of(even_checkpoint)
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[key], values) for key, values in expected.items())
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from hf_zero_stream.plugins.pickled import convert as converting
 from hf_zero_stream.plugins.pickled.convert import convert
 from tests.cli.test_cli import run, run_json
 from tests.hostile.test_odd_folders import link_all, promise_in_vain
+from tests.support.checkpoint_files import tensors_of
 from tests.support.saving import contents, different, save_stock
 
 
@@ -29,10 +30,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(converting, "CHUNK_BYTES", 4096)
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
-
-
 @pytest.mark.parametrize("dtype", [None, FP32], ids=["same_dtype", "fp32"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe", "t5", "deepseek_v3"])
 def test_hub_layout_is_what_transformers_saves(
@@ -42,7 +39,7 @@ def test_hub_layout_is_what_transformers_saves(
     save_stock(name, checkpoint, tmp_path / "stock", BF16, cast=dtype)
     done = convert(checkpoint, tmp_path / "ours", layout="hub", max_shard_size="40KB", dtype=dtype)
     assert different(tmp_path / "ours", tmp_path / "stock") == []
-    assert done.bytes_written == sum(value.nbytes for value in tensors(tmp_path / "ours").values())
+    assert done.bytes_written == sum(value.nbytes for value in tensors_of(tmp_path / "ours").values())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "bert"])
@@ -64,7 +61,7 @@ def test_same_layout(zoo_checkpoint: Callable[..., Path], tmp_path: Path, size: 
     (source / "tokenizer.json").write_text("{}")
     (source / "config.json").write_text(json.dumps({"model_type": "nobody knows", "torch_dtype": "bfloat16"}))
     done = convert(source, tmp_path / "ours", max_shard_size=size, dtype=FP32)
-    before, after = tensors(source), tensors(tmp_path / "ours")
+    before, after = tensors_of(source), tensors_of(tmp_path / "ours")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], before[name].float()) for name in before)
     assert (len(done.files) > 3) == (size == "10KB")
@@ -86,8 +83,8 @@ def test_same_layout(zoo_checkpoint: Callable[..., Path], tmp_path: Path, size: 
 def pickled(source: Path, folder: Path, shards: int, zipped: bool = True) -> dict[str, torch.Tensor]:
     """The checkpoint `source` as files of ``torch.save`` in `folder`; its values, some of them in other strides."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    values = {name: value.clone().t().contiguous().t() for name, value in tensors(source).items() if value.dim() == 2}
-    values = {**tensors(source), **values}
+    values = tensors_of(source)
+    values |= {name: value.clone().t().contiguous().t() for name, value in values.items() if value.dim() == 2}
     if "lm_head.weight" in values:
         values["tied to lm_head.weight"] = values["lm_head.weight"]
     names = sorted(values)
@@ -108,7 +105,7 @@ def pickled(source: Path, folder: Path, shards: int, zipped: bool = True) -> dic
 def test_files_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path, shards: int, zipped: bool) -> None:
     values = pickled(zoo_checkpoint("qwen3_moe", BF16), tmp_path / "bin", shards, zipped)
     done = convert(tmp_path / "bin", tmp_path / "ours", max_shard_size="40KB")
-    found = tensors(tmp_path / "ours")
+    found = tensors_of(tmp_path / "ours")
     assert found.keys() == values.keys() and all(torch.equal(found[name], values[name]) for name in values)
     assert done.bytes_written == sum(value.nbytes for value in values.values())
     assert not list((tmp_path / "ours").glob("*.bin*")) and (tmp_path / "ours" / "config.json").exists()
@@ -116,7 +113,7 @@ def test_files_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path
         assert shard.metadata() == {"format": "pt"}
     if shards == 1:
         convert(tmp_path / "bin" / "pytorch_model.bin", tmp_path / "file", dtype=FP32)
-        assert all(torch.equal(value, values[name].float()) for name, value in tensors(tmp_path / "file").items())
+        assert all(torch.equal(value, values[name].float()) for name, value in tensors_of(tmp_path / "file").items())
 
 
 def test_layouts_of_tied_weights_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -158,10 +155,10 @@ def test_what_is_refused_of_torch_save(tmp_path: Path) -> None:
 def test_in_place(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe", BF16)
     convert(checkpoint, tmp_path, max_shard_size="40KB")
-    before = tensors(tmp_path)
+    before = tensors_of(tmp_path)
     convert(tmp_path, tmp_path)
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
-    assert all(torch.equal(before[name], value) for name, value in tensors(tmp_path).items())
+    assert all(torch.equal(before[name], value) for name, value in tensors_of(tmp_path).items())
 
 
 def test_what_is_refused(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers import conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
@@ -26,6 +25,7 @@ from hf_zero_stream.sources.relay import RelayServer
 from tests import sampling
 from tests.loading.test_odd_parameters import Normalises, ThroughNumpy
 from tests.support import odd_models
+from tests.support.checkpoint_files import rewritten
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.disk import failing, replace_reads
 from tests.support.parity import differences, ds_config, unequal
@@ -114,7 +114,7 @@ def test_values_that_planning_needs(cluster: None, zoo_checkpoint: Callable[...,
         folders[name] = shutil.copytree(zoo_checkpoint("llama"), tmp_path / name)
         config = json.loads((folders[name] / "config.json").read_text())
         (folders[name] / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
-    join_shards(folders["one file, no dtype"])
+    rewritten(folders["one file, no dtype"], folders["one file, no dtype"])
     assert_planned(folders)
 
 
@@ -137,14 +137,6 @@ def assert_planned(folders: dict[str, Path]) -> None:
         assert len(found) == 2 * len(folders) and not any(found.values()), {
             name: what for name, what in found.items() if what
         }
-
-
-def join_shards(folder: Path) -> None:
-    """One file in place of several and their index."""
-    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    for path in folder.glob("model*"):
-        path.unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 # ------------------------------------------------------------------------------------------------ every kind of load

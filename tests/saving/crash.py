@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 import hf_zero_stream
 from hf_zero_stream.saving.files import UNFINISHED, finish_interrupted
+from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks_expecting_errors, warm_up
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
@@ -43,8 +43,7 @@ FAULTS = {"killed": None, "no space": errno.ENOSPC, "i/o error": errno.EIO}
 def make_checkpoints(folder: Path) -> tuple[Path, Path, dict[str, bytes]]:
     """Two checkpoints with the same names and other values, and what the second is when it is saved."""
     first, second = (make_checkpoint(NAME, folder / name, torch.bfloat16) for name in ("first", "second"))
-    for path in second.glob("*.safetensors"):
-        save_file({name: value + 1 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    add_one(second)
     for checkpoint, name in ((first, "old"), (second, "new")):
         plain = load_with("plain", "AutoModelForCausalLM", checkpoint, {}, {"dtype": torch.bfloat16})
         plain.save_pretrained(folder / name, max_shard_size=SHARD_SIZE)

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from transformers import Trainer, TrainingArguments
 
 import hf_zero_stream
 from tests.support import fsdp2
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.live_sharded import evaluated, gathered, plain_model
 from tests.support.saving import SHARD_SIZE, contents, different
@@ -108,8 +108,7 @@ def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, n
 
 def tensors(folder: Path) -> dict[str, Any]:
     """Names and bytes of tensors. Stock gathers them in another order, so that its shards may be others."""
-    values = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-    return {name: (value.dtype, value.shape, value.numpy().tobytes()) for name, value in values.items()}
+    return {name: (it.dtype, it.shape, it.numpy().tobytes()) for name, it in tensors_of(folder).items()}
 
 
 def of_distributed_config(checkpoint: Path, folder: Path) -> None:

@@ -9,12 +9,12 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving import save as saving
 from tests.saving.test_hooks import INDEX, prepared
+from tests.support.checkpoint_files import add_one, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, unequal
@@ -101,15 +101,11 @@ def test_gathered_values_are_saved(cluster: None, zoo_checkpoint: Callable[..., 
     for name in as_stock:
         assert set(different(tmp_path / name, tmp_path / "stock")) <= {INDEX}, name
     assert set(different(tmp_path / "not changed", tmp_path / "after")) <= {INDEX}
-    stock, after, of_accelerate = (weights(tmp_path / name) for name in ("stock", "after", "save_model"))
+    stock, after, of_accelerate = (tensors_of(tmp_path / name) for name in ("stock", "after", "save_model"))
     assert {name for name in stock if not torch.equal(stock[name], after[name])} == set(CHANGED)
     assert all(torch.equal(stock[name], of_accelerate[name]) for name in CHANGED)
     assert "model.layers.0." in errors[0]["one rank, some gathered"]
     assert all("fp32" in error["fp32"] and "model.embed_tokens.weight" in error["fp32"] for error in errors)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 def merge_an_adapter(checkpoint: Path, folder: Path, name: str) -> None:
@@ -131,7 +127,7 @@ def test_a_merged_adapter(cluster: None, zoo_checkpoint: Callable[..., Path], tm
     for name in ("stock", "ours"):
         run_ranks(2, merge_an_adapter, checkpoint, tmp_path, name)
     assert different(tmp_path / "ours", tmp_path / "stock") == []
-    merged, before = weights(tmp_path / "ours"), weights(checkpoint)
+    merged, before = tensors_of(tmp_path / "ours"), tensors_of(checkpoint)
     changed = {name for name in before if not torch.equal(before[name], merged[name])}
     assert changed and all("q_proj" in name or "v_proj" in name for name in changed)
 
@@ -158,6 +154,5 @@ def test_loading_while_gathered(
     from tests.support.zoo import make_checkpoint
 
     second = make_checkpoint("qwen3_moe", tmp_path / "second", torch.float32)
-    for path in second.glob("*.safetensors"):
-        save_file({key: tensor + 1 for key, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    add_one(second)
     assert run_ranks(2, load_while_gathered, zoo_checkpoint("qwen3_moe"), second, modifier_rank) == [[], []]

@@ -18,6 +18,7 @@ from transformers import Qwen3MoeForCausalLM, Trainer, TrainerCallback, Training
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.saving.test_hooks import gathers_counted, join_as_launched
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different, trainer_arguments
@@ -210,8 +211,7 @@ def test_own_code_in_an_explicit_save(cluster: None, zoo_checkpoint: Callable[..
     """It is given a lazy state dict; an error in it is everyone's, whatever it does about it; a part may be saved."""
     checkpoint = zoo_checkpoint("qwen3_moe")
     found = run_ranks(2, save_by_own_code, checkpoint, tmp_path)
-    shards = checkpoint.glob("*.safetensors")
-    whole = {name: value for shard in shards for name, value in safetensors.torch.load_file(shard).items()}
+    whole = tensors_of(checkpoint)
     for name in ("left out", "left out, fp32"):
         saved = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
         assert whole.keys() - saved.keys() == {"model.norm.weight"}

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests import sampling
 from tests.bindings.test_trl import make_tokenizer
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import Training, announce, count_lazy, force_fsdp_on_cpu, load, make_accelerator, train
 from tests.support.zoo import Checkpoint
@@ -117,7 +117,7 @@ def use_unprepared(folder: Path) -> dict[str, Any]:
     announce(cpu_ram_efficient_loading=True)
     make_accelerator()
     plain = transformers.AutoModelForCausalLM.from_config(load("llama", folder).config)
-    plain.load_state_dict(load_file_of(folder))
+    plain.load_state_dict(tensors_of(folder))
     tokens = torch.tensor([[5, 6, 7]])
 
     def trained(model: Any) -> torch.Tensor:
@@ -180,10 +180,6 @@ def use_unprepared(folder: Path) -> dict[str, Any]:
     gc.collect()
     is_restored = not isinstance(accelerate.accelerator.fsdp2_prepare_model, functools.partial)
     return {"unequal": unequal, "messages": messages, "restored": is_restored}
-
-
-def load_file_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 @pytest.mark.slow

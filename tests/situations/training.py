@@ -13,6 +13,7 @@ from tests.situations import by_trainer
 from tests.situations.axes import Situation
 from tests.situations.observed import optimizer_structure, values_of
 from tests.situations.sessions import SESSIONS, Session, announce_home
+from tests.support.checkpoint_files import tensors_of
 
 
 def _scope(arm: str) -> Any:
@@ -113,11 +114,7 @@ def _weights(session: Session, folder: Path, how: str) -> dict[str, Any] | None:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    values: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        values |= load_file(path)
+    values = tensors_of(folder)
     for path in folder.glob("*.pt"):
         values |= torch.load(path, weights_only=False)
     return values

@@ -14,7 +14,8 @@ import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.state.record import FILE, StateRecord
 from tests.saving.test_conversions import OddConfig, OddModel, Scaled, Sorted
-from tests.support.changed_models import different, whole_values, zero_config
+from tests.support.changed_models import whole_values, zero_config
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.training_state import values_in
 
@@ -89,8 +90,8 @@ def test_values_come_back_as_they_are(cluster: None, tmp_path: Path, home: str) 
     torch.manual_seed(3)
     TrainedModel(OddConfig()).save_pretrained(tmp_path / "odd")
     (saved, _) = run_ranks(2, save, tmp_path / "odd", tmp_path / "state", home)
-    assert different(saved, run_ranks(2, resume, tmp_path / "odd", tmp_path / "state", home)[1]) == []
-    assert different(saved, run_ranks(3, resume, tmp_path / "odd", tmp_path / "state", home)[2]) == []
+    assert differing(saved, run_ranks(2, resume, tmp_path / "odd", tmp_path / "state", home)[1]) == []
+    assert differing(saved, run_ranks(3, resume, tmp_path / "odd", tmp_path / "state", home)[2]) == []
     place = tmp_path / "state" / "global_step1"
     assert StateRecord.read(place / FILE).exact == CHANGED
     assert sorted(load_file(place / "model.exact.safetensors")) == CHANGED
@@ -103,7 +104,7 @@ def test_values_come_back_as_they_are(cluster: None, tmp_path: Path, home: str) 
 
 def different_in_state(place: Path, expected: dict[str, torch.Tensor]) -> list[str]:
     """The names of what has another value than `expected` in the map of the state in `place`."""
-    return different(values_in(place), {name: it.float() for name, it in expected.items()})
+    return differing(values_in(place), {name: it.float() for name, it in expected.items()})
 
 
 def test_the_map_of_a_state_without_zero_has_what_is_not_trained(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_conversion_that_depends_on_values(tmp_path: Path) -> None:
     with torch.no_grad():
         model.scaled.weight.zero_()
     hf_zero_stream.load_state(model, tmp_path, optimizer=optimizer)
-    assert different(whole_values(model), expected) == []
+    assert differing(whole_values(model), expected) == []
 
 
 @pytest.mark.parametrize("where", ["frozen", "buffer", "trained"])

@@ -13,7 +13,8 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.errors import MissingPluginError
 from tests.cli.test_cli import run
-from tests.support.changed_models import different, whole_values
+from tests.support.changed_models import whole_values
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.plugins import without_plugin
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
@@ -74,7 +75,7 @@ def resume_without(folder: Path, source: Path, stage: int, by_engine: bool) -> t
             engine.load_checkpoint(str(source))
         else:
             hf_zero_stream.load_state(engine, source)
-    return str(caught.value), different(whole_values(engine), before)
+    return str(caught.value), differing(whole_values(engine), before)
 
 
 @pytest.mark.parametrize("by_engine", [False, True])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.plugins.stream.merging import merges_values
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.packed_models import Folders
 from tests.support.packed_training import load as load_packed
@@ -19,12 +20,10 @@ from tests.support.packed_training import with_adapters
 from tests.support.parity import ds_config
 from tests.support.streams import (
     Adapt,
-    differing,
     dora,
     lora,
     lora_of_experts,
     randomised,
-    saved,
     stream_adapted,
     taken,
     under_fsdp2,
@@ -76,7 +75,7 @@ def test_trained_tokens(name: str, tmp_path: Path) -> None:
     model = randomised(peft.get_peft_model(build_model(name), config))
     found = taken(hf_zero_stream.weight_stream(model))
     model.merge_and_unload().save_pretrained(tmp_path)
-    assert differing(found, saved(tmp_path)) == []
+    assert differing(found, tensors_of(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_other_kinds(kind: str, arguments: dict[str, Any], tmp_path: Path) -> No
     model = randomised(peft.get_peft_model(build_model("llama"), getattr(peft, kind)(**arguments)))
     found = taken(hf_zero_stream.weight_stream(model))
     model.merge_and_unload().save_pretrained(tmp_path)
-    assert differing(found, saved(tmp_path)) == []
+    assert differing(found, tensors_of(tmp_path)) == []
 
 
 def test_disabled() -> None:
@@ -117,7 +116,7 @@ def test_the_active_adapter(tmp_path: Path) -> None:
     for name in ("default", "other"):
         model.set_adapter(name)
         randomised(model).save_pretrained(tmp_path / name, selected_adapters=[name])
-        assert differing(taken(stream), saved(tmp_path / name)) == []
+        assert differing(taken(stream), tensors_of(tmp_path / name)) == []
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(UnsupportedError, match="expects one active adapter; got default, other"):
         taken(stream)
@@ -150,7 +149,7 @@ def stream_beside_packed(checkpoint: Path, folder: Path) -> list[str]:
     with hf_zero_stream.streaming():
         model.save_pretrained(folder)
     dist.barrier()
-    return differing(found, saved(folder))
+    return differing(found, tensors_of(folder))
 
 
 @pytest.mark.plugin("packed")

@@ -20,9 +20,10 @@ from transformers import AutoTokenizer
 import hf_zero_stream
 from examples.vllm_on_cpu import stand_in
 from tests.bindings.test_trl import ON_A_CPU, make_tokenizer
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.engine_servers import VLLMServer
-from tests.support.streams import counted_gathers, differing
+from tests.support.streams import counted_gathers
 
 
 STEPS = 2

@@ -9,10 +9,11 @@ import torch
 import hf_zero_stream
 from hf_zero_stream.errors import ConfigError, StreamError
 from tests.support import live_sharded as live
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.streams import change, differing, lora, odd_model, patched, stream_changes, taken, under_zero_3
+from tests.support.streams import change, lora, odd_model, patched, stream_changes, taken, under_zero_3
 from tests.support.zoo import ZOO, Checkpoint, build_model
 
 

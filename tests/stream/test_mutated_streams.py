@@ -23,10 +23,10 @@ from tests.bindings.test_mutated_bindings import MUTATIONS
 from tests.bindings.test_mutated_trainings import Mutation, mutated
 from tests.bindings.test_trl import make_tokenizer
 from tests.stream import test_async_grpo, test_openrlhf, test_trl, test_verl
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.engine_servers import VLLMServer
 from tests.support.rl_trainers import openrlhf, verl
-from tests.support.streams import differing
 from tests.support.zoo import Checkpoint
 
 

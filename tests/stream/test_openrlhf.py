@@ -11,11 +11,12 @@ import torch
 
 import hf_zero_stream
 from hf_zero_stream.plugins.stream.weights import weight_stream
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.rl_trainers import Engines, openrlhf
-from tests.support.streams import change, counted_buckets, counted_gathers, differing, lora, randomised
+from tests.support.streams import change, counted_buckets, counted_gathers, lora, randomised
 
 
 STEPS = 2

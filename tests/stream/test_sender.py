@@ -18,11 +18,12 @@ from hf_zero_stream.checkpoint.nodes import HostTensor, View
 from hf_zero_stream.errors import ConfigError, StreamError
 from hf_zero_stream.plugins.stream.plan import StreamedTensor
 from hf_zero_stream.plugins.stream.sender import differences
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import EngineServer, SGLangServer, VLLMServer
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.streams import counted_buckets, differing, saved
+from tests.support.streams import counted_buckets
 from tests.support.zoo import Checkpoint
 
 
@@ -88,7 +89,7 @@ def test_order_of_calls(cluster: None, zoo_checkpoint: Checkpoint, started: Star
     once = [path for number, path in enumerate(server.paths) if path != server.paths[number - 1]]
     assert once == [*CONNECTS[engine], *(BEGINS[engine] + ENDS[engine]) * 2]
     first, second = server.updates
-    expected = saved(checkpoint)
+    expected = tensors_of(checkpoint)
     assert differing(first, expected) == []
     assert differing(second, {name: tensor * 2 for name, tensor in expected.items()}) == []
     bodies = [body for path, body in server.calls if path in ("finish_weight_update", BEGINS["sglang"][2])]
@@ -121,7 +122,7 @@ def test_another_checkpoint(
     cluster: None, zoo_checkpoint: Checkpoint, started: Started, tmp_path: Path, changes: str, engine: str
 ) -> None:
     """Nothing is begun, and all ranks have one error, with the first five differences."""
-    tensors = saved(zoo_checkpoint(MODEL))
+    tensors = tensors_of(zoo_checkpoint(MODEL))
     if changes == "names":
         found = {name.replace("experts.1.", "experts.9."): tensor for name, tensor in tensors.items()}
         told = "model.layers.0.mlp.experts.1.down_proj.weight: the checkpoint has no such tensor"

@@ -13,20 +13,12 @@ import torch
 
 import hf_zero_stream
 from tests.support import live_sharded as live
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import ROOT, run_ranks
 from tests.support.loading import load_with
 from tests.support.packed_models import MODELS, Folders
 from tests.support.parity import ds_config, three_losses
-from tests.support.streams import (
-    compared,
-    differing,
-    stream_live,
-    stream_odd,
-    stream_packed,
-    stream_trained,
-    stream_zero,
-    taken,
-)
+from tests.support.streams import compared, stream_live, stream_odd, stream_packed, stream_trained, stream_zero, taken
 from tests.support.zoo import ZOO, Checkpoint, build_model
 
 

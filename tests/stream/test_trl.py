@@ -20,12 +20,13 @@ import hf_zero_stream
 from examples.vllm_on_cpu import stand_in
 from hf_zero_stream.errors import HfZeroStreamError
 from tests.bindings.test_trl import ON_A_CPU, make_tokenizer
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import VLLMServer
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.streams import counted_gathers, differing
+from tests.support.streams import counted_gathers
 
 
 STEPS = 3

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_zero_stream
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.live_sharded import evaluated, fully_sharded
 from tests.support.rl_trainers import verl
@@ -16,7 +17,6 @@ from tests.support.streams import (
     build_for,
     change,
     counted_gathers,
-    differing,
     dora,
     lora,
     lora_of_experts,

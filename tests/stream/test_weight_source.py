@@ -13,10 +13,10 @@ import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import ROOT, run_ranks
 from tests.support.parity import ds_config
 from tests.support.rl_trainers import put
-from tests.support.streams import differing
 from tests.support.vllm_sources import ParamMeta, Source32, Source33
 
 

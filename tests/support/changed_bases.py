@@ -14,7 +14,8 @@ import transformers
 from torch import nn
 
 import hf_zero_stream
-from tests.support.changed_models import different, whole_values, with_loss_of, zero_config
+from tests.support.changed_models import whole_values, with_loss_of, zero_config
+from tests.support.checkpoint_files import differing
 from tests.support.fsdp2 import announce, make_accelerator
 from tests.support.zoo import VOCAB
 
@@ -162,7 +163,7 @@ def resume(folder: Path, source: Path, home: str, changes: Sequence[str], stream
             wrong: list[str] = []
             if streams:
                 training.load(source / change)
-                wrong = different(whole_values(training.model), torch.load(source / f"{change}.pt"))
+                wrong = differing(whole_values(training.model), torch.load(source / f"{change}.pt"))
             else:
                 training.trains.load_checkpoint(str(source / change))
             found[change] = training.train((2, 3)), wrong

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 import hf_zero_stream
 from hf_zero_stream.registry.plugins import plugins
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.parity import ds_config
 from tests.support.zoo import VOCAB
@@ -297,8 +297,7 @@ def zero_config(home: str) -> dict[str, Any]:
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """What is in the shards of weights, and of adapters, of a checkpoint, wherever in `folder` it lies."""
     (place,) = {path.parent for path in folder.rglob("*.safetensors") if "global_step" not in path.parent.name}
-    files = [path for path in place.glob("*.safetensors") if path.name.startswith(("model", "adapter_model"))]
-    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+    return tensors_of(place, "model*.safetensors") | tensors_of(place, "adapter_model*.safetensors")
 
 
 def save_changed(folder: Path, target: Path, home: str, saver: str, changes: Sequence[str]) -> dict[str, Any]:
@@ -317,7 +316,7 @@ def save_changed(folder: Path, target: Path, home: str, saver: str, changes: Seq
                 if change in ADAPTED:
                     found[change]["wrong"] = [] if all("lora_" in name for name in saved) and saved else [*saved]
                 else:
-                    found[change]["wrong"] = different(saved, values)
+                    found[change]["wrong"] = differing(saved, values)
     return found
 
 
@@ -328,14 +327,9 @@ def resume_changed(folder: Path, source: Path, home: str, saver: str, changes: S
         for change in changes:
             session = Session(folder, home, saver, change, seed=2)  # other random numbers, as in a new process
             session.load(source / change)
-            wrong = different(whole_values(session.model), torch.load(source / f"{change}.pt"))
+            wrong = differing(whole_values(session.model), torch.load(source / f"{change}.pt"))
             found[change] = {"losses": session.train((2, 3)), "wrong": wrong}
     return found
-
-
-def different(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    names = mine.keys() | expected.keys()
-    return sorted(n for n in names if n not in mine or n not in expected or not torch.equal(mine[n], expected[n]))
 
 
 # ------------------------------------------------------------------------------------------------------- the Trainer

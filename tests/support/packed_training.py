@@ -12,11 +12,11 @@ import deepspeed
 import peft
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_zero_stream
+from tests.support.checkpoint_files import tensors_of
 from tests.support.parity import ds_config
 
 
@@ -169,14 +169,6 @@ def count_alive(references: list[StorageWeakRef]) -> int:
     while (alive := sum(not each.expired() for each in references)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return alive
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found.update({key: file.get_tensor(key) for key in file.keys()})
-    return found
 
 
 def check_saved(saved: Path, original: Path) -> None:

@@ -1,6 +1,6 @@
 """What ranks run to stream a model's weights, and to compare them with what a save of the model holds."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ import deepspeed
 import peft
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_zero_stream
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.live_sharded import Way
 from tests.support.loading import load_with
 from tests.support.packed_training import load as load_packed
@@ -36,29 +36,13 @@ def taken(stream: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    return {name: tensor for path in folder.rglob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of which only one of two has a tensor, or with other bits, dtype or shape."""
-    wrong = set(found.keys() ^ expected.keys())
-    for name in found.keys() & expected.keys():
-        mine, theirs = found[name].cpu(), expected[name].cpu()
-        same = mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        if not same or not torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
-            wrong.add(name)
-    return sorted(wrong)
-
-
 def compared(model: Any, folder: Path, to: str, **options: Any) -> dict[str, Any]:
     """Save `model`, stream it, and say what differs on this rank, and what the metadata say wrongly (all ranks)."""
     dtype = options.get("dtype")
     hf_zero_stream.save_pretrained(model, folder, dtype=dtype)
     stream = hf_zero_stream.weight_stream(model, to, **options)
     found = taken(stream)
-    expected = saved(folder)
+    expected = tensors_of(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
     mine = {each.name for each in stream.metadata if rank in each.owners}
     described = {each.name: (each.dtype, each.shape) for each in stream.metadata}
@@ -111,7 +95,7 @@ def stream_trained(checkpoint: Path, folder: Path, config: dict[str, Any], optio
         hf_zero_stream.save_pretrained(engine, where, dtype=options.get("dtype"))
         with counted_gathers() as gathers:
             tensors = taken(stream)
-        expected = saved(where) if tensors else {}
+        expected = tensors_of(where) if tensors else {}
         found.append(differing(tensors, expected))
         assert not gathers and stream.version == number + 1
     assert stream._plan is plan, "the plan was made anew"
@@ -240,12 +224,12 @@ def stream_adapted(
         dist.barrier()
     if dist.get_rank() > 0:
         return {name: sorted(tensors) for name, tensors in found.items()}
-    adapters = saved(folder / "adapters") if home is under_zero_3 else found["adapters"]  # PEFT saves no DTensors
+    adapters = tensors_of(folder / "adapters") if home is under_zero_3 else found["adapters"]  # PEFT saves no DTensors
     peft.set_peft_model_state_dict(plain, adapters)
-    before = saved(checkpoint)
+    before = tensors_of(checkpoint)
     merged = plain.merge_and_unload()
     merged.save_pretrained(folder / "merged")
-    expected = saved(folder / "merged")
+    expected = tensors_of(folder / "merged")
     parameters = {name: param.detach() for name, param in merged.named_parameters()}
     return {
         "merged": differing(found["merged"], expected),
@@ -288,7 +272,7 @@ def stream_changes(model: Any, folder: Path, to: str, **options: Any) -> list[An
         change(model, step)
         count = patched(tensors, stream)
         hf_zero_stream.save_pretrained(model, folder / str(step), dtype=options.get("dtype"))
-        expected = saved(folder / str(step)) if tensors else {}
+        expected = tensors_of(folder / str(step)) if tensors else {}
         differences = differing(tensors, {name: expected[name] for name in tensors})
         found.append((differences, count / numel if numel else 0.1))
     assert patched(tensors, stream) == 0

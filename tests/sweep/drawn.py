@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from transformers.integrations import HfDeepSpeedConfig
 
+from tests.support.checkpoint_files import tensors_of, write
 from tests.support.fsdp2 import announce, make_accelerator
 from tests.support.parity import differences, ds_config
 from tests.sweep.destinations import Destination
@@ -98,10 +98,10 @@ def _without_a_weight(folder: Path) -> Path:
         for path in folder.iterdir():
             if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
                 (place / path.name).write_bytes(path.read_bytes())
-        tensors = {name: it for path in folder.glob("*.safetensors") for name, it in load_file(path).items()}
+        tensors = tensors_of(folder)
         matrices = [name for name, tensor in tensors.items() if tensor.dim() > 1 and tensor.is_floating_point()]
         for name in matrices[-1:]:
             del tensors[name]
-        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        write(tensors, place)
     dist.barrier()
     return place

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, core_model_loading
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.saving import different, saves_with
-from tests.support.streams import change, differing, patched, saved, taken
+from tests.support.streams import change, patched, taken
 from tests.sweep.fixes import NO_LOADING_INFO
 
 
@@ -97,7 +98,7 @@ def saved_differences(streamed: Any, plain: Any, folder: Path) -> list[str]:
         stream = hf_zero_stream.weight_stream(streamed, bucket_bytes=2**16, deltas=True)
         tensors = taken(stream)
         if dist.get_rank() == 0:
-            found += [f"stream: {name} differs" for name in differing(tensors, saved(target / "ours"))]
+            found += [f"stream: {name} differs" for name in differing(tensors, tensors_of(target / "ours"))]
         change(streamed, 1)
         patched(tensors, stream)
         found += [f"stream: a patch of {name} differs" for name in differing(tensors, taken(stream))]

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.saving.test_hooks import join_as_launched
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different
@@ -118,13 +118,8 @@ def run_ours(checkpoint: Path, folder: Path, config: dict[str, Any], steps: int)
         report = hf_zero_stream.load_into(engine, str(folder / "ours"))
         found["read"] = [rank.bytes_needed for rank in report.ranks]
         save_as_stock(engine, folder / "loaded")
-    saved = {}
-    for path in (folder / "ours").glob("*.safetensors"):
-        saved |= load_file(path)
     if dist.get_rank() == 0:
-        found["streamed"] = [
-            name for name in saved.keys() | streamed.keys() if not torch.equal(saved[name], streamed[name])
-        ]
+        found["streamed"] = differing(streamed, tensors_of(folder / "ours"))
     return found
 
 
@@ -173,12 +168,12 @@ def test_trains_as_stock(cluster: None, tmp_path: Path, model: str, stage: int, 
     assert _different(tmp_path / "ours", tmp_path / "stock") == []
     assert _different(tmp_path / "loaded", tmp_path / "stock") == []
     assert (tmp_path / "state" / "global_step3" / "training_state.json").exists()
-    whole = sum(tensor.nbytes for tensor in _tensors(tmp_path / "stock").values())
+    whole = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "stock").values())
     if dtype == FP32 and stage > 0:
         for reads in (ours[0]["read"], ours[0]["loaded"]):
             assert max(reads) < 0.9 * whole, "each rank reads its part"
-    masters = _tensors(tmp_path / "fp32")
-    for name, values in _tensors(tmp_path / "stock").items():
+    masters = tensors_of(tmp_path / "fp32")
+    for name, values in tensors_of(tmp_path / "stock").items():
         assert torch.equal(masters[name].to(values.dtype), values), name
 
     # At other numbers of ranks sums are rounded otherwise.
@@ -192,10 +187,6 @@ def _different(folder: Path, expected: Path) -> list[str]:
     """Names of files that differ, but for the index, in which transformers counts the elements of one rank's part."""
     maps = [json.loads((place / INDEX).read_text())["weight_map"] for place in (folder, expected)]
     return [name for name in different(folder, expected) if name != INDEX or maps[0] != maps[1]]
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 @pytest.mark.plugin("stream")
@@ -271,7 +262,7 @@ def test_trainer(cluster: None, tmp_path: Path, stage: int) -> None:
     assert [found["first"] for found in ours] == [found["first"] for found in stock]
     assert [found["second"] for found in ours] == [found["first"][-2:] for found in stock]
     for name in ("model", "checkpoint-2"):
-        mine, theirs = _tensors(tmp_path / "ours" / name), _tensors(tmp_path / "stock" / name)
+        mine, theirs = tensors_of(tmp_path / "ours" / name), tensors_of(tmp_path / "stock" / name)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], values) for key, values in theirs.items())
     assert (tmp_path / "ours" / "checkpoint-2" / "global_step2" / "training_state.json").exists()

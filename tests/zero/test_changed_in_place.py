@@ -9,20 +9,16 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 from tests.support.zoo import Checkpoint
 
 
 NORM = "model.norm.weight"
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("model*.safetensors") for name, value in load_file(path).items()}
 
 
 def in_place(folder: Path, target: Path, config: dict[str, Any]) -> list[str]:
@@ -65,11 +61,11 @@ def test_what_memory_shows_is_saved(
     assert first and all(text.startswith(f"{NORM}: code has changed") for text in first)
     assert not second  # its part has not changed
     for name in ("weights", "state"):
-        assert weights(tmp_path / name)[NORM][0] == 7
-    before, after = weights(tmp_path / "weights")[NORM], weights(tmp_path / "after")[NORM]
+        assert tensors_of(tmp_path / name, "model*.safetensors")[NORM][0] == 7
+    before, after = (tensors_of(tmp_path / name)[NORM] for name in ("weights", "after"))
     assert after[0] != 7 and torch.allclose(before[1:], after[1:], atol=0.02)
     run_ranks(2, one_rank_only, folder, tmp_path / "rank 0", config)
-    assert weights(tmp_path / "rank 0")[NORM].eq(7).all()
+    assert tensors_of(tmp_path / "rank 0")[NORM].eq(7).all()
 
 
 def gathered_values(model: Any) -> dict[str, torch.Tensor]:
@@ -123,4 +119,4 @@ def test_merged_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Pa
         key = name if how == "unload" else next(each for each in shown if each.replace(".base_layer", "") == name)
         assert torch.allclose(shown[key], value, atol=1e-6), name
         if how == "unload":
-            assert torch.equal(weights(tmp_path / "merged")[name], shown[name]), name
+            assert torch.equal(tensors_of(tmp_path / "merged")[name], shown[name]), name

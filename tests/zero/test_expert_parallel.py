@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.distributed import DistributedConfig
 
@@ -22,6 +21,7 @@ from hf_zero_stream.sources.base import Hints
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.allocations import AllocationWatch
 from tests.support.autoep import let_autoep_run
+from tests.support.checkpoint_files import rewritten
 from tests.support.cluster import ROOT, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import losses as printed_losses
 from tests.support.commands import run_command
@@ -342,12 +342,7 @@ def test_experts_that_are_not_in_the_checkpoint_are_an_error(
     cluster: None, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = checkpoint("qwen3_moe", torch.float32)
-    tensors: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        tensors.update(load_file(path))
-    without = {name: tensor for name, tensor in tensors.items() if ".0.mlp.gate." not in name}
-    save_file(without, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    rewritten(folder, tmp_path, lambda tensors: tensors.pop("model.layers.0.mlp.gate.weight"))
     for outcome in run_ranks_expecting_errors(2, load, tmp_path, expert_parallel(), "streaming"):
         assert outcome.error_type == "LoadError"
         assert "no usable values for model.layers.0.mlp.gate.weight (1 in all)" in outcome.error_message
