@@ -10,7 +10,7 @@ import deepspeed
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
@@ -199,6 +199,8 @@ def test_a_class_that_is_first_imported_inside(cluster: None, tmp_path: Path) ->
 
 
 def make_olmoe(folder: Path, config: dict[str, Any]) -> None:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
     OlmoeForCausalLM(OlmoeConfig(**config)).save_pretrained(folder)
 
 
