@@ -15,12 +15,13 @@ from transformers import Trainer, TrainingArguments
 import hf_zero_stream
 from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed
 from tests import sampling
-from tests.saving.test_hooks import join_as_launched, prepared
+from tests.saving.test_hooks import prepared
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses
 from tests.support.saving import different
+from tests.support.trainers import join_as_launched
 from tests.support.zoo import ZOO, Checkpoint
 
 

@@ -1,7 +1,6 @@
 """What the Trainer and accelerate save of trained models that were dequantised while they were loaded is plain."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 
 import hf_zero_stream
@@ -21,6 +19,7 @@ from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.packed_training import dequantised, inputs
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8, mxfp4
+from tests.support.trainers import FSDP2, arguments_of, join_as_launched
 
 
 FORMATS: dict[str, Callable[[Path], None]] = {"fp8": fp8, "mxfp4": mxfp4}
@@ -36,10 +35,8 @@ def announce_home(home: str) -> dict[str, Any]:
     if home == "FSDP2":
         announce(cpu_ram_efficient_loading=True)
         force_fsdp_on_cpu()
-        return {"fsdp": True, "fsdp_config": {"version": 2}}
-    AcceleratorState._reset_state()
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
+        return FSDP2
+    join_as_launched()
     config = ds_config(torch.bfloat16)
     del config["optimizer"]
     return {"deepspeed": config | {"zero_allow_untested_optimizer": True}, "bf16": True, "use_cpu": True}
@@ -47,19 +44,7 @@ def announce_home(home: str) -> dict[str, Any]:
 
 def by_trainer(home: str, folder: Path, target: Path) -> Any:
     """A step, the checkpoint after it, and ``save_model``."""
-    arguments = transformers.TrainingArguments(
-        output_dir=str(target),
-        accelerator_config={"use_configured_state": True},
-        per_device_train_batch_size=1,
-        max_steps=1,
-        save_steps=1,
-        learning_rate=1e-2,
-        optim="adamw_torch",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **announce_home(home),
-    )
+    arguments = arguments_of(target, max_steps=1, save_steps=1, learning_rate=1e-2, **announce_home(home))
     model = load(folder)
     rows = [{name: value[0] for name, value in inputs(seed=seed).items()} for seed in range(8)]
     trainer = transformers.Trainer(model, arguments, train_dataset=rows)  # type: ignore[arg-type]

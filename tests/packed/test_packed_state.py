@@ -15,6 +15,7 @@ from tests.support.cluster import run_ranks
 from tests.support.packed_training import inputs, load, packed_names, with_adapters
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import bitsandbytes, fp8
+from tests.support.trainers import ZERO_3, arguments_of
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
@@ -100,23 +101,10 @@ def train_by_trainer(folder: Path, target: Path, uses_hooks: bool) -> list[list[
     """Losses of steps 3 and 4: of a Trainer that went on, and of one that resumed."""
     found = []
     for resumes in (False, True):
-        arguments = transformers.TrainingArguments(
-            output_dir=str(target),
-            max_steps=4,
-            save_steps=2,
-            logging_steps=1,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            bf16=True,
-            use_cpu=True,
-            report_to=[],
-            deepspeed={
-                "train_micro_batch_size_per_gpu": "auto",
-                "zero_optimization": {"stage": 3},
-                "bf16": {"enabled": "auto"},
-                "zero_force_ds_cpu_optimizer": False,
-            },
-        )
+        config = {**ZERO_3["deepspeed"], "zero_force_ds_cpu_optimizer": False}
+        steps = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+        on_a_cpu = {"bf16": True, "use_cpu": True, "accelerator_config": None}
+        arguments = arguments_of(target, deepspeed=config, **steps, **on_a_cpu)
         with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
             model = with_adapters(transformers.AutoModelForCausalLM.from_pretrained(folder))
             assert packed_names(model)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.checkpoint import state_dict as torch_state_dict
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import hf_zero_stream
 from tests.support import fsdp2
@@ -22,6 +22,7 @@ from tests.support.cluster import run_ranks
 from tests.support.live_sharded import evaluated, gathered, plain_model
 from tests.support.saving import SHARD_SIZE, contents, different
 from tests.support.sharded import Sizes, load_sharded
+from tests.support.trainers import FSDP2, arguments_of
 from tests.support.zoo import ZOO, Checkpoint
 
 
@@ -174,17 +175,11 @@ def with_trainer(checkpoint: Path, folder: Path, sizes: Sizes | None, fsdp_confi
         if sizes is None:
             fsdp2.announce(cpu_ram_efficient_loading=False)
             fsdp2.force_fsdp_on_cpu()
-        arguments = TrainingArguments(
-            output_dir=str(folder / who / "run"),
-            max_steps=2,
-            save_steps=2,
-            per_device_train_batch_size=1,
-            report_to=[],
-            accelerator_config={"use_configured_state": True} if sizes is None else None,
-            use_cpu=sizes is not None,
-            save_only_model=not sharded,
-            **({"fsdp": True, "fsdp_config": dict(fsdp_config)} if sizes is None else {}),
-        )
+        settings: dict[str, Any] = {"accelerator_config": None, "use_cpu": True}
+        if sizes is None:
+            settings = {"fsdp": True, "fsdp_config": dict(fsdp_config)}
+        how = {"max_steps": 2, "save_steps": 2, "save_only_model": not sharded}
+        arguments = arguments_of(folder / who / "run", **how, **settings)
         with context, gathers_counted() as gathers:
             if sizes is None:
                 model = plain_model(checkpoint)
@@ -231,16 +226,7 @@ def with_own_save_model(checkpoint: Path, folder: Path) -> dict[str, int]:
 
     fsdp2.announce(cpu_ram_efficient_loading=False)
     fsdp2.force_fsdp_on_cpu()
-    arguments = TrainingArguments(
-        output_dir=str(folder / "run"),
-        max_steps=1,
-        save_strategy="no",
-        per_device_train_batch_size=1,
-        report_to=[],
-        accelerator_config={"use_configured_state": True},
-        fsdp=True,
-        fsdp_config={"version": 2},
-    )
+    arguments = arguments_of(folder / "run", max_steps=1, save_strategy="no", **FSDP2)
     ids = torch.arange(16) * 37 % 300
     samples = [{"input_ids": ids, "labels": ids}] * 8
     trainer = OwnTrainer(model=plain_model(checkpoint), args=arguments, train_dataset=samples)

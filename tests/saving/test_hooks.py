@@ -1,7 +1,6 @@
 """Inside ``streaming()`` the usual ways to save give what they give without it, and gather nothing."""
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DeepSpeedPlugin
 
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError
@@ -22,7 +19,8 @@ from tests import sampling
 from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config
-from tests.support.saving import SHARD_SIZE, different, trainer_arguments
+from tests.support.saving import SHARD_SIZE, different
+from tests.support.trainers import by_deepspeed, join_as_launched, trainer_arguments
 
 
 INDEX = "model.safetensors.index.json"
@@ -47,18 +45,10 @@ def gathers_counted() -> Iterator[list[str]]:
         DeepSpeedEngine._zero3_consolidated_16bit_state_dict = original
 
 
-def join_as_launched() -> None:
-    """accelerate finds the ranks that the tests' cluster has made, as it would find a launcher's."""
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-
-
 def prepared(checkpoint: Path, stage: int = 3, **zero: Any) -> tuple[Any, Any]:
     """An accelerator and the engine that it made, as a training script has them."""
-    join_as_launched()
     config = ds_config(torch.bfloat16, stage=stage, stage3_gather_16bit_weights_on_model_save=True, **zero)
-    config["gradient_accumulation_steps"] = 1
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = by_deepspeed(config)
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     return accelerator, accelerator.prepare(model)
 

@@ -13,15 +13,16 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from transformers import Qwen3MoeForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Qwen3MoeForCausalLM, Trainer, TrainerCallback
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
-from tests.saving.test_hooks import gathers_counted, join_as_launched
+from tests.saving.test_hooks import gathers_counted
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
-from tests.support.saving import SHARD_SIZE, different, trainer_arguments
+from tests.support.saving import SHARD_SIZE, different
+from tests.support.trainers import arguments_of, join_as_launched, trainer_arguments
 
 
 class WithMetadata(Qwen3MoeForCausalLM):
@@ -97,7 +98,7 @@ class Looking(TrainerCallback):
 def train(checkpoint: Path, folder: Path, model_class: Any, trainer_class: Any, name: str) -> dict[str, Any]:
     join_as_launched()
     with hf_zero_stream.streaming() if name == "ours" else nullcontext(), gathers_counted() as gathers:
-        arguments = trainer_arguments(folder / name, max_steps=1, save_steps=1, disable_tqdm=True)
+        arguments = trainer_arguments(folder / name, max_steps=1, save_steps=1)
         model = model_class.from_pretrained(checkpoint, dtype=torch.float32)
         ids = torch.arange(16) * 37 % 300
         data = [{"input_ids": ids, "labels": ids}] * 4
@@ -239,19 +240,8 @@ def each_node(checkpoint: Path, folder: Path, stage: int) -> str:
     config = ds_config(torch.float32, stage=stage, stage3_gather_16bit_weights_on_model_save=True)
     del config["optimizer"]
     with hf_zero_stream.streaming():
-        arguments = TrainingArguments(
-            output_dir=str(folder / str(dist.get_rank())),
-            deepspeed=config,
-            bf16=False,
-            max_steps=1,
-            per_device_train_batch_size=1,
-            report_to=[],
-            accelerator_config={"use_configured_state": True},
-            optim="adamw_torch",
-            save_on_each_node=True,
-            save_strategy="no",
-            disable_tqdm=True,
-        )
+        settings = {"deepspeed": config, "max_steps": 1, "save_strategy": "no", "save_on_each_node": True}
+        arguments = arguments_of(folder / str(dist.get_rank()), **settings)
         model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         ids = torch.arange(16) * 37 % 300
         trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 4)

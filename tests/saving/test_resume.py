@@ -1,7 +1,6 @@
 """Going on from what was saved: by us at another number of ranks, and by DeepSpeed as ever."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,13 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DeepSpeedPlugin
 
 import hf_zero_stream
 from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses
+from tests.support.trainers import by_deepspeed
 from tests.support.zoo import ZOO
 
 
@@ -87,9 +85,7 @@ def test_masters(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: P
 
 def deepspeeds_own(checkpoint: Path, folder: Path, config: dict[str, Any]) -> dict[str, list[float]]:
     """DeepSpeed's checkpoint of a streamed model, through accelerate, into another one."""
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config}))
+    accelerator = by_deepspeed(config)
     engine = accelerator.prepare(load_with("streamed", CAUSAL, checkpoint, config, {}))
     three_losses(engine, ZOO[NAME].inputs)
     accelerator.save_state(str(folder))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
+from tests.support.trainers import arguments_of
 from tests.support.training_state import state_config, train
 from tests.support.zoo import Checkpoint
 
@@ -78,25 +79,14 @@ def by_trainer(folder: Path, target: Path, stage: int) -> dict[str, torch.Tensor
         sharding: dict[str, Any] = {
             "deepspeed": {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero},
             "use_cpu": True,
+            "accelerator_config": None,
         }
     else:
         announce(cpu_ram_efficient_loading=False)
         force_fsdp_on_cpu()
-        sharding = {
-            "fsdp": True,
-            "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-            "accelerator_config": {"use_configured_state": True},
-        }
+        sharding = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     with hf_zero_stream.streaming():
-        arguments = transformers.TrainingArguments(
-            output_dir=str(target / "trainer"),
-            max_steps=2,
-            save_steps=2,
-            per_device_train_batch_size=1,
-            report_to=[],
-            optim="adamw_torch",
-            **sharding,
-        )
+        arguments = arguments_of(target / "trainer", max_steps=2, save_steps=2, **sharding)
         model = adapted(folder)
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Tokens())
         trainer.train()

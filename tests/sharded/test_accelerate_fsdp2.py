@@ -27,10 +27,10 @@ from torch import nn
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests import sampling
-from tests.bindings.test_trl import make_tokenizer
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import Training, announce, count_lazy, force_fsdp_on_cpu, load, make_accelerator, train
+from tests.support.trainers import FSDP2, arguments_of, losses_of, make_tokenizer
 from tests.support.zoo import Checkpoint
 
 
@@ -257,26 +257,13 @@ def fine_tune(folder: Path, output: Path) -> list[Any]:
     found: list[Any] = []
     for streams in (True, False):
         force_fsdp_on_cpu()
-        args = transformers.TrainingArguments(
-            output_dir=str(output),
-            fsdp=True,
-            fsdp_config={"version": 2},
-            accelerator_config={"use_configured_state": True},
-            max_steps=3,
-            per_device_train_batch_size=1,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
-        )
+        args = arguments_of(output, max_steps=3, save_strategy="no", **FSDP2)
         model = load("llama", folder, streams=streams)
         lazy = count_lazy(model)
         data = [{"input_ids": [5 + row, 6, 7], "labels": [5 + row, 6, 7]} for row in range(8)]
         trainer = transformers.Trainer(model, args, train_dataset=data)
         trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found.append((losses, bool(lazy), count_lazy(model)))
+        found.append((losses_of(trainer), bool(lazy), count_lazy(model)))
     return found
 
 
@@ -294,28 +281,14 @@ def fine_tune_by_trl(folder: Path, output: Path) -> list[Any]:
     found: list[Any] = []
     for streams in (True, False):
         force_fsdp_on_cpu()
-        args = SFTConfig(
-            output_dir=str(output),
-            fsdp=True,
-            fsdp_config={"version": 2},
-            bf16=False,
-            accelerator_config={"use_configured_state": True},
-            max_steps=3,
-            per_device_train_batch_size=1,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"},
-        )
+        settings = {"max_steps": 3, "save_strategy": "no", "model_init_kwargs": {"dtype": "float32"}}
+        args = arguments_of(output, SFTConfig, **settings, **FSDP2)
         data = Dataset.from_dict({"text": ["a small model learns words"] * 8})
         with hf_zero_stream.streaming() if streams else nullcontext():
             trainer = SFTTrainer(model=str(folder), args=args, train_dataset=data)
         lazy = count_lazy(trainer.model)
         trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found.append((losses, bool(lazy), count_lazy(trainer.model)))
+        found.append((losses_of(trainer), bool(lazy), count_lazy(trainer.model)))
     return found
 
 

@@ -1,13 +1,12 @@
 """accelerate inside ``streaming()``: all that ``save_state`` saves of a script comes back, as without us."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from torch.utils.data import DataLoader
 
 import hf_zero_stream
@@ -16,6 +15,7 @@ from tests.state.test_engines import decayed_or_not
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
 from tests.support.parity import ds_config
+from tests.support.trainers import by_deepspeed, own_optimizer
 from tests.support.zoo import Checkpoint
 
 
@@ -38,13 +38,7 @@ def accelerator_of(kind: str, project: Path) -> Any:
         announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
         force_fsdp_on_cpu()
         return Accelerator(project_config=naming)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    config = {**ds_config(torch.float32), "gradient_accumulation_steps": 1}
-    config["zero_optimization"]["stage"] = int(kind)
-    del config["optimizer"]
-    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    return Accelerator(project_config=naming, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    return by_deepspeed(own_optimizer(ds_config(stage=int(kind))), project_config=naming)
 
 
 def train(folder: Path, project: Path, kind: str, resumes: bool, config: StreamingConfig) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from hf_zero_stream.saving.host_copy import HostMemory
 from tests import sampling
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.saving import saves_with
+from tests.support.trainers import losses_of
 from tests.support.training_state import all_in_one_group, engine_of, plain_training, state_config, train, train_plain
 from tests.support.zoo import Checkpoint
-from tests.zero.test_upstream_training import losses_of, make_trainer
+from tests.zero.test_upstream_training import make_trainer
 
 
 SHARDS = {"max_shard_size": "40KB"}

@@ -1,7 +1,6 @@
 """Checkpoints of DeepSpeed's engine, of accelerate and of the Trainer inside ``streaming()``: any number of ranks."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DeepSpeedPlugin
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
@@ -20,9 +17,10 @@ from hf_zero_stream.errors import CheckpointError, ConfigError
 from hf_zero_stream.state.callers import state_in
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.trainers import by_deepspeed, losses_of
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 from tests.support.zoo import Checkpoint
-from tests.zero.test_upstream_training import STEPS, losses_of, make_trainer
+from tests.zero.test_upstream_training import STEPS, make_trainer
 
 
 def save_by_engine(folder: Path, target: Path, config: dict[str, Any]) -> list[float]:
@@ -125,9 +123,7 @@ def test_trainer_from_deepspeeds_own_folders(cluster: None, zoo_checkpoint: Chec
 
 def prepared(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
     """An accelerator and its engine; called inside ``streaming()``."""
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config}))
+    accelerator = by_deepspeed(config)
     return accelerator, accelerator.prepare(hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder))
 
 

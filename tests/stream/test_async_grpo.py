@@ -1,6 +1,5 @@
 """TRL's AsyncGRPO works under ZeRO-3: the server gets whole tensors. Without streaming(), their shapes are (0,)."""
 
-import os
 import queue
 import shutil
 from collections.abc import Callable
@@ -13,17 +12,16 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer
 
 import hf_zero_stream
 from examples.vllm_on_cpu import stand_in
-from tests.bindings.test_trl import ON_A_CPU, make_tokenizer
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.engine_servers import VLLMServer
 from tests.support.streams import counted_gathers
+from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, make_tokenizer
 
 
 STEPS = 2
@@ -91,25 +89,19 @@ def train(folder: Path, output: Path, url: str) -> dict[str, Any]:
 
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attention)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: 1.0  # asks CUDA
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    args = AsyncGRPOConfig(
-        output_dir=str(output / "out"),
+    join_as_launched()
+    args = arguments_of(
+        output / "out",
+        AsyncGRPOConfig,
+        per_device_train_batch_size=2,
         vllm_server_base_url=url,
         max_steps=STEPS,
         num_generations=2,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=1,
         learning_rate=1e-2,
         gradient_checkpointing=False,
-        deepspeed={
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "bf16": {"enabled": "auto"},
-            "zero_optimization": {"stage": 3},
-            "zero_allow_untested_optimizer": True,
-        },
-        **ON_A_CPU,
+        save_strategy="no",
+        **ZERO_3,
     )
     with hf_zero_stream.streaming(), counted_gathers() as gathers:
         worker = Worker() if dist.get_rank() == 0 else None

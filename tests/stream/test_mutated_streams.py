@@ -21,12 +21,12 @@ from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.registry.rows import PatchScope, Row
 from tests.bindings.test_mutated_bindings import MUTATIONS
 from tests.bindings.test_mutated_trainings import Mutation, mutated
-from tests.bindings.test_trl import make_tokenizer
 from tests.stream import test_async_grpo, test_openrlhf, test_trl, test_verl
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.engine_servers import VLLMServer
 from tests.support.rl_trainers import openrlhf, verl
+from tests.support.trainers import make_tokenizer
 from tests.support.zoo import Checkpoint
 
 

@@ -23,13 +23,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 import hf_zero_stream
 from examples.vllm_on_cpu import Served, join, served
 from hf_zero_stream.errors import StreamError
-from tests.bindings.test_trl import make_tokenizer
 from tests.stream.test_trl import CALLS, STEPS, train
 from tests.support.cluster import free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.live_sharded import fully_sharded
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import change
+from tests.support.trainers import make_tokenizer
 
 
 pytestmark = pytest.mark.slow

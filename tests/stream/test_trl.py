@@ -1,6 +1,5 @@
 """TRL's GRPO gives vLLM the same tensors as without streaming(), under the same names, and gathers nothing for it."""
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -19,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_zero_stream
 from examples.vllm_on_cpu import stand_in
 from hf_zero_stream.errors import HfZeroStreamError
-from tests.bindings.test_trl import ON_A_CPU, make_tokenizer
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import VLLMServer
@@ -27,6 +25,7 @@ from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import counted_gathers
+from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, make_tokenizer
 
 
 STEPS = 3
@@ -60,39 +59,33 @@ def train(
     options: dict[str, Any] = {}
     more: dict[str, Any] = {}
     if home == "zero3":
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        options["deepspeed"] = {
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "bf16": {"enabled": "auto"},
-            "zero_optimization": {"stage": 3},
-            "zero_allow_untested_optimizer": True,
-        }
+        options |= ZERO_3
     else:
         announce()
         force_fsdp_on_cpu()
         options |= {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     if home == "zero3":
-        PartialState(backend="gloo")
+        join_as_launched()
     if method == "GRPO":
         config, trainer_class = GRPOConfig, GRPOTrainer
         options |= {"max_completion_length": 4, "num_generations": 2}
     else:
         config, trainer_class = OnlineDPOConfig, OnlineDPOTrainer
         options |= {"max_new_tokens": 4}
-    args = config(
-        output_dir=str(output / "out"),
+    args = arguments_of(
+        output / "out",
+        config,
+        per_device_train_batch_size=2,
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=url,
         vllm_group_port=free_port(),
         max_steps=STEPS,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=1,
         learning_rate=1e-2,
         gradient_checkpointing=False,
         generation_kwargs={"seed": 1},
-        **ON_A_CPU,
+        save_strategy="no",
         **options,
     )
     data = Dataset.from_dict({"prompt": ["a small model learns words"] * 16})

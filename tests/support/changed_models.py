@@ -1,6 +1,5 @@
 """What users do to a model between loading and training it, each in every kind of training that can save it."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hf_zero_stream.registry.plugins import plugins
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.parity import ds_config
+from tests.support.trainers import FSDP2, arguments_of, by_deepspeed, join_as_launched, losses_of
 from tests.support.zoo import VOCAB
 
 
@@ -227,18 +227,13 @@ class Session:
         self.trains.train()
 
     def _accelerator_of(self, home: str) -> Any:
-        from accelerate import Accelerator, PartialState
-        from accelerate.state import AcceleratorState
-        from accelerate.utils import DeepSpeedPlugin
+        from accelerate import Accelerator
 
         if home == "fsdp2":
             announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
             force_fsdp_on_cpu()
             return Accelerator()
-        AcceleratorState._reset_state()
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        PartialState(backend="gloo")
-        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(home)))
+        return by_deepspeed(zero_config(home))
 
     def train(self, steps: Sequence[int]) -> list[float]:
         """The losses of these steps, whose tokens are the same on every rank."""
@@ -337,35 +332,24 @@ def resume_changed(folder: Path, source: Path, home: str, saver: str, changes: S
 
 def by_trainer(folder: Path, output: Path, home: str, changes: Sequence[str], resumes: bool) -> dict[str, list[float]]:
     """The losses of four steps, with a checkpoint after two; or those after a resume from it."""
-    from accelerate import PartialState
-    from accelerate.state import AcceleratorState
-
     found = {}
     rows = torch.randint(5, VOCAB, (24, 9), generator=torch.Generator().manual_seed(1))
     for change in changes:
-        settings: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}
+        settings = FSDP2
         if home == "fsdp2":
             force_fsdp_on_cpu()
         else:
-            AcceleratorState._reset_state()
-            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-            PartialState(backend="gloo")
+            join_as_launched()
             settings = {"deepspeed": {**zero_config(home), "train_micro_batch_size_per_gpu": "auto"}}
-        args = transformers.TrainingArguments(
-            output_dir=str(output / change),
-            accelerator_config={"use_configured_state": True},
+        args = arguments_of(
+            output / change,
             per_device_train_batch_size=6 // dist.get_world_size(),
             max_steps=4,
             save_steps=2,
             learning_rate=1e-2,
             lr_scheduler_type="constant",
-            logging_steps=1,
-            optim="adamw_torch",
             average_tokens_across_devices=False,  # it multiplies by the number of ranks, additions to a loss too
             remove_unused_columns=False,  # those that the signature of a replaced forward does not name
-            report_to=[],
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
             **settings,
         )
         with hf_zero_stream.streaming():
@@ -376,7 +360,6 @@ def by_trainer(folder: Path, output: Path, home: str, changes: Sequence[str], re
             torch.manual_seed(2 if resumes else 1)
             trainer = transformers.Trainer(CHANGES[change](model), args, train_dataset=data)  # type: ignore[arg-type]
             trainer.train(resume_from_checkpoint=str(output / change / "checkpoint-2") if resumes else None)
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        assert len(losses) == 4
-        found[change] = losses
+        found[change] = losses_of(trainer)
+        assert len(found[change]) == 4
     return found

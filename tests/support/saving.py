@@ -10,36 +10,18 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainingArguments
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.saving import plan
 from tests.support.loading import load_with
-from tests.support.parity import ds_config, three_losses
+from tests.support.parity import three_losses
 from tests.support.zoo import ZOO
 
 
 Prepare = Callable[[nn.Module], None]
 SHARD_SIZE = "40KB"
 """Small enough that a model of the zoo has several shards."""
-
-
-def trainer_arguments(output: Path, **changes: Any) -> Any:
-    """Of a Trainer's run in fp32, by default under ZeRO-3, by processes as launched, that saves only the model."""
-    config = ds_config(torch.float32, stage3_gather_16bit_weights_on_model_save=True)
-    del config["optimizer"]
-    return TrainingArguments(
-        output_dir=str(output),
-        deepspeed=changes.pop("deepspeed", config),
-        bf16=False,  # transformers wants a GPU for it
-        per_device_train_batch_size=1,
-        report_to=[],
-        accelerator_config={"use_configured_state": True},
-        optim="adamw_torch",
-        save_only_model=True,
-        **changes,
-    )
 
 
 @contextmanager

@@ -15,11 +15,11 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
-from tests.saving.test_hooks import join_as_launched
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different
+from tests.support.trainers import arguments_of, join_as_launched, losses_of
 from tests.support.training_state import train
 
 
@@ -228,19 +228,7 @@ def with_trainer(checkpoint: Path, folder: Path, stage: int, how: str) -> dict[s
     data = [{"input_ids": row, "labels": row} for row in torch.arange(6, 6 + 8 * 9).view(8, 9)]
 
     def trainer(**changes: Any) -> Any:
-        arguments = transformers.TrainingArguments(
-            output_dir=str(folder / how),
-            deepspeed=config,
-            bf16=False,
-            per_device_train_batch_size=1,
-            report_to=[],
-            accelerator_config={"use_configured_state": True},
-            optim="adamw_torch",
-            max_steps=4,
-            logging_steps=1,
-            use_cpu=True,
-            **changes,
-        )
+        arguments = arguments_of(folder / how, deepspeed=config, max_steps=4, use_cpu=True, **changes)
         AcceleratorState._reset_state()
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
         return transformers.Trainer(model=model, args=arguments, train_dataset=data)
@@ -251,8 +239,7 @@ def with_trainer(checkpoint: Path, folder: Path, stage: int, how: str) -> dict[s
         first.save_model(str(folder / how / "model"))
         second = trainer(save_strategy="no")
         second.train(resume_from_checkpoint=str(folder / how / "checkpoint-2"))
-    losses = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (first, second)]
-    return {"first": losses[0], "second": losses[1][-2:]}
+    return {"first": losses_of(first), "second": losses_of(second)[-2:]}
 
 
 @pytest.mark.parametrize("stage", [0, 1])

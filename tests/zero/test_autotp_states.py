@@ -1,6 +1,5 @@
 """AutoTP's states in other homes, and theirs under AutoTP; saves in the background; accelerate; adapters."""
 
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,13 @@ import peft
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.trainers import by_deepspeed, own_optimizer
 from tests.support.training_state import (
     accelerated_steps,
     all_in_one_group,
@@ -87,16 +84,10 @@ def test_background(cluster: None, tmp_path: Path, stage: int) -> None:
 
 def by_accelerate(folder: Path, target: Path, how: str, stage: int) -> dict[str, Any]:
     """Two steps, a save, two steps; and the last two again by a new accelerator."""
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    config = {**ds_config(FP32, stage=stage), "gradient_accumulation_steps": 1}
-    del config["optimizer"]
-    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    config["tensor_parallel"] = {"autotp_size": 2}
+    config = own_optimizer(ds_config(FP32, stage=stage)) | {"tensor_parallel": {"autotp_size": 2}}
 
     def trained() -> tuple[Any, Any, Any]:
-        AcceleratorState._reset_state()
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        accelerator = by_deepspeed(config)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return accelerator, *accelerator.prepare(model, optimizer)
