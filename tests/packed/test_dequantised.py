@@ -28,6 +28,7 @@ from tests.support.packed_training import TARGETS, dequantised, inputs
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import bitsandbytes, quantise_in_blocks
 from tests.support.saving import different
+from tests.support.trainings import Training
 
 
 FORMATS = {name: make for name, make in MODELS.items() if not name.startswith(("nf4", "fp4", "double nf4", "int8,"))}
@@ -289,98 +290,35 @@ def test_config_in_the_text_config(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- training goes on
 
 
-def train(model: Any, step: Callable[[Any], None], steps: range) -> list[float]:
-    """The losses of these steps, each of which has its own tokens, the same on every rank."""
-    model.train()
-    losses = []
-    for number in steps:
-        loss = model(**inputs(seed=number)).loss
-        step(loss)
-        losses.append(loss.item())
-    return losses
+def batch(number: int) -> dict[str, torch.Tensor]:
+    return inputs(seed=number)
 
 
-class EngineTraining:
-    """An engine of this stage, whose states it saves by itself, or we by `save_state`."""
-
-    def __init__(self, folder: Path, stage: int, calls_ours: bool = False) -> None:
-        self.engine, self.calls_ours = in_an_engine(folder, stage), calls_ours
-
-    def train(self, steps: range) -> list[float]:
-        def step(loss: torch.Tensor) -> None:
-            self.engine.backward(loss)
-            self.engine.step()
-
-        return train(self.engine, step, steps)
-
-    def save(self, target: Path) -> None:
-        if self.calls_ours:
-            hf_zero_stream.save_state(self.engine, target)
-        else:
-            self.engine.save_checkpoint(str(target))
-
-    def load(self, target: Path) -> None:
-        if self.calls_ours:
-            hf_zero_stream.load_state(self.engine, target)
-        else:
-            self.engine.load_checkpoint(str(target))
+def by_an_engine(folder: Path, stage: int, by: str = "engine") -> Training:
+    return Training(in_an_engine(folder, stage), by=by, batch=batch)
 
 
-class ModelTraining:
-    """A model and its optimizer."""
-
-    def __init__(self, folder: Path, home: Callable[[Path], Any]) -> None:
-        self.model = home(folder)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-
-    def train(self, steps: range) -> list[float]:
-        def step(loss: torch.Tensor) -> None:
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-        return train(self.model, step, steps)
-
-    def save(self, target: Path) -> None:
-        hf_zero_stream.save_state(self.model, target, optimizer=self.optimizer)
-
-    def load(self, target: Path) -> None:
-        hf_zero_stream.load_state(self.model, target, optimizer=self.optimizer)
+def of_a_model(folder: Path, home: Callable[[Path], Any]) -> Training:
+    model = home(folder)
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch=batch)
 
 
-class AccelerateTraining:
-    """By accelerate, with FSDP2."""
-
-    def __init__(self, folder: Path) -> None:
-        announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
-        self.accelerator = make_accelerator()
-        model = load(folder)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-
-    def train(self, steps: range) -> list[float]:
-        def step(loss: torch.Tensor) -> None:
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-        return train(self.model, step, steps)
-
-    def save(self, target: Path) -> None:
-        self.accelerator.save_state(str(target))
-
-    def load(self, target: Path) -> None:
-        self.accelerator.load_state(str(target))
+def with_accelerate(folder: Path) -> Training:
+    announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = make_accelerator()
+    model = load(folder)
+    prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return Training(*prepared, accelerator, by="accelerate", batch=batch)
 
 
 TRAININGS: dict[str, Callable[[Path], Any]] = {
-    "ZeRO-3 engine": lambda folder: EngineTraining(folder, 3),
-    "stage 2 engine": lambda folder: EngineTraining(folder, 2),
-    "ZeRO-3, save_state": lambda folder: EngineTraining(folder, 3, calls_ours=True),
-    "stage 1, save_state": lambda folder: EngineTraining(folder, 1, calls_ours=True),
-    "replicas": lambda folder: ModelTraining(folder, in_replicas),
-    "distributed_config": lambda folder: ModelTraining(folder, by_distributed_config),
-    "accelerate": AccelerateTraining,
+    "ZeRO-3 engine": lambda folder: by_an_engine(folder, 3),
+    "stage 2 engine": lambda folder: by_an_engine(folder, 2),
+    "ZeRO-3, save_state": lambda folder: by_an_engine(folder, 3, "ours"),
+    "stage 1, save_state": lambda folder: by_an_engine(folder, 1, "ours"),
+    "replicas": lambda folder: of_a_model(folder, in_replicas),
+    "distributed_config": lambda folder: of_a_model(folder, by_distributed_config),
+    "accelerate": with_accelerate,
 }
 
 

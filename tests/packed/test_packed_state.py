@@ -16,12 +16,17 @@ from tests.support.packed_training import inputs, load, packed_names, with_adapt
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import bitsandbytes, fp8
 from tests.support.trainers import ZERO_3, arguments_of
+from tests.support.trainings import Training
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
     "fp8": fp8,
     "nf4": lambda folder: bitsandbytes(folder, "double nf4", width=64),
 }
+
+
+def batch(number: int) -> dict[str, torch.Tensor]:
+    return inputs()
 
 
 def engine_of(folder: Path) -> Any:
@@ -32,26 +37,16 @@ def engine_of(folder: Path) -> Any:
     return engine
 
 
-def steps(engine: Any, count: int) -> list[float]:
-    losses = []
-    for _ in range(count):
-        loss = engine(**inputs()).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def resumed(folder: Path, target: Path) -> dict[str, list[float]]:
     """Losses of two steps after a save, and after each way to resume from it."""
     engine = engine_of(folder)
-    steps(engine, 3)
+    Training(engine, batch=batch).train(range(3))
     hf_zero_stream.save_state(engine, target / "ours")
     engine.save_checkpoint(str(target / "stock"))
     engine.save_checkpoint(str(target / "of adapters"), exclude_frozen_parameters=True)
     with hf_zero_stream.streaming():
         engine.save_checkpoint(str(target / "streaming"), exclude_frozen_parameters=True)
-    found = {"continued": steps(engine, 2)}
+    found = {"continued": Training(engine, batch=batch).train(range(2))}
     for name in ("stock", "of adapters", "streaming"):
         engine = engine_of(folder)
         if name == "streaming":
@@ -60,14 +55,14 @@ def resumed(folder: Path, target: Path) -> dict[str, list[float]]:
         else:
             engine.load_checkpoint(str(target / name), load_module_strict=name == "stock")
         assert packed_names(engine.module)
-        found[name] = steps(engine, 2)
+        found[name] = Training(engine, batch=batch).train(range(2))
     return found
 
 
 def resume_ours(folder: Path, source: Path) -> list[float]:
     engine = engine_of(folder)
     hf_zero_stream.load_state(engine, source)
-    return steps(engine, 2)
+    return Training(engine, batch=batch).train(range(2))
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from hf_zero_stream.errors import UnsupportedError
 from tests import sampling
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-from tests.support.fsdp2 import Training, announce, count_lazy, force_fsdp_on_cpu, load, make_accelerator, train
+from tests.support.fsdp2 import ZooTraining, announce, count_lazy, force_fsdp_on_cpu, load, make_accelerator, train
 from tests.support.trainers import FSDP2, arguments_of, losses_of, make_tokenizer
 from tests.support.zoo import Checkpoint
 
@@ -69,22 +69,22 @@ def written(model: Any) -> Any:
 
 
 TRAININGS = {
-    "plain": Training("llama"),
-    "tied": Training("qwen3"),
-    "mixture": Training("qwen3_moe"),
-    "mixed precision, activation checkpointing": Training(
+    "plain": ZooTraining("llama"),
+    "tied": ZooTraining("qwen3"),
+    "mixture": ZooTraining("qwen3_moe"),
+    "mixed precision, activation checkpointing": ZooTraining(
         "llama", "bf16", {"activation_checkpointing": True}, {"dtype": torch.bfloat16}
     ),
-    "frozen, cast, gradient checkpointing": Training("llama", change=frozen_and_cast),
-    "resized": Training("llama", change=resized),
+    "frozen, cast, gradient checkpointing": ZooTraining("llama", change=frozen_and_cast),
+    "resized": ZooTraining("llama", change=resized),
     # Stock gives the optimizers of all but rank 0 one of the missing parameters in place of each of them.
-    "missing": Training("llama", kwargs={"num_hidden_layers": 3}, stock_is_efficient=False),
+    "missing": ZooTraining("llama", kwargs={"num_hidden_layers": 3}, stock_is_efficient=False),
     # Stock raises: a buffer that is saved is no DTensor.
-    "saved buffers": Training("deepseek_v3", stock_is_efficient=False),
+    "saved buffers": ZooTraining("deepseek_v3", stock_is_efficient=False),
     # Without its efficient loading, stock shards what each rank has; with the same seed that is the same.
-    "written": Training("llama", change=written),
-    "adapters": Training("llama", change=with_adapters),
-    "ignored": Training("llama", settings={"ignored_modules": r"model\.layers\.0"}),
+    "written": ZooTraining("llama", change=written),
+    "adapters": ZooTraining("llama", change=with_adapters),
+    "ignored": ZooTraining("llama", settings={"ignored_modules": r"model\.layers\.0"}),
 }
 
 

@@ -12,22 +12,15 @@ import transformers
 from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.sharded import Sizes, even_inputs, even_model, load_sharded
+from tests.support.trainings import Training
 
 
 CAUSAL = transformers.AutoModelForCausalLM
 
 
 def three_losses(model: Any) -> list[float]:
-    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for _ in range(3):
-        loss = model(**even_inputs()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
+    return Training(model, optimizer, batch=lambda _: even_inputs()).train(range(3))
 
 
 def losses_or_error(model_or_call: Any) -> Any:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from tests.support.changed_models import whole_values, zero_config
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.training_state import values_in
+from tests.support.trainings import Training
 
 
 class TrainedModel(OddModel):
@@ -40,7 +42,7 @@ CONVERSIONS = [
 CHANGED = ["scaled.weight", "sorted.weight", "table"]
 
 
-class Training:
+class OddTraining(Training):
     def __init__(self, folder: Path, home: str) -> None:
         register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
         config = {"ds_config": zero_config(home)} if home.startswith("zero") else {}
@@ -49,38 +51,31 @@ class Training:
         if home == "fsdp2":
             fully_shard(model)
         optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
-        self.model, self.trains, self.optimizer = model, model, {"optimizer": optimizer}
+        self.model = model
         if config:
-            import deepspeed
-
-            self.trains, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config["ds_config"])
-            self.optimizer = {}
-
-    def step(self) -> None:
-        torch.manual_seed(4)
-        loss = self.trains(torch.randn(3, 64))
-        if self.optimizer:
-            loss.backward()
-            self.optimizer["optimizer"].step()
-            self.optimizer["optimizer"].zero_grad()
+            engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config["ds_config"])[0]
+            super().__init__(engine)
         else:
-            self.trains.backward(loss)
-            self.trains.step()
+            super().__init__(model, optimizer)
+
+    def step_once(self) -> None:
+        torch.manual_seed(4)
+        self.step(self.trains(torch.randn(3, 64)))
         self.model.table.add_(0.1)
 
 
 def save(folder: Path, target: Path, home: str) -> dict[str, torch.Tensor]:
     with hf_zero_stream.streaming():
-        training = Training(folder, home)
-        training.step()
-        hf_zero_stream.save_state(training.trains, target, **training.optimizer)
+        training = OddTraining(folder, home)
+        training.step_once()
+        training.save(target)
         return whole_values(training.model)
 
 
 def resume(folder: Path, source: Path, home: str) -> dict[str, torch.Tensor]:
     with hf_zero_stream.streaming():
-        training = Training(folder, home)
-        hf_zero_stream.load_state(training.trains, source, **training.optimizer)
+        training = OddTraining(folder, home)
+        training.load(source)
         return whole_values(training.model)
 
 

@@ -17,6 +17,7 @@ import hf_zero_stream
 from tests.support.changed_models import whole_values, with_loss_of, zero_config
 from tests.support.checkpoint_files import differing
 from tests.support.fsdp2 import announce, make_accelerator
+from tests.support.trainings import Training, tokens_of
 from tests.support.zoo import VOCAB
 
 
@@ -75,11 +76,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[str], bool]]] = {
 """What is done, and which tensors must be in a state for it: the others are in a checkpoint."""
 
 
-class AdapterTraining:
+class AdapterTraining(Training):
     """Adapters on a changed base. Stock changes the base while it is whole, ours where it loads it to."""
 
     def __init__(self, folder: Path, home: str, change: str, seed: int, streams: bool) -> None:
-        self.home = home
         config = zero_config(home) if home.startswith("zero") else None
         accelerator = None
         if home == "fsdp2":
@@ -93,41 +93,17 @@ class AdapterTraining:
         lora = peft.LoraConfig(target_modules=r"model\.layers\..*(q|v)_proj", r=3, init_lora_weights=False)
         self.model: Any = peft.get_peft_model(base, lora)
         trained = [param for param in self.model.parameters() if param.requires_grad]
-        self.optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
-        self.trains: Any = self.model
+        trains, optimizer = self.model, torch.optim.AdamW(trained, lr=1e-2)
         if accelerator is not None:
-            self.trains, self.optimizer = accelerator.prepare(self.model, self.optimizer)
+            trains, optimizer = accelerator.prepare(self.model, optimizer)
         elif config is not None:
-            import deepspeed
+            trains, optimizer = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0], None
+        super().__init__(trains, optimizer, batch=self._tokens)
 
-            self.trains, *_ = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)
-
-    def train(self, steps: Sequence[int]) -> list[float]:
-        losses = []
-        self.trains.train()
-        for step in steps:
-            ids = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
-            vocab = self.model.get_input_embeddings().num_embeddings
-            ids[:, ::3] = vocab - 1 - ids[:, ::3] % 9  # the last rows, which may be new
-            loss = self.trains(input_ids=ids, labels=ids % VOCAB).loss
-            if self.home.startswith("zero"):
-                self.trains.backward(loss)
-                self.trains.step()
-            else:
-                loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    def _own_optimizer(self) -> dict[str, Any]:
-        return {} if self.home.startswith("zero") else {"optimizer": self.optimizer}
-
-    def save(self, folder: Path) -> None:
-        hf_zero_stream.save_state(self.trains, folder, **self._own_optimizer())
-
-    def load(self, folder: Path) -> None:
-        hf_zero_stream.load_state(self.trains, folder, **self._own_optimizer())
+    def _tokens(self, number: int) -> dict[str, torch.Tensor]:
+        ids, vocab = tokens_of(number)["input_ids"], self.model.get_input_embeddings().num_embeddings
+        ids[:, ::3] = vocab - 1 - ids[:, ::3] % 9  # the last rows, which may be new
+        return {"input_ids": ids, "labels": ids % VOCAB}
 
 
 def in_state(folder: Path) -> set[str]:

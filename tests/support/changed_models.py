@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
@@ -17,6 +18,7 @@ from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.parity import ds_config
 from tests.support.trainers import FSDP2, arguments_of, by_deepspeed, join_as_launched, losses_of
+from tests.support.trainings import Training, tokens_of
 from tests.support.zoo import VOCAB
 
 
@@ -182,8 +184,6 @@ def whole_values(model: Any) -> dict[str, torch.Tensor]:
 
 def _whole(tensor: Any) -> torch.Tensor:
     if hasattr(tensor, "ds_id"):
-        import deepspeed
-
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
     tensor = tensor.detach()
@@ -194,12 +194,11 @@ SHARDED_BY = {"distributed_config": ["fsdp_size"], "tp": ["tp_size"], "ep": ["tp
 """Homes that transformers shards itself, and the sizes that are the number of ranks there."""
 
 
-class Session:
+class Session(Training):
     """One training of a changed model, of a `home` and saved by `saver`."""
 
     def __init__(self, folder: Path, home: str, saver: str, change: str, seed: int) -> None:
-        self.home, self.saver = home, saver
-        self._accelerator = self._accelerator_of(home) if home == "fsdp2" or saver == "accelerate" else None
+        accelerator = self._accelerator_of(home) if home == "fsdp2" or saver == "accelerate" else None
         config = zero_config(home) if home.startswith("zero") else None
         kwargs: dict[str, Any] = {}
         if home in SHARDED_BY:
@@ -207,7 +206,7 @@ class Session:
             kwargs["distributed_config"] = transformers.distributed.DistributedConfig(**sizes)
         elif home == "device_map":
             kwargs["device_map"] = "cpu"
-        elif config is not None and self._accelerator is None:
+        elif config is not None and accelerator is None:
             kwargs["ds_config"] = config
         model = loaded(folder, home, change, **kwargs)
         self.vocab = model.config.vocab_size
@@ -215,16 +214,13 @@ class Session:
         self.model = CHANGES[change](model)
         trained = [param for param in self.model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        self.trains: Any = self.model
-        if self._accelerator is not None:
+        trains, steps = self.model, optimizer
+        if accelerator is not None:
             loader = torch.utils.data.DataLoader([0, 1], batch_size=1)  # type: ignore[arg-type]
-            self.trains, optimizer, _ = self._accelerator.prepare(self.model, optimizer, loader)
+            trains, steps, _ = accelerator.prepare(self.model, optimizer, loader)
         elif config is not None:
-            import deepspeed
-
-            self.trains, optimizer, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
-        self.optimizer = optimizer
-        self.trains.train()
+            trains, steps = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0], None
+        super().__init__(trains, steps, accelerator, by=saver, batch=self._tokens)
 
     def _accelerator_of(self, home: str) -> Any:
         from accelerate import Accelerator
@@ -235,46 +231,8 @@ class Session:
             return Accelerator()
         return by_deepspeed(zero_config(home))
 
-    def train(self, steps: Sequence[int]) -> list[float]:
-        """The losses of these steps, whose tokens are the same on every rank."""
-        losses = []
-        for step in steps:
-            ids = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step)) % self.vocab
-            loss = self.trains(input_ids=ids, labels=ids).loss
-            if self._accelerator is not None:
-                self._accelerator.backward(loss)
-            elif self.home.startswith("zero"):
-                self.trains.backward(loss)
-            else:
-                loss.backward()
-            if self.home.startswith("zero") and self._accelerator is None:
-                self.trains.step()
-            else:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    def save(self, target: Path) -> None:
-        if self.saver == "engine":
-            self.trains.save_checkpoint(str(target))
-        elif self.saver == "accelerate":
-            assert self._accelerator is not None
-            self._accelerator.save_state(str(target))
-        else:
-            hf_zero_stream.save_state(self.trains, target, **self._own_optimizer())
-
-    def load(self, source: Path) -> None:
-        if self.saver == "engine":
-            assert self.trains.load_checkpoint(str(source))[0] is not None
-        elif self.saver == "accelerate":
-            assert self._accelerator is not None
-            self._accelerator.load_state(str(source))
-        else:
-            hf_zero_stream.load_state(self.trains, source, **self._own_optimizer())
-
-    def _own_optimizer(self) -> dict[str, Any]:
-        return {} if self.home.startswith("zero") else {"optimizer": self.optimizer}
+    def _tokens(self, number: int) -> dict[str, torch.Tensor]:
+        return {name: ids % self.vocab for name, ids in tokens_of(number).items()}
 
 
 def zero_config(home: str) -> dict[str, Any]:

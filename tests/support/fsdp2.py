@@ -17,11 +17,12 @@ from torch import nn
 
 import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
+from tests.support.trainings import Training
 from tests.support.zoo import ZOO
 
 
 @dataclass(frozen=True)
-class Training:
+class ZooTraining:
     """A model of the zoo, and how it is trained.
 
     Attributes:
@@ -89,14 +90,9 @@ def train(model: Any, accelerator: Any, name: str) -> list[float]:
     """The losses of three steps; each rank has its own inputs."""
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
-    model.train()
-    found = []
-    for _ in range(3):
+
+    def own_inputs(number: int) -> dict[str, torch.Tensor]:
         inputs = ZOO[name].inputs()
-        inputs["input_ids"] = inputs["input_ids"].roll(dist.get_rank(), -1)
-        loss = model(**inputs).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
+        return {**inputs, "input_ids": inputs["input_ids"].roll(dist.get_rank(), -1)}
+
+    return Training(model, optimizer, accelerator, batch=own_inputs).train(range(3))

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hf_zero_stream
 from tests.support.checkpoint_files import tensors_of
 from tests.support.parity import ds_config
+from tests.support.trainings import Training
 
 
 TARGETS = ["q_proj", "o_proj", "q_b_proj", "kv_b_proj"]
@@ -78,13 +79,7 @@ def fill_adapters(model: nn.Module) -> None:
 
 
 def three_losses(engine: Any) -> list[float]:
-    losses = []
-    for _ in range(3):
-        loss = engine(**inputs()).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return Training(engine, batch=lambda _: inputs()).train(range(3))
 
 
 def trained(folder: Path, config: dict[str, Any], keep_quantized: bool, **kwargs: Any) -> tuple[Any, list[float]]:

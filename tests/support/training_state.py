@@ -17,7 +17,7 @@ from hf_zero_stream.checkpoint.contents import contents_of
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.parity import ds_config
-from tests.support.zoo import VOCAB
+from tests.support.trainings import Training
 
 
 Prepare = Callable[[Any], list[dict[str, Any]]]
@@ -66,15 +66,7 @@ def engine_of(folder: Path, config: dict[str, Any], prepare: Prepare) -> Any:
 
 def train(engine: Any, steps: Sequence[int]) -> list[float]:
     """The losses of these steps, each of which has its own tokens, the same on every rank."""
-    engine.train()
-    losses = []
-    for step in steps:
-        tokens = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return Training(engine).train(steps)
 
 
 def train_and_save(
@@ -126,17 +118,7 @@ def plain_training(folder: Path, sizes: dict[str, Any] | None) -> tuple[Any, Any
 
 
 def train_plain(model: Any, optimizer: Any, scheduler: Any, steps: Sequence[int]) -> list[float]:
-    model.train()
-    losses = []
-    for step in steps:
-        tokens = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(loss.item())
-    return losses
+    return Training(model, optimizer, scheduler=scheduler).train(steps)
 
 
 def train_plain_and_save(folder: Path, target: Path, sizes: dict[str, Any] | None) -> list[float]:
