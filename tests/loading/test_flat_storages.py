@@ -22,6 +22,7 @@ from hf_zero_stream.destinations.deepspeed.flat import EngineReplicas
 from hf_zero_stream.holdings.deepspeed import partitions as own
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
 from tests.support.zoo import ZOO
@@ -42,10 +43,6 @@ def saved_bytes(value: Any) -> int:
     file = io.BytesIO()
     torch.save(value, file)
     return len(file.getvalue())
-
-
-def differing(state: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> list[str]:
-    return sorted(key for key in plain.keys() | state.keys() if not torch.equal(state[key], plain[key]))
 
 
 def handle(folder: Path, out: Path, stage: int) -> dict[str, Any]:

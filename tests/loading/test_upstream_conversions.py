@@ -28,10 +28,11 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
+from tests.support.checkpoint_files import Tensors, differing
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, load_with
 from tests.support.parity import differences, ds_config
-from tests.support.upstream import Tensors, full_state, randomise, unequal
+from tests.support.upstream import full_state, randomise
 from tests.support.zoo import Checkpoint, build_model
 
 
@@ -324,8 +325,8 @@ def test_conversions(converted: Any, name: str) -> None:
         assert "error" not in found, found["error"]
         assert found["differences"] == []
         assert found["info"] == found["plain_info"] and not any(found["info"].values())
-        assert unequal(found["state"], expected) == []
-        assert unequal(found["saved"], to_file(expected)) == []
+        assert differing(found["state"], expected) == []
+        assert differing(found["saved"], to_file(expected)) == []
         assert found["materialised"] == {}
 
 

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 
 import hf_zero_stream
-from tests.support.changed_models import whole_values
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
@@ -20,6 +19,7 @@ from tests.support.packed_training import dequantised, inputs
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8, mxfp4
 from tests.support.trainers import FSDP2, arguments_of, join_as_launched
+from tests.support.whole import whole_values
 
 
 FORMATS: dict[str, Callable[[Path], None]] = {"fp8": fp8, "mxfp4": mxfp4}

@@ -11,7 +11,7 @@ import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.plugins.packed import COMPRESSED
 from hf_zero_stream.registry.rows import PatchScope
-from tests.bindings.test_mutated_bindings import MUTATIONS, gathered, mutation_of
+from tests.bindings.test_mutated_bindings import MUTATIONS, mutation_of
 from tests.bindings.test_mutated_trainings import Mutation, mutated, mutations
 from tests.packed.test_dequantised import load as load_dequantised
 from tests.packed.test_gguf import write_lfm2
@@ -20,6 +20,7 @@ from tests.support.cluster import run_ranks
 from tests.support.packed_models import MODELS
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import compressed_tensors
+from tests.support.whole import whole_values
 
 
 OF_FORMATS = {
@@ -35,8 +36,8 @@ def dequantised_values(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
     if (folder / "lfm2.gguf").exists():
         how = {"gguf_file": "lfm2.gguf", "quantization_config": transformers.GgufConfig(dequantize=True)}
         load = transformers.AutoModelForCausalLM.from_pretrained
-        return gathered(load(folder, dtype=torch.bfloat16, **how, **kwargs))
-    return gathered(load_dequantised(folder, **kwargs))
+        return whole_values(load(folder, dtype=torch.bfloat16, **how, **kwargs))
+    return whole_values(load_dequantised(folder, **kwargs))
 
 
 def mutated_when_dequantised(number: int, folder: Path) -> dict[str, Any]:

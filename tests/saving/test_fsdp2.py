@@ -1,8 +1,7 @@
 """accelerate's and the Trainer's ways to save FSDP2 models, inside ``streaming()``: stock's files, and no gather."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.checkpoint import state_dict as torch_state_dict
 from transformers import Trainer
 
 import hf_zero_stream
@@ -20,27 +18,10 @@ from tests.support import fsdp2
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.live_sharded import evaluated, gathered, plain_model
-from tests.support.saving import SHARD_SIZE, contents, different
+from tests.support.saving import SHARD_SIZE, contents, different, gathers_counted, save_both_ways
 from tests.support.sharded import Sizes, load_sharded
 from tests.support.trainers import FSDP2, arguments_of
 from tests.support.zoo import ZOO, Checkpoint
-
-
-@contextmanager
-def gathers_counted() -> Iterator[list[str]]:
-    """Every time that torch gathers the state dict of a whole model."""
-    calls: list[str] = []
-    original = torch_state_dict.get_model_state_dict
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append("gathered")
-        return original(*args, **kwargs)
-
-    torch_state_dict.get_model_state_dict = counted
-    try:
-        yield calls
-    finally:
-        torch_state_dict.get_model_state_dict = original
 
 
 def prepared(accelerator: Any, model: Any) -> Any:
@@ -51,24 +32,6 @@ def prepared(accelerator: Any, model: Any) -> Any:
     accelerator.backward(model(**ZOO["llama"].inputs()).loss)
     optimizer.step()
     return evaluated(model)
-
-
-def save_both_ways(accelerator: Any, model: Any, folder: Path) -> dict[str, int]:
-    """As scripts do it, without streaming and with; how often the model was gathered."""
-    found = {}
-    for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
-        with context, gathers_counted() as gathers:
-            accelerator.unwrap_model(model).save_pretrained(
-                folder / name / "state dict",
-                is_main_process=accelerator.is_main_process,
-                save_function=accelerator.save,
-                state_dict=accelerator.get_state_dict(model),
-                max_shard_size=SHARD_SIZE,
-            )
-            accelerator.save_model(model, folder / name / "save_model", max_shard_size=SHARD_SIZE)
-        accelerator.wait_for_everyone()
-        found[name] = len(gathers)
-    return found
 
 
 def with_accelerate(checkpoint: Path, folder: Path) -> dict[str, dict[str, int]]:

@@ -1,8 +1,8 @@
 """Inside ``streaming()`` the usual ways to save give what they give without it, and gather nothing."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,30 +19,11 @@ from tests import sampling
 from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config
-from tests.support.saving import SHARD_SIZE, different
+from tests.support.saving import SHARD_SIZE, different, gathers_counted, save_both_ways
 from tests.support.trainers import by_deepspeed, join_as_launched, trainer_arguments
 
 
 INDEX = "model.safetensors.index.json"
-
-
-@contextmanager
-def gathers_counted() -> Iterator[list[str]]:
-    """Every time that DeepSpeed gathers the parameters of a whole model to save it."""
-    from deepspeed import DeepSpeedEngine
-
-    calls: list[str] = []
-    original = DeepSpeedEngine._zero3_consolidated_16bit_state_dict
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append("gathered")
-        return original(self, *args, **kwargs)
-
-    DeepSpeedEngine._zero3_consolidated_16bit_state_dict = counted
-    try:
-        yield calls
-    finally:
-        DeepSpeedEngine._zero3_consolidated_16bit_state_dict = original
 
 
 def prepared(checkpoint: Path, stage: int = 3, **zero: Any) -> tuple[Any, Any]:
@@ -55,21 +36,11 @@ def prepared(checkpoint: Path, stage: int = 3, **zero: Any) -> tuple[Any, Any]:
 
 def with_accelerate(checkpoint: Path, folder: Path, stage: int) -> dict[str, Any]:
     accelerator, engine = prepared(checkpoint, stage)
-    found = {}
-    for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
-        with context, gathers_counted() as gathers:
-            accelerator.unwrap_model(engine).save_pretrained(
-                folder / name / "state dict",
-                is_main_process=accelerator.is_main_process,
-                save_function=accelerator.save,
-                state_dict=accelerator.get_state_dict(engine),
-                max_shard_size=SHARD_SIZE,
-            )
-            accelerator.save_model(engine, folder / name / "save_model", max_shard_size=SHARD_SIZE)
-            if stage == 3 and name == "ours":
-                engine.module.save_pretrained(folder / "alone", max_shard_size=SHARD_SIZE)
-        accelerator.wait_for_everyone()
-        found[name] = len(gathers)
+    found = save_both_ways(accelerator, engine, folder)
+    if stage == 3:
+        with hf_zero_stream.streaming(), gathers_counted() as gathers:
+            engine.module.save_pretrained(folder / "alone", max_shard_size=SHARD_SIZE)
+        found["alone"] = len(gathers)
     return found
 
 
@@ -77,7 +48,7 @@ def with_accelerate(checkpoint: Path, folder: Path, stage: int) -> dict[str, Any
 def test_accelerate(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, stage: int) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     found = run_ranks(2, with_accelerate, checkpoint, tmp_path, stage)
-    assert found == [{"stock": 2 if stage == 3 else 0, "ours": 0}] * 2
+    assert found == [{"stock": 2, "ours": 0, "alone": 0} if stage == 3 else {"stock": 0, "ours": 0}] * 2
     for name in ("state dict", "save_model"):
         differing = different(tmp_path / "ours" / name, tmp_path / "stock" / name)
         if stage == 3 and differing == [INDEX]:

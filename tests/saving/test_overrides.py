@@ -17,11 +17,10 @@ from transformers import Qwen3MoeForCausalLM, Trainer, TrainerCallback
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
-from tests.saving.test_hooks import gathers_counted
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
-from tests.support.saving import SHARD_SIZE, different
+from tests.support.saving import SHARD_SIZE, different, gathers_counted
 from tests.support.trainers import arguments_of, join_as_launched, trainer_arguments
 
 

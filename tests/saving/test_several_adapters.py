@@ -15,6 +15,7 @@ from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.trainers import arguments_of
 from tests.support.training_state import state_config, train
+from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
 
 
@@ -33,12 +34,7 @@ def adapted(folder: Path, **kwargs: Any) -> Any:
 
 def in_full(model: Any) -> dict[str, torch.Tensor]:
     """The values of both adapters."""
-    found = {}
-    for name, param in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            if "lora_" in name:
-                found[name] = getattr(param, "full_tensor", lambda param=param: param)().detach().clone()
-    return found
+    return {name: value for name, value in whole_values(model).items() if "lora_" in name}
 
 
 def by_engine(folder: Path, target: Path, stage: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:

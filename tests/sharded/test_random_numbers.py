@@ -14,10 +14,10 @@ import transformers
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
-from tests.support.changed_models import whole_values
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, count_lazy, make_accelerator
 from tests.support.parity import ds_config
+from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
 from tests.sweep.loads import generators
 

@@ -13,11 +13,11 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.errors import MissingPluginError
 from tests.cli.test_cli import run
-from tests.support.changed_models import whole_values
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.plugins import without_plugin
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
+from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor
 
 import hf_zero_stream
 from hf_zero_stream.registry.plugins import plugins
@@ -19,6 +18,7 @@ from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.parity import ds_config
 from tests.support.trainers import FSDP2, arguments_of, by_deepspeed, join_as_launched, losses_of
 from tests.support.trainings import Training, tokens_of
+from tests.support.whole import whole_values
 from tests.support.zoo import VOCAB
 
 
@@ -169,25 +169,6 @@ if any(plugin.name == "packed" for plugin in plugins()):
     CHANGES[DEQUANTISED] = CHANGES["none"]
 ADAPTED = ("add_adapter", "add_adapter, all trained", "add_adapter, added buffer", "get_peft_model")
 """Those of which the adapters alone are saved as weights."""
-
-
-def whole_values(model: Any) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of a state dict, whole, by the names that they have without wrappers (all ranks)."""
-    found = {}
-    persistent = model.state_dict().keys()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        clean = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-        if isinstance(tensor, nn.Parameter) or name in persistent:
-            found[clean] = _whole(tensor)
-    return found
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    if hasattr(tensor, "ds_id"):
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().clone()
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 SHARDED_BY = {"distributed_config": ["fsdp_size"], "tp": ["tp_size"], "ep": ["tp_size", "ep_size"]}

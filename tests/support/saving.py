@@ -1,7 +1,7 @@
 """What ranks run to save a model our way, and what is compared with what stock saves of the whole model."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig, streaming
@@ -98,3 +99,42 @@ def _take_values(model: nn.Module, plain: nn.Module, *, masters: bool) -> None:
             full = safe_get_full_fp32_param(param) if masters and param.requires_grad else None
             with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
                 mine.data = (param.data if full is None else full).detach().cpu().clone().view(mine.shape)
+
+
+@contextmanager
+def gathers_counted() -> Iterator[list[str]]:
+    """Every time that DeepSpeed or torch gathers the values of a whole model to save it."""
+    calls: list[str] = []
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(original.__name__)
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in (
+            (deepspeed.DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict"),
+            (torch_state_dict, "get_model_state_dict"),
+        ):
+            stack.enter_context(patch.object(owner, name, counted(getattr(owner, name))))
+        yield calls
+
+
+def save_both_ways(accelerator: Any, model: Any, folder: Path) -> dict[str, int]:
+    """As scripts do it, without streaming and with; how often the model was gathered."""
+    found = {}
+    for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
+        with context, gathers_counted() as gathers:
+            accelerator.unwrap_model(model).save_pretrained(
+                folder / name / "state dict",
+                is_main_process=accelerator.is_main_process,
+                save_function=accelerator.save,
+                state_dict=accelerator.get_state_dict(model),
+                max_shard_size=SHARD_SIZE,
+            )
+            accelerator.save_model(model, folder / name / "save_model", max_shard_size=SHARD_SIZE)
+        accelerator.wait_for_everyone()
+        found[name] = len(gathers)
+    return found

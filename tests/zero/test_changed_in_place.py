@@ -15,6 +15,7 @@ from hf_zero_stream.errors import UnsupportedError
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
+from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
 
 
@@ -68,14 +69,6 @@ def test_what_memory_shows_is_saved(
     assert tensors_of(tmp_path / "rank 0")[NORM].eq(7).all()
 
 
-def gathered_values(model: Any) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, param in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([param]):
-            found[name] = param.detach().clone()
-    return found
-
-
 def merge(folder: Path, target: Path, config: dict[str, Any], how: str) -> dict[str, torch.Tensor] | None:
     """Train an adapter, merge it with nothing gathered, and save; what memory shows, on rank 0."""
     with hf_zero_stream.streaming():
@@ -94,7 +87,7 @@ def merge(folder: Path, target: Path, config: dict[str, Any], how: str) -> dict[
             model.unmerge_adapter()
             model.merge_adapter(safe_merge=True)
             model = model.get_base_model()
-        shown = gathered_values(model)
+        shown = whole_values(model)
         if how == "unload":
             model.save_pretrained(target / "merged")
     return shown if torch.distributed.get_rank() == 0 else None

@@ -14,11 +14,12 @@ import transformers
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_zero_stream import streaming
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, load_with
 from tests.support.parity import ds_config
 from tests.support.trainers import arguments_of, join_as_launched, losses_of
-from tests.support.upstream import is_partitioned, unequal
+from tests.support.upstream import is_partitioned
 from tests.support.zoo import ZOO, Checkpoint
 
 
@@ -104,7 +105,7 @@ def recover(name: str, folder: Path, output: Path) -> list[str]:
     engine, *_ = deepspeed.initialize(model=model, config=ds_config())
     engine.save_checkpoint(str(output))
     dist.barrier()
-    return unequal(get_fp32_state_dict_from_zero_checkpoint(str(output)), plain.state_dict())
+    return differing(get_fp32_state_dict_from_zero_checkpoint(str(output)), plain.state_dict())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "t5"])
