@@ -1,7 +1,6 @@
 """TRL calls `from_pretrained` itself: a trainer given a path streams it inside `streaming()`."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, losses_of, make_tokenizer
+from tests.support.zoo import Checkpoint
 
 
 def fine_tune(folder: Path, output: Path, stream: bool) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def fine_tune(folder: Path, output: Path, stream: bool) -> dict[str, Any]:
     return {"losses": losses_of(trainer), "streamed": streamed}
 
 
-def test_sft_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_sft_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "model")
     make_tokenizer(folder)
     ours = run_ranks(2, fine_tune, folder, tmp_path / "out", True)

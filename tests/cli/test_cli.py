@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +27,7 @@ from hf_zero_stream.reports.text import fold, folded_names
 from tests.support.checkpoint_files import rewritten, tensors_of
 from tests.support.commands import command_environment
 from tests.support.parity import ds_config
-from tests.support.zoo import ZOO, build_model
+from tests.support.zoo import ZOO, Checkpoint, build_model
 
 
 NAMES = list(commands())
@@ -257,7 +256,7 @@ def test_folding_is_thorough() -> None:
 
 
 @pytest.mark.parametrize("name", list(ZOO))
-def test_inspect_shows_files_and_model(zoo_checkpoint: Callable[..., Path], name: str) -> None:
+def test_inspect_shows_files_and_model(zoo_checkpoint: Checkpoint, name: str) -> None:
     """Every tensor of the shards, and every parameter of a plain model, with its shape and size."""
     folder = zoo_checkpoint(name)
     found = run_json("inspect", str(folder))
@@ -302,7 +301,7 @@ def test_inspect_shows_of_many_shards_the_first_and_the_last(tmp_path: Path) -> 
     assert [shard["file"] for shard in run_json(*arguments)["shards"]] == names
 
 
-def test_inspect_names_what_is_initialised(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_inspect_names_what_is_initialised(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     rewritten(zoo_checkpoint("llama"), tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
     assert run_json("inspect", str(tmp_path))["model"]["missing"] == ["model.norm.weight"]
     assert "so they are initialised: model.norm.weight" in run("inspect", str(tmp_path)).stdout
@@ -463,7 +462,7 @@ def test_warnings(tiny_moe: str, tmp_path: Path) -> None:
     assert "--dtype bf16" in given and "No --ds-config" not in given
 
 
-def test_warning_of_uneven_shards(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_warning_of_uneven_shards(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     tensors = tensors_of(str(zoo_checkpoint("llama")))
     sizes = sorted(tensors, key=lambda name: tensors[name].nbytes)
     shards = {"big": sizes[4:], **{f"small-{number}": [name] for number, name in enumerate(sizes[:4])}}

@@ -16,6 +16,7 @@ import hf_zero_stream
 from hf_zero_stream.settings import config
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 WORLD_SIZE, ON_A_HOST = 4, 2
@@ -54,7 +55,7 @@ def act(folder: Path, saved: Path) -> tuple[list[Line], list[Line]]:
 
 
 @pytest.mark.slow
-def test_ranks_speak_once(compiler: None, cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_speak_once(compiler: None, cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     found = run_ranks(WORLD_SIZE, act, zoo_checkpoint("llama"), tmp_path, timeout=240)
     ranks_of = defaultdict[str, list[int]](list)
     for rank, (ours, others) in enumerate(found):
@@ -102,7 +103,7 @@ def call_outside_of_streaming(folder: Path, saved: Path) -> dict[str, int]:
 
 
 def test_mistyped_variables_are_named_outside_of_streaming_too(
-    compiler: None, cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+    compiler: None, cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     first, second = run_ranks(2, call_outside_of_streaming, zoo_checkpoint("llama"), tmp_path)
     assert set(first.values()) == {1}, first

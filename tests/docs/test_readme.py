@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from hf_zero_stream.cli import app
 from scripts.check_package import pasted
 from tests.docs.test_examples import EXAMPLES, example_commands
 from tests.support.cluster import ROOT, run_ranks
+from tests.support.zoo import Checkpoint
 
 
 README = (ROOT / "README.md").read_text()
@@ -186,7 +186,7 @@ def run_blocks(sources: list[str], ds_config: dict[str, Any], folder: Path) -> l
     return streamed
 
 
-def test_code_runs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_code_runs(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Every block, one after the other, on two ranks, with a tiny checkpoint in place of the large one."""
     sources = blocks("python")
     checkpoint = str(zoo_checkpoint("qwen3_moe"))

@@ -22,6 +22,7 @@ from tests.support.cluster import run_ranks
 from tests.support.disk import disk
 from tests.support.hosts import move_to_host
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 Change = Callable[[dict[str, Any], Path], None]
@@ -118,7 +119,7 @@ def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> 
 )
 def test_before_anything_is_read(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     change: Change,
     kind: str,
@@ -142,7 +143,7 @@ def share_in_other_chunks(folder: Path) -> tuple[bool, str]:
     return hasattr(model, "streaming_report"), "".join(warnings)
 
 
-def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """Outside ZeRO-3 ranks need not load together, and say why they do not."""
     found = run_ranks(2, share_in_other_chunks, zoo_checkpoint("llama"))
     assert not any(shared for shared, _ in found)
@@ -188,7 +189,7 @@ def read_from_one_rank(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_read_from_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_read_from_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The same error on all ranks; outside ZeRO-3 each loads alone. None hangs."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     config = json.loads((folder / "config.json").read_text())
@@ -213,7 +214,7 @@ def load_from_other_places(folder: Path, own: Path) -> int:
     return len(model.streaming_report.ranks)
 
 
-def test_what_may_differ(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_may_differ(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert run_ranks(2, load_from_other_places, zoo_checkpoint("qwen3_moe"), tmp_path) == [2, 2]
 
 
@@ -230,7 +231,7 @@ def load_other_values(folder: Path, own: Path, settings: dict[str, Any]) -> str:
     return "loaded"
 
 
-def test_other_values_in_another_folder(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_values_in_another_folder(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     first, second = run_ranks(2, load_other_values, zoo_checkpoint("llama"), tmp_path / "checked", {})
     for error in (first, second):
         assert error.startswith("CheckpointError: ") and "has the same header as rank 0's and other values" in error

@@ -29,6 +29,7 @@ from hf_zero_stream.sources import relay
 from tests.support.cluster import SOON_S, Outcome, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.disk import replace_reads
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 def kill_this_process() -> None:
@@ -170,7 +171,7 @@ def assert_survivors_name(victim: int, outcomes: list[Outcome]) -> None:
 )
 def test_killed(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     world_size: int,
     victim: int,
     kill: Callable[[], None],
@@ -190,7 +191,7 @@ def test_killed(
     [(look_as_on_other_hosts, "has died (process "), (look_as_without_power, "has not answered for 30 s (process ")],
 )
 def test_killed_on_another_host(
-    cluster: None, zoo_checkpoint: Callable[..., Path], victim: int, prepare: Callable[[], None], how: str
+    cluster: None, zoo_checkpoint: Checkpoint, victim: int, prepare: Callable[[], None], how: str
 ) -> None:
     """The kernel of its host tells, or says nothing any more."""
     outcomes = run_ranks_expecting_errors(
@@ -247,7 +248,7 @@ def enter_without_a_victim(
 )
 def test_killed_before_it_enters(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     what: str,
     victim: int,
@@ -277,7 +278,7 @@ def load_before_rank_0(folder: Path) -> Any:
     return time.monotonic() - began
 
 
-def test_killed_while_rank_0_is_elsewhere(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_killed_while_rank_0_is_elsewhere(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     first, _, third = run_ranks_expecting_errors(3, load_before_rank_0, zoo_checkpoint("llama"), timeout=60)
     assert first.error_type is None and third.error_type is None, (first, third)
     assert third.value < 7, "long before rank 0 comes"
@@ -289,7 +290,7 @@ def go_on_alone(folder: Path) -> bool:
     return dist.get_rank() == 1 or hasattr(load(folder, None), "streaming_report")
 
 
-def test_a_rank_that_has_ended(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_rank_that_has_ended(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     assert run_ranks(2, go_on_alone, zoo_checkpoint("llama")) == [False, True]
 
 
@@ -333,7 +334,7 @@ def load_many_times(folder: Path) -> int:
     return max(later - earlier for earlier, later in zip(counts, counts[1:], strict=False))
 
 
-def test_loads_leave_nothing_in_the_store(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_loads_leave_nothing_in_the_store(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     assert max(run_ranks(2, load_many_times, zoo_checkpoint("llama"))) <= 0
 
 

@@ -13,6 +13,7 @@ import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.disk import disk, failing
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 Chain = tuple[str, Any, Any, bool]
@@ -78,7 +79,7 @@ def stock_errors(checkpoint: Path) -> dict[str, Chain | None]:
     }
 
 
-def test_causes_and_contexts_are_kept(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_causes_and_contexts_are_kept(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("llama")
     ranks = run_ranks(2, errors_of_all_calls, checkpoint, tmp_path / "saved")
     for name, expected in stock_errors(checkpoint).items():

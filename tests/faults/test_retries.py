@@ -20,6 +20,7 @@ from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.disk import disk, failing, replace_reads
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 SIZE = 20_000
@@ -165,7 +166,7 @@ def load_through_faults(folder: Path) -> dict[str, Any]:
     return {"retries": [rank.retries for rank in report.ranks], "table": report.table()}
 
 
-def test_loads_count_what_they_tried_again(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_loads_count_what_they_tried_again(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for result in run_ranks(2, load_through_faults, zoo_checkpoint("qwen3_moe")):
         assert result["retries"][1] == 2 and result["retries"][0] >= 1
         assert "Tried again after passing faults of the file system" in result["table"]

@@ -18,6 +18,7 @@ from tests.faults.test_dying_ranks import (
 )
 from tests.support.cluster import run_ranks
 from tests.support.disk import replace_reads
+from tests.support.zoo import Checkpoint
 
 
 def load_slowly(folder: Path, slow: int, pause: Callable[[], None], prepare: Callable[[], None] | None) -> int:
@@ -63,7 +64,7 @@ def stop_the_process() -> None:
 )
 def test_a_slow_rank_alarms_nobody(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     slow: int,
     pause: Callable[[], None],
     prepare: Callable[[], None] | None,

@@ -16,7 +16,7 @@ from fuzz.seeds import indexes
 from tests.faults.test_faults import a_tensor, first_shard, rewrite_header
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
-from tests.support.zoo import build_model
+from tests.support.zoo import Checkpoint, build_model
 
 
 INDEX = "model.safetensors.index.json"
@@ -125,7 +125,7 @@ def load_each_then_a_good_one(folders: list[Path], good: Path) -> list[tuple[str
     return found
 
 
-def test_hostile_checkpoints(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_hostile_checkpoints(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     good = zoo_checkpoint("qwen3_moe")
     folders = []
     for number, (change, _, _) in enumerate(HOSTILE.values()):
@@ -152,7 +152,7 @@ def plan_and_load_into(folder: Path, good: Path) -> list[tuple[str, str]]:
     return found
 
 
-def test_plan_and_load_into_check_the_same(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_plan_and_load_into_check_the_same(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     good = zoo_checkpoint("qwen3_moe")
     folder = shutil.copytree(good, tmp_path / "bad")
     point_elsewhere("../elsewhere.safetensors")(folder)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses
-from tests.support.zoo import ZOO, build_model
+from tests.support.zoo import ZOO, Checkpoint, build_model
 
 
 CAUSAL = "AutoModelForCausalLM"
@@ -41,7 +40,7 @@ def make_adapter(name: str, base: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapter(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_adapter("llama", zoo_checkpoint("llama"), tmp_path_factory.mktemp("adapter"))
 
 
@@ -82,9 +81,7 @@ def test_adapter_name(cluster: None, adapter: Path) -> None:
     assert run_ranks(2, adapter_as_path, adapter, CAUSAL, {"adapter_name": "mine"}) == [[], []]
 
 
-def test_adapter_beside_the_model(
-    cluster: None, zoo_checkpoint: Callable[..., Path], adapter: Path, tmp_path: Path
-) -> None:
+def test_adapter_beside_the_model(cluster: None, zoo_checkpoint: Checkpoint, adapter: Path, tmp_path: Path) -> None:
     """One folder with both."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "both")
     for file in adapter.glob("adapter_*"):
@@ -92,7 +89,7 @@ def test_adapter_beside_the_model(
     assert run_ranks(2, adapter_as_path, folder, CAUSAL, {}) == [[], []]
 
 
-def test_adapter_kwargs(cluster: None, zoo_checkpoint: Callable[..., Path], adapter: Path, tmp_path: Path) -> None:
+def test_adapter_kwargs(cluster: None, zoo_checkpoint: Checkpoint, adapter: Path, tmp_path: Path) -> None:
     """They say where the adapter lies: here in a subfolder of the model's folder."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "model")
     shutil.copytree(adapter, folder / "adapter")
@@ -119,7 +116,7 @@ def load_adapter(base: Path, adapter: Path, inside: bool, kwargs: dict[str, Any]
 )
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 def test_load_adapter(
-    cluster: None, zoo_checkpoint: Callable[..., Path], adapter: Path, inside: bool, kwargs: dict[str, Any]
+    cluster: None, zoo_checkpoint: Checkpoint, adapter: Path, inside: bool, kwargs: dict[str, Any]
 ) -> None:
     assert run_ranks(2, load_adapter, zoo_checkpoint("llama"), adapter, inside, kwargs) == [[], []]
 
@@ -144,16 +141,14 @@ def losses(name: str, folder: Path, dtype: torch.dtype, how: str, adapter: Path 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 @pytest.mark.sample(1)
-def test_training_a_new_adapter(
-    cluster: None, zoo_checkpoint: Callable[..., Path], name: str, dtype: torch.dtype
-) -> None:
+def test_training_a_new_adapter(cluster: None, zoo_checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
     folder = zoo_checkpoint(name, dtype)
     streamed = run_ranks(2, losses, name, folder, dtype, "streamed", None)
     assert streamed == run_ranks(2, losses, name, folder, dtype, "stock", None)
     assert len(set(streamed[0])) == 3, "three steps must change the loss"
 
 
-def test_training_a_saved_adapter(cluster: None, zoo_checkpoint: Callable[..., Path], adapter: Path) -> None:
+def test_training_a_saved_adapter(cluster: None, zoo_checkpoint: Checkpoint, adapter: Path) -> None:
     """PEFT's own `PeftModel.from_pretrained` around a streamed model."""
     folder = zoo_checkpoint("llama")
     streamed = run_ranks(2, losses, "llama", folder, torch.float32, "streamed", adapter)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from transformers.integrations.deepspeed import (
 import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 def load(folder: Path | str, config: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def what_counts(folder: Path) -> list[Any]:
     return found
 
 
-def test_the_newest_that_is_alive_counts(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_the_newest_that_is_alive_counts(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for found in run_ranks(2, what_counts, zoo_checkpoint("llama", torch.bfloat16)):
         assert found == [
             ("first", 2),
@@ -149,7 +149,7 @@ def resize_the_first(folder: Path) -> tuple[list[int], list[int]]:
     return [first.config.vocab_size, third.config.vocab_size], [sum(plain), len(plain)]
 
 
-def test_two_models(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_two_models(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for sizes, (partitioned, number) in run_ranks(2, resize_the_first, zoo_checkpoint("llama", torch.bfloat16)):
         assert sizes == [317, 311] and partitioned == number
 

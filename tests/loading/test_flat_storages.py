@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from hf_zero_stream.settings.config import StreamingConfig
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 def config_of(stage: int) -> dict[str, Any]:
@@ -79,9 +78,7 @@ def handle(folder: Path, out: Path, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_every_parameter_is_its_own(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, stage: int
-) -> None:
+def test_every_parameter_is_its_own(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     for found in run_ranks(2, handle, zoo_checkpoint("llama", torch.bfloat16), tmp_path, stage):
         assert found == {
             "loaded": [],
@@ -105,7 +102,7 @@ def partitions(folder: Path) -> list[str]:
     return [name for name, tensor in tensors.items() if tensor.untyped_storage().nbytes() != tensor.nbytes]
 
 
-def test_every_partition_is_its_own(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_every_partition_is_its_own(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     assert run_ranks(2, partitions, zoo_checkpoint("llama", torch.bfloat16)) == [[], []]
 
 

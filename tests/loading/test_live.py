@@ -17,14 +17,14 @@ from hf_zero_stream.errors import LoadError
 from tests.support.cluster import RankFailure, run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses, unequal
-from tests.support.zoo import ZOO, make_checkpoint
+from tests.support.zoo import ZOO, Checkpoint, make_checkpoint
 
 
 Checkpoints = Callable[..., tuple[Path, Path]]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+def checkpoints(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """A zoo model's folder in bf16, and another of the same architecture with other values."""
 
     def make(name: str, second_dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
@@ -147,7 +147,7 @@ def refused(first: Path, second: Path) -> tuple[str, bool]:
 
 
 def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     model = plain_model("qwen3_moe", folder, torch.bfloat16)

@@ -4,7 +4,6 @@ Whatever is passed, the engine or the model inside it: an optimizer step copies 
 """
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ import hf_zero_stream
 from hf_zero_stream.errors import HfZeroStreamError
 from tests.support.cluster import run_ranks
 from tests.support.parity import unequal
-from tests.support.zoo import ZOO, make_checkpoint
+from tests.support.zoo import ZOO, Checkpoint, make_checkpoint
 
 
 Folders = tuple[Path, Path, Path, Path]
 
 
 @pytest.fixture(scope="module")
-def folders(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """A Llama in bf16; the same architecture with other values, in fp32 and in bf16, and a part of those."""
     narrow, wide = (make_checkpoint("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16) for _ in range(2))
     part = tmp_path_factory.mktemp("part")

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers.distributed import DistributedConfig
 
 from tests.support.cluster import run_ranks
-from tests.support.loading import Messages, assert_same, compare, errors_of, load_with
+from tests.support.loading import assert_same, compare, errors_of, load_with
+from tests.support.messages import Messages
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
 

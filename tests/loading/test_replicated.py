@@ -1,7 +1,6 @@
 """Stages 0 to 2 and data parallelism: every rank has the plain load's bits and read 1/N of the files."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hf_zero_stream.errors import ReadError
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 def load_shared(name: str, folder: Path, dtype: torch.dtype) -> list[str]:
@@ -43,16 +42,12 @@ def load_shared(name: str, folder: Path, dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize("name", list(ZOO))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_values_equal_plain_loading(
-    cluster: None, zoo_checkpoint: Callable[..., Path], name: str, world_size: int
-) -> None:
+def test_values_equal_plain_loading(cluster: None, zoo_checkpoint: Checkpoint, name: str, world_size: int) -> None:
     folder = zoo_checkpoint(name, torch.bfloat16)
     assert run_ranks(world_size, load_shared, name, folder, torch.bfloat16) == [[]] * world_size
 
 
-def test_a_cast_and_small_chunks(
-    cluster: None, zoo_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cast_and_small_chunks(cluster: None, zoo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters larger than a chunk pass in several."""
     monkeypatch.setenv("HF_ZERO_STREAM_STAGING_BYTES", "4096")
     folder = zoo_checkpoint("qwen3_moe", torch.float32)
@@ -72,7 +67,7 @@ def losses(folder: Path, stage: int, streams: bool) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.sample(1)
-def test_losses_equal_stock(cluster: None, zoo_checkpoint: Callable[..., Path], stage: int) -> None:
+def test_losses_equal_stock(cluster: None, zoo_checkpoint: Checkpoint, stage: int) -> None:
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     runs = [run_ranks(2, losses, folder, stage, streams) for streams in (True, False)]
     assert runs[0] == runs[1]
@@ -87,7 +82,7 @@ def left_to_transformers(folder: Path) -> list[bool]:
     return [hasattr(model, "streaming_report") for model in (by_setting, by_device_map)]
 
 
-def test_loads_that_are_left_to_transformers(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_loads_that_are_left_to_transformers(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     assert run_ranks(2, left_to_transformers, folder) == [[False, False]] * 2
 
@@ -110,7 +105,7 @@ def broken_on_one_rank(folder: Path) -> str:
     return message
 
 
-def test_a_rank_that_cannot_read_fails_all(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_rank_that_cannot_read_fails_all(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     assert run_ranks(2, broken_on_one_rank, folder) == ["rank 1: made to fail", "made to fail"]
 

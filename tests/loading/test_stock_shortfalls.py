@@ -54,6 +54,7 @@ from tests.support.checkpoint_files import Tensors, rewritten
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, load_with
 from tests.support.parity import differences, ds_config
+from tests.support.zoo import Checkpoint
 from tests.sweep.tiny import make_checkpoints
 
 
@@ -338,9 +339,7 @@ def load_watched(folder: Path) -> dict[str, Any]:
     return {**compare(f"{__name__}:Watched", folder, {}), "seen": [pair for pair in Watched.seen if pair[0]]}
 
 
-def test_missing_keys_are_gathered_by_module(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_missing_keys_are_gathered_by_module(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Whatever initialisation code meets in full are missing parameters of its own module; none is left out."""
     lost = ("word_embeddings", "layer.0.intermediate", "layer.1.attention.self.query.weight")
 

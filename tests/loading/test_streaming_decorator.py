@@ -6,7 +6,7 @@ import functools
 import gc
 import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hf_zero_stream.registry.rows import PatchScope
 from hf_zero_stream.settings import scope
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 def streams() -> bool:
@@ -107,7 +108,7 @@ def load_in_all_ways(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_loads_stream(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_loads_stream(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for found in run_ranks(2, load_in_all_ways, zoo_checkpoint("llama")):
         assert found == dict.fromkeys(("async", "thread", "generator", "async generator", "left"), True)
 

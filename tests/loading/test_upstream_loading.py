@@ -19,7 +19,8 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, deepspeed_con
 
 from hf_zero_stream import streaming
 from tests.support.cluster import run_ranks
-from tests.support.loading import Messages, assert_same, compare, errors_of, find_class, load_with
+from tests.support.loading import assert_same, compare, errors_of, find_class, load_with
+from tests.support.messages import Messages
 from tests.support.parity import differences, ds_config
 from tests.support.upstream import compare_dtypes, gpt2_config, is_partitioned, randomise, tiny_checkpoint
 from tests.support.whole import whole

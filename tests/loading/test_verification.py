@@ -25,6 +25,7 @@ from tests.support.cluster import SOON_S, Outcome, run_ranks, run_ranks_expectin
 from tests.support.homes import make_even_llama
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8, mxfp4
+from tests.support.zoo import Checkpoint
 
 
 HOMES: dict[str, dict[str, Any] | None] = {
@@ -52,9 +53,7 @@ def verified(folder: Path, homes: list[str], how: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_a_digest_is_the_same_in_every_home_and_world(
-    cluster: None, zoo_checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_a_digest_is_the_same_in_every_home_and_world(cluster: None, zoo_checkpoint: Checkpoint, name: str) -> None:
     """Casts to bfloat16, fused experts and transposed layouts included."""
     digests = set()
     for world_size, homes in ((1, ["zero3"]), (2, list(HOMES)), (3, ["zero3", "replicated"])):
@@ -69,9 +68,7 @@ def test_a_digest_is_the_same_in_every_home_and_world(
     assert len(digests) == 1 and len(digests.pop()) == 16
 
 
-def test_a_sample_is_small(
-    cluster: None, zoo_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_is_small(cluster: None, zoo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     for reports in run_ranks(2, verified_in_small_samples, zoo_checkpoint("qwen3_moe")):
         (report,) = reports
         assert report["digest"] == "" and "Verified (sample)" in report["table"]
@@ -115,7 +112,7 @@ def load_and_corrupt(folder: Path, home: str, how: str, where: str) -> Any:
     ("home", "where"),
     [("zero3", "placed"), ("offload", "placed"), ("stage 2", "placed"), ("replicated", "placed"), ("stage 2", "sent")],
 )
-def test_one_wrong_element_is_found(cluster: None, zoo_checkpoint: Callable[..., Path], home: str, where: str) -> None:
+def test_one_wrong_element_is_found(cluster: None, zoo_checkpoint: Checkpoint, home: str, where: str) -> None:
     outcomes: list[Outcome] = run_ranks_expecting_errors(
         2, load_and_corrupt, zoo_checkpoint("qwen3_moe"), home, "full", where
     )
@@ -127,7 +124,7 @@ def test_one_wrong_element_is_found(cluster: None, zoo_checkpoint: Callable[...,
         assert outcome.seconds < SOON_S
 
 
-def test_without_verification_it_goes_unnoticed(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_without_verification_it_goes_unnoticed(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """What the test above would prove nothing without."""
     outcomes = run_ranks_expecting_errors(2, load_sizes_and_corrupt, zoo_checkpoint("qwen3_moe"))
     assert [outcome.error_type for outcome in outcomes] == [None, None]
@@ -244,7 +241,7 @@ def verified_live(folder: Path) -> tuple[str, str, str]:
     return model.streaming_report.digest, again.digest, again.ranks[0].verification.how
 
 
-def test_load_into(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_load_into(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for first, again, how in run_ranks(2, verified_live, zoo_checkpoint("qwen3_moe")):
         assert (first, how) == (again, "full")
 
@@ -255,7 +252,7 @@ def verified_through_a_relay(folder: Path) -> str:
     return model.streaming_report.digest
 
 
-def test_read_by_another_rank(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_read_by_another_rank(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     digests = run_ranks(2, verified_through_a_relay, zoo_checkpoint("llama"))
     ((alone,),) = run_ranks(1, verified_in_fp32, zoo_checkpoint("llama"))
     assert digests == [alone, alone]

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from tests.cli.test_cli import run, run_json
 from tests.hostile.test_odd_folders import link_all, promise_in_vain
 from tests.support.checkpoint_files import tensors_of
 from tests.support.saving import contents, different, save_stock
+from tests.support.zoo import Checkpoint
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -33,7 +33,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [None, FP32], ids=["same_dtype", "fp32"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe", "t5", "deepseek_v3"])
 def test_hub_layout_is_what_transformers_saves(
-    zoo_checkpoint: Callable[..., Path], tmp_path: Path, name: str, dtype: torch.dtype | None
+    zoo_checkpoint: Checkpoint, tmp_path: Path, name: str, dtype: torch.dtype | None
 ) -> None:
     checkpoint = zoo_checkpoint(name, BF16)
     save_stock(name, checkpoint, tmp_path / "stock", BF16, cast=dtype)
@@ -43,7 +43,7 @@ def test_hub_layout_is_what_transformers_saves(
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "bert"])
-def test_model_layout(zoo_checkpoint: Callable[..., Path], tmp_path: Path, name: str) -> None:
+def test_model_layout(zoo_checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
     checkpoint = zoo_checkpoint(name, BF16)
     save_stock(name, checkpoint, tmp_path / "stock", BF16, save_original_format=False)
     convert(checkpoint, tmp_path / "ours", layout="model", max_shard_size="40KB")
@@ -54,7 +54,7 @@ def test_model_layout(zoo_checkpoint: Callable[..., Path], tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("size", ["10KB", "1GB"])
-def test_same_layout(zoo_checkpoint: Callable[..., Path], tmp_path: Path, size: str) -> None:
+def test_same_layout(zoo_checkpoint: Checkpoint, tmp_path: Path, size: str) -> None:
     """No class of transformers is needed, and everything beside the weights is copied."""
     source = tmp_path / "source"
     convert(zoo_checkpoint("qwen3_moe", BF16), source, max_shard_size="40KB")
@@ -102,7 +102,7 @@ def pickled(source: Path, folder: Path, shards: int, zipped: bool = True) -> dic
 
 
 @pytest.mark.parametrize(("shards", "zipped"), [(1, True), (1, False), (3, True), (3, False)])
-def test_files_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path, shards: int, zipped: bool) -> None:
+def test_files_of_torch_save(zoo_checkpoint: Checkpoint, tmp_path: Path, shards: int, zipped: bool) -> None:
     values = pickled(zoo_checkpoint("qwen3_moe", BF16), tmp_path / "bin", shards, zipped)
     done = convert(tmp_path / "bin", tmp_path / "ours", max_shard_size="40KB")
     found = tensors_of(tmp_path / "ours")
@@ -116,7 +116,7 @@ def test_files_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path
         assert all(torch.equal(value, values[name].float()) for name, value in tensors_of(tmp_path / "file").items())
 
 
-def test_layouts_of_tied_weights_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_layouts_of_tied_weights_of_torch_save(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Two names of one storage, as ``torch.save(model.state_dict())`` writes them."""
     source = zoo_checkpoint("qwen3", BF16)
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
@@ -152,7 +152,7 @@ def test_what_is_refused_of_torch_save(tmp_path: Path) -> None:
     assert not (tmp_path / "ours").exists()
 
 
-def test_in_place(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_in_place(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe", BF16)
     convert(checkpoint, tmp_path, max_shard_size="40KB")
     before = tensors_of(tmp_path)
@@ -161,7 +161,7 @@ def test_in_place(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     assert all(torch.equal(before[name], value) for name, value in tensors_of(tmp_path).items())
 
 
-def test_what_is_refused(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_is_refused(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe", BF16)
     with pytest.raises(ConfigError, match='"same", "hub" or "model"; got \'gguf\''):
         convert(checkpoint, tmp_path / "ours", layout="gguf")  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def test_what_is_refused(zoo_checkpoint: Callable[..., Path], tmp_path: Path) ->
 
 
 def test_a_failure_leaves_what_was_there(
-    zoo_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert(zoo_checkpoint("qwen3_moe", BF16), tmp_path, max_shard_size="40KB")
     before = contents(tmp_path)
@@ -194,7 +194,7 @@ def test_a_failure_leaves_what_was_there(
     assert contents(tmp_path) == before
 
 
-def test_command(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_command(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     words = ["convert", str(zoo_checkpoint("bert", BF16)), str(tmp_path / "ours"), "--dtype", "float32"]
     found = run_json(*words)
     assert found["files"] == ["model.safetensors"] and found["bytes_written"] == 2 * found["bytes_read"]
@@ -202,7 +202,7 @@ def test_command(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     assert "int7" in run(*words, code=2).stderr
 
 
-def test_a_copy_does_not_lose_what_is_promised(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_copy_does_not_lose_what_is_promised(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """No model is known here that could say whether it is wanted."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     promise_in_vain(folder)
@@ -211,7 +211,7 @@ def test_a_copy_does_not_lose_what_is_promised(zoo_checkpoint: Callable[..., Pat
     assert not list((tmp_path / "copy").glob("**/*"))
 
 
-def test_the_copy_of_links_has_none(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_copy_of_links_has_none(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     link_all(folder)
     convert(folder, tmp_path / "copy", progress=False)

@@ -29,6 +29,7 @@ from tests.support.hosts import move_to_host
 from tests.support.parity import ds_config
 from tests.support.saving import different
 from tests.support.sharded import sharded_differences
+from tests.support.zoo import Checkpoint
 
 
 CAUSAL = transformers.AutoModelForCausalLM
@@ -55,7 +56,7 @@ def write(checkpoint: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(cluster: None, zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders by name, each with the model's config."""
     folder, checkpoint = tmp_path_factory.mktemp("distcp"), zoo_checkpoint("qwen3_moe")
     run_ranks(4, write, checkpoint, folder)
@@ -109,7 +110,7 @@ def test_fields_that_torch_does_not_write(tmp_path: Path, monkeypatch: pytest.Mo
         contents_of(tmp_path / "saved")
 
 
-def test_layout_of_the_hub(saved: Path, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_layout_of_the_hub(saved: Path, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     CAUSAL.from_pretrained(zoo_checkpoint("qwen3_moe")).save_pretrained(tmp_path / "stock")
     convert(saved / "three", tmp_path / "ours", layout="hub")
     assert different(tmp_path / "ours", tmp_path / "stock") == []
@@ -147,7 +148,7 @@ def load(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_each_rank_reads_its_own_bytes(saved: Path, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_each_rank_reads_its_own_bytes(saved: Path, zoo_checkpoint: Checkpoint) -> None:
     shutil.copytree(saved / "three", saved / "bare", ignore=shutil.ignore_patterns("*.json"))
     shutil.copytree(zoo_checkpoint("qwen3_moe"), saved / "stock")
     expected = {"differences": [], "needed": True, "unequal": [], "read": True}

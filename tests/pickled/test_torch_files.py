@@ -27,6 +27,7 @@ from hf_zero_stream.plugins.pickled.zero_model_files import read_model_file
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.parity import load_and_compare
+from tests.support.zoo import Checkpoint
 
 
 BASE = torch.arange(60, dtype=torch.float32)
@@ -270,7 +271,7 @@ def to_bin(folder: Path, target: Path, shards: int) -> None:
     (target / "pytorch_model.bin.index.json").write_text(index.getvalue())
 
 
-def test_each_rank_reads_its_own_bytes(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_each_rank_reads_its_own_bytes(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "bin"
     to_bin(zoo_checkpoint("qwen3_moe"), folder, 3)
     arguments = ("AutoModelForCausalLM", folder, torch.float32, torch.float32)

@@ -23,6 +23,7 @@ from tests.faults.test_dying_ranks import kill_this_process, load, look_as_on_ot
 from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import SOON_S, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import command_environment
+from tests.support.messages import message_of
 from tests.support.zoo import Checkpoint
 
 
@@ -33,11 +34,7 @@ def forget_launcher() -> None:
 
 def caught_in(folder: Path, zero: dict[str, Any] | None) -> tuple[str, float]:
     began = time.monotonic()
-    try:
-        load(folder, zero)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - began
-    return "nothing", time.monotonic() - began
+    return message_of(lambda: load(folder, zero)), time.monotonic() - began
 
 
 def slow_imports() -> None:

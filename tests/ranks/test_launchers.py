@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed
@@ -16,6 +15,7 @@ from scripts.system_packages import MPICH
 from tests.conftest import skip_if_lacking
 from tests.support.cluster import SOON_S, free_port, run_ranks_expecting_errors
 from tests.support.commands import run_command
+from tests.support.zoo import Checkpoint
 
 
 RANK = """
@@ -84,7 +84,7 @@ subprocess.run(command)
 )
 def test_a_death_before_a_save(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     launcher: str,
     world_size: int,

@@ -26,6 +26,7 @@ from hf_zero_stream.sources import local
 from hf_zero_stream.sources.local import WINDOW_BYTES, ReadAhead, drop_from_cache
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 MIDDLE = WINDOW_BYTES // 2
@@ -247,9 +248,7 @@ def load(folder: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_ranks_of_one_host_read_ahead_together(
-    cluster: None, zoo_checkpoint: Callable[..., Path], world_size: int
-) -> None:
+def test_ranks_of_one_host_read_ahead_together(cluster: None, zoo_checkpoint: Checkpoint, world_size: int) -> None:
     folder = zoo_checkpoint("qwen3_moe")
     files = len(list(folder.glob("*.safetensors")))
     for result in run_ranks(world_size, load, folder, {}):
@@ -260,14 +259,14 @@ def test_ranks_of_one_host_read_ahead_together(
         assert result["error"] == ""
 
 
-def test_of_a_single_file_too(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_of_a_single_file_too(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It has no index, with which reading ahead begins elsewhere."""
     transformers.AutoModelForCausalLM.from_pretrained(zoo_checkpoint("qwen3_moe")).save_pretrained(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
     assert [result["asked"] for result in run_ranks(2, load, tmp_path, {})] == [[(1, 0, 2)], [(1, 1, 2)]]
 
 
-def test_not_for_a_part_of_the_files(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_not_for_a_part_of_the_files(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """A model that takes only some of the tensors: the rest of the files is not brought in."""
     for result in run_ranks(2, load, zoo_checkpoint("qwen3_moe"), {"num_hidden_layers": 1}):
         assert len(result["asked"]) == 1
@@ -276,7 +275,7 @@ def test_not_for_a_part_of_the_files(cluster: None, zoo_checkpoint: Callable[...
         assert result["left"] == 0
 
 
-def test_ends_with_a_load_that_fails(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_ends_with_a_load_that_fails(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "bad")
     shard = sorted(folder.glob("*.safetensors"))[0]
     os.truncate(shard, shard.stat().st_size - 100)

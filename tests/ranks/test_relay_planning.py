@@ -30,6 +30,7 @@ from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.disk import failing, replace_reads
 from tests.support.parity import differences, ds_config, unequal
 from tests.support.quantised_checkpoints import compressed_tensors, fp8, mxfp4
+from tests.support.zoo import Checkpoint
 
 
 def own_view(folder: Path, reader: int = 0, hide: tuple[str, ...] = ("*.safetensors",)) -> Path:
@@ -101,7 +102,7 @@ def load_what_needs_values(folders: dict[str, Path]) -> dict[str, list[str]]:
     return found
 
 
-def test_values_that_planning_needs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_values_that_planning_needs(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folders = {}
     for name, model_class in (
         ("extra state", odd_models.ExtraState),
@@ -166,7 +167,7 @@ def load_in_other_ways(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_other_ways_to_load(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_ways_to_load(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     for found in run_ranks(4, load_in_other_ways, folder):
         assert not any(found.values()), found
@@ -201,7 +202,7 @@ def errors_where_files_are_missing(sharded: Path, pickled: Path) -> dict[str, st
 
 
 @pytest.mark.plugin("pickled")
-def test_what_every_rank_must_see(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_every_rank_must_see(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The index, and files that are not safetensors: else all ranks say which rank lacks them, at once."""
     sharded = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     pickled = tmp_path / "bert"

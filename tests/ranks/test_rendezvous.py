@@ -22,6 +22,7 @@ from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.ranks import presence, rendezvous
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.cluster import SOON_S, run_ranks
+from tests.support.messages import message_of
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
 
@@ -260,10 +261,7 @@ def never_come(folder: Path) -> str:
         presence.Presence.in_default_group().group_timeout_s = 2.0
     message = ""
     if dist.get_rank() != 1:
-        try:
-            auto_class.from_pretrained(folder, ds_config=ds_config())
-        except RuntimeError as error:
-            message = f"{type(error).__name__}: {error}"
+        message = message_of(lambda: auto_class.from_pretrained(folder, ds_config=ds_config()), otherwise="")
     dist.barrier()
     presence.Presence.in_default_group().group_timeout_s = 60.0
     model = auto_class.from_pretrained(folder, ds_config=ds_config())

@@ -26,8 +26,10 @@ class Scaled(ConversionOps):
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         (values,) = input_dict.values()
-        tensor = values[0] if isinstance(values, list) else values
-        return {target_patterns[0]: tensor * self.factor}
+        return {target_patterns[0]: self.of(values[0] if isinstance(values, list) else values)}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * self.factor
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -37,12 +39,8 @@ class Scaled(ConversionOps):
 class Sorted(Scaled):
     """A function of all elements at once."""
 
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, Any]:
-        (values,) = input_dict.values()
-        tensor = values[0] if isinstance(values, list) else values
-        return {target_patterns[0]: tensor.flatten().sort().values.view(tensor.shape)}
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten().sort().values.view(tensor.shape)
 
     @property
     def reverse_op(self) -> ConversionOps:

@@ -1,7 +1,6 @@
 """Output folders that not all ranks see: the folder is whole where rank 0 is, as stock leaves it."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests.support.hosts import can_mount, give_own_disk
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different
+from tests.support.zoo import Checkpoint
 
 
 pytestmark = pytest.mark.skipif(not can_mount(), reason="mounting in a namespace of its own is not allowed here")
@@ -49,7 +49,7 @@ def save_on_own_disks(checkpoint: Path, folder: Path, others: Path) -> list[list
     return written
 
 
-def test_ranks_that_do_not_see_the_folder(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_that_do_not_see_the_folder(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     found = run_ranks(2, save_on_own_disks, zoo_checkpoint("qwen3_moe"), folder, tmp_path / "others")
@@ -68,7 +68,7 @@ def train_on_own_disks(checkpoint: Path, folder: Path, name: str) -> dict[str, A
 
 
 @pytest.mark.slow
-def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     for name in ("stock", "ours"):
         folder = tmp_path / name
         folder.mkdir()

@@ -23,6 +23,7 @@ from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, contents, saves_with
+from tests.support.zoo import Checkpoint
 
 
 NAME = "qwen3_moe"
@@ -104,7 +105,7 @@ def inject(fault: str, files: Any) -> Callable[[], None]:
     ],
 )
 def test_one_rank_cannot_write(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, fault: str, words: list[str]
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, fault: str, words: list[str]
 ) -> None:
     errors = run_ranks(3, save_over, zoo_checkpoint(NAME, torch.bfloat16), tmp_path / "saved", fault)
     for error in errors:
@@ -124,7 +125,7 @@ def save_with_a_death(checkpoint: Path, folder: Path) -> None:
     hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE, dtype=torch.float32)
 
 
-def test_a_rank_is_killed(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_rank_is_killed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     first, killed, last = run_ranks_expecting_errors(
         3, save_with_a_death, zoo_checkpoint(NAME, torch.bfloat16), folder, timeout=60
@@ -145,7 +146,7 @@ def save_to(checkpoint: Path, folder: Path) -> str:
     return ""
 
 
-def test_a_disk_that_is_really_full(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A file system of 64 KiB, where one can be mounted; nobody but root can, and the test above stands in for it."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True, check=False
@@ -161,7 +162,7 @@ def test_a_disk_that_is_really_full(cluster: None, zoo_checkpoint: Callable[...,
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_it_may_be_read_from(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_it_may_be_read_from(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Saving over the checkpoint that the model came from, and that others have mapped, changes only the names."""
     (folder,) = run_ranks(1, save_over_its_own, zoo_checkpoint(NAME, torch.bfloat16), tmp_path / "own")
     assert folder == "same"
@@ -189,7 +190,7 @@ def load_after_a_death(folder: Path) -> list[str]:
 
 def test_loading_finishes_a_save(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,6 +1,6 @@
 """Inside ``GatheredParameters`` the gathered values are saved, rank 0's where ranks differ, by one rank or by all."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, unequal
 from tests.support.saving import SHARD_SIZE, different, saves_with
+from tests.support.zoo import Checkpoint
 
 
 CHANGED = ("model.embed_tokens.weight", "model.norm.weight")
@@ -90,7 +91,7 @@ def save_in_many_ways(checkpoint: Path, folder: Path) -> dict[str, str]:
     return errors
 
 
-def test_gathered_values_are_saved(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_gathered_values_are_saved(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     errors = run_ranks(2, save_in_many_ways, checkpoint, tmp_path)
     saved = {path.name for path in tmp_path.iterdir()} - {"nothing"}
@@ -122,7 +123,7 @@ def merge_an_adapter(checkpoint: Path, folder: Path, name: str) -> None:
                 whole.save_pretrained(folder / name, max_shard_size=SHARD_SIZE)
 
 
-def test_a_merged_adapter(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_merged_adapter(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe")
     for name in ("stock", "ours"):
         run_ranks(2, merge_an_adapter, checkpoint, tmp_path, name)
@@ -149,7 +150,7 @@ def load_while_gathered(first: Path, second: Path, modifier_rank: int | None) ->
 
 @pytest.mark.parametrize("modifier_rank", [None, 0])
 def test_loading_while_gathered(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, modifier_rank: int | None
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, modifier_rank: int | None
 ) -> None:
     from tests.support.zoo import make_checkpoint
 

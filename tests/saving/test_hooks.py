@@ -1,7 +1,6 @@
 """Inside ``streaming()`` the usual ways to save give what they give without it, and gather nothing."""
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different, gathers_counted, save_both_ways
 from tests.support.trainers import by_deepspeed, join_as_launched, trainer_arguments
+from tests.support.zoo import Checkpoint
 
 
 INDEX = "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def with_accelerate(checkpoint: Path, folder: Path, stage: int) -> dict[str, Any
 
 
 @pytest.mark.parametrize("stage", [3, 2])
-def test_accelerate(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, stage: int) -> None:
+def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     found = run_ranks(2, with_accelerate, checkpoint, tmp_path, stage)
     assert found == [{"stock": 2, "ours": 0, "alone": 0} if stage == 3 else {"stock": 0, "ours": 0}] * 2
@@ -74,7 +74,7 @@ def with_values_of_one(checkpoint: Path, folder: Path) -> None:
         accelerator.wait_for_everyone()
 
 
-def test_values_that_rank_0_has(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_values_that_rank_0_has(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Nobody waits for a save by all ranks."""
     run_ranks(2, with_values_of_one, zoo_checkpoint("llama", torch.bfloat16), tmp_path)
     assert different(tmp_path / "ours", tmp_path / "stock") == []
@@ -100,7 +100,7 @@ def with_trainer(checkpoint: Path, folder: Path, name: str) -> dict[str, Any]:
     return {"gathers": len(gathers), "restored": "hf_zero_stream" not in Trainer.save_model.__code__.co_filename}
 
 
-def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe")
     gathers = {"stock": 2, "ours": 0, **({} if sampling.is_sample else {"ours, Trainer imported late": 0})}
     for name, count in gathers.items():
@@ -125,7 +125,7 @@ def saved_by_one(checkpoint: Path, folder: Path) -> None:
         accelerator.unwrap_model(engine).save_pretrained(folder / "together", state_dict=state_dict)
 
 
-def test_saving_is_for_all_ranks(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_saving_is_for_all_ranks(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     run_ranks(2, saved_by_one, zoo_checkpoint("qwen3_moe", torch.bfloat16), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["together"]
 
@@ -144,7 +144,7 @@ def by_rank_0_alone(checkpoint: Path, folder: Path, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_rank_0_alone(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, stage: int) -> None:
+def test_rank_0_alone(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     """At stages 1 and 2 each rank has the whole model, and its state dict has values."""
     run_ranks(2, by_rank_0_alone, zoo_checkpoint("llama", torch.bfloat16), tmp_path, stage, timeout=60)
     for name in ("", "save_model"):
@@ -167,9 +167,7 @@ def reminded(checkpoint: Path, folder: Path) -> str:
     return "".join(said)
 
 
-def test_the_first_reminder_says_what_to_change(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_first_reminder_says_what_to_change(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     said, _ = run_ranks(2, reminded, zoo_checkpoint("llama", torch.bfloat16), tmp_path)
     assert "for rank 1 to save. All of them must call save_pretrained" in said
     assert "take it out of `if accelerator.is_main_process:`" in said
@@ -185,7 +183,7 @@ def values_of_a_state_dict(checkpoint: Path) -> str:
     return str(caught.value)
 
 
-def test_a_state_dict_has_no_values(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_state_dict_has_no_values(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     run_ranks(2, values_of_a_state_dict, zoo_checkpoint("qwen3_moe", torch.bfloat16))
 
 
@@ -198,9 +196,7 @@ def saved_while_leading(checkpoint: Path, folder: Path) -> None:
         run_on_leader(engine, lambda: accelerator.save_model(engine, folder / "led"))
 
 
-def test_save_model_in_a_save_that_rank_0_leads(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_save_model_in_a_save_that_rank_0_leads(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     first, second = run_ranks_expecting_errors(2, saved_while_leading, zoo_checkpoint("llama"), tmp_path)
     assert first.error_type == second.error_type == "UnsupportedError"
     assert "only rank 0 runs this code" in (first.error_message or "")

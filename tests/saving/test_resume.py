@@ -1,7 +1,6 @@
 """Going on from what was saved: by us at another number of ranks, and by DeepSpeed as ever."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses
 from tests.support.trainers import by_deepspeed
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 NAME = "qwen3_moe"
@@ -46,7 +45,7 @@ def go_on(how: str, checkpoint: Path, saved: Path, config: dict[str, Any]) -> li
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["16_bit", "fp32_masters"])
 def test_at_another_world_size(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, dtype: torch.dtype | None
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, dtype: torch.dtype | None
 ) -> None:
     config = ds_config(torch.bfloat16)
     checkpoint = zoo_checkpoint(NAME, torch.bfloat16)
@@ -78,7 +77,7 @@ def masters_survive(checkpoint: Path, folder: Path, config: dict[str, Any]) -> l
     ]
 
 
-def test_masters(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_masters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint(NAME, torch.bfloat16)
     assert run_ranks(2, masters_survive, checkpoint, tmp_path / "saved", ds_config(torch.bfloat16)) == [[], []]
 
@@ -94,7 +93,7 @@ def deepspeeds_own(checkpoint: Path, folder: Path, config: dict[str, Any]) -> di
     return {"uninterrupted": uninterrupted, "resumed": three_losses(engine, ZOO[NAME].inputs)}
 
 
-def test_deepspeeds_own_checkpoints(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_deepspeeds_own_checkpoints(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = {**ds_config(torch.bfloat16), "gradient_accumulation_steps": 1}
     for found in run_ranks(2, deepspeeds_own, zoo_checkpoint(NAME, torch.bfloat16), tmp_path / "state", config):
         assert found["resumed"] == found["uninterrupted"]

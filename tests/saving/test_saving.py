@@ -19,14 +19,14 @@ from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
 from tests.support.saving import different, save_loaded, save_stock, save_trained, saves_with
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(scope="module")
-def stock(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stock(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What transformers saves of every model of the zoo."""
     folder = tmp_path_factory.mktemp("stock")
     for name in ZOO:
@@ -43,7 +43,7 @@ def stock(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
 )
 def test_every_architecture(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     stock: Path,
     tmp_path: Path,
     world_size: int,
@@ -63,7 +63,7 @@ def test_every_architecture(
 
 
 @pytest.mark.slow
-def test_in_another_dtype(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_in_another_dtype(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Tied weights stay tied when they are cast."""
     checkpoints = [zoo_checkpoint(name, BF16) for name in ZOO]
     for name, checkpoint in zip(ZOO, checkpoints, strict=True):
@@ -97,9 +97,7 @@ def without_zero(names: list[str], checkpoints: list[Path], folder: Path) -> Any
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_replicas(
-    cluster: None, zoo_checkpoint: Callable[..., Path], stock: Path, tmp_path: Path, world_size: int
-) -> None:
+def test_replicas(cluster: None, zoo_checkpoint: Checkpoint, stock: Path, tmp_path: Path, world_size: int) -> None:
     names = ["qwen3_moe", "qwen3_vl_moe", "t5"]
     checkpoints = [zoo_checkpoint(name, BF16) for name in names]
     for written in run_ranks(world_size, without_zero, names, checkpoints, tmp_path)[0]:
@@ -133,7 +131,7 @@ OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "
 )
 def test_after_training(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     world_size: int,
     zero: dict[str, Any],
@@ -149,7 +147,7 @@ def test_after_training(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
-def test_from_swap_files(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_from_swap_files(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = make_moe_checkpoint(tmp_path / "moe", 4e7, num_layers=4, num_experts=32)
     offload = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "swap"), "buffer_size": 2**23}}
     found = run_ranks(2, save_swapped, checkpoint, tmp_path, ds_config(BF16, **offload))

@@ -1,6 +1,5 @@
 """Models that were streamed into shards train as plain ones do, and as those of stock do."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.sharded import Sizes, even_inputs, even_model, load_sharded
 from tests.support.trainings import Training
+from tests.support.zoo import Checkpoint
 
 
 CAUSAL = transformers.AutoModelForCausalLM
@@ -77,7 +77,7 @@ def test_policies(cluster: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tied_head_of_odd_sizes(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_tied_head_of_odd_sizes(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """It stays one parameter. Of stock's, which FSDP2 pads, the two ends part in the first step, without a word."""
     for found in run_ranks(2, train, zoo_checkpoint("qwen3"), [{"fsdp_size": 2}]):
         ((_, plain, stock, ours),) = found

@@ -1,7 +1,6 @@
 """States of models whose conversions compute: what weights would bring back otherwise lies in the state itself."""
 
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import pytest
@@ -115,10 +114,8 @@ def test_the_map_of_a_state_without_zero_has_what_is_not_trained(tmp_path: Path)
 
 def test_a_conversion_that_depends_on_values(tmp_path: Path) -> None:
     class OfValues(Scaled):
-        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
-            (values,) = input_dict.values()
-            tensor = values[0] if isinstance(values, list) else values
-            return {target_patterns[0]: tensor * (3.0 if tensor.abs().max().item() > 0 else 5.0)}
+        def of(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor * (3.0 if tensor.abs().max().item() > 0 else 5.0)
 
     conversion = WeightConverter("scaled.file_weight", "scaled.weight", operations=[OfValues()])
     register_checkpoint_conversion_mapping("odd_to_save", [conversion], overwrite=True)

@@ -29,7 +29,7 @@ from tests.support.streams import (
     under_fsdp2,
     under_zero_3,
 )
-from tests.support.zoo import build_model
+from tests.support.zoo import Checkpoint, build_model
 
 
 @pytest.mark.sample(3)
@@ -42,7 +42,7 @@ from tests.support.zoo import build_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_merged(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     name: str,
     adapt: Adapt,

@@ -2,7 +2,6 @@
 
 import queue
 import shutil
-from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from tests.support.cluster import run_ranks
 from tests.support.engine_servers import VLLMServer
 from tests.support.streams import counted_gathers
 from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, make_tokenizer
+from tests.support.zoo import Checkpoint
 
 
 STEPS = 2
@@ -121,7 +121,7 @@ def train(folder: Path, output: Path, url: str) -> dict[str, Any]:
     return {"whole": whole, "versions": worker.versions if worker else []}
 
 
-def test_under_zero_3(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_under_zero_3(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "model")
     make_tokenizer(folder)
     server = VLLMServer(str(folder))

@@ -124,25 +124,29 @@ def expected(cluster: None, zoo_checkpoint: Checkpoint, tmp_path_factory: pytest
     return Expected(zoo_checkpoint("llama"), tmp_path_factory.mktemp("expected"))
 
 
-@pytest.mark.parametrize("mutation", mutations("trl.generation."))
-@pytest.mark.parametrize(("home", "adapts"), [("zero3", False), ("fsdp2", True)], ids=["zero3", "fsdp2 lora"])
-def test_of_grpo(
-    expected: Expected, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, adapts: bool, mutation: Mutation
-) -> None:
-    how = test_trl.train, home, True, adapts, "URL"
-    assert_right(sent(mutation, how[0], zoo_checkpoint("llama"), tmp_path, *how[1:]), expected(*how))
+TRAININGS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "zero3": ("trl.generation.", (test_trl.train, "zero3", True, False, "URL")),
+    "fsdp2 lora": ("trl.generation.", (test_trl.train, "fsdp2", True, True, "URL")),
+    "online DPO": (
+        "trl.experimental.online_dpo.",
+        (test_trl.train, "zero3", True, False, "URL", None, "online DPO"),
+    ),
+    "async GRPO": ("trl.experimental.async_grpo.", (test_async_grpo.train, "URL")),
+}
+"""Where the functions are that are mutated, and what trains."""
 
 
-@pytest.mark.parametrize("mutation", mutations("trl.experimental.online_dpo."))
-def test_of_online_dpo(expected: Expected, zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation) -> None:
-    how = test_trl.train, "zero3", True, False, "URL", None, "online DPO"
-    assert_right(sent(mutation, how[0], zoo_checkpoint("llama"), tmp_path, *how[1:]), expected(*how))
-
-
-@pytest.mark.parametrize("mutation", mutations("trl.experimental.async_grpo."))
-def test_of_async_grpo(expected: Expected, zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation) -> None:
-    how = test_async_grpo.train, "URL"
-    assert_right(sent(mutation, how[0], zoo_checkpoint("llama"), tmp_path, *how[1:]), expected(*how))
+@pytest.mark.parametrize(
+    ("name", "mutation"),
+    [
+        pytest.param(name, *row.values, id=f"{name} {row.id}", marks=row.marks)
+        for name, (begin, _) in TRAININGS.items()
+        for row in mutations(begin)
+    ],
+)
+def test_of_trl(expected: Expected, zoo_checkpoint: Checkpoint, tmp_path: Path, name: str, mutation: Mutation) -> None:
+    train, *args = TRAININGS[name][1]
+    assert_right(sent(mutation, train, zoo_checkpoint("llama"), tmp_path, *args), expected(train, *args))
 
 
 # --------------------------------------------------------------------------------------------------- OpenRLHF and verl

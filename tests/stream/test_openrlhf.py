@@ -17,6 +17,7 @@ from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.rl_trainers import Engines, openrlhf
 from tests.support.streams import change, counted_buckets, counted_gathers, lora, randomised
+from tests.support.zoo import Checkpoint
 
 
 STEPS = 2
@@ -46,7 +47,7 @@ def sync(folder: Path, streams: bool, fails: int = -1, frozen: str = "", **optio
 @pytest.mark.parametrize(
     "options", [{}, {"ipc": True}, {"vlm": True, "frozen": "layers.0"}], ids=["broadcast", "ipc", "vlm"]
 )
-def test_as_stock(cluster: None, zoo_checkpoint: Callable[..., Path], options: dict[str, Any]) -> None:
+def test_as_stock(cluster: None, zoo_checkpoint: Checkpoint, options: dict[str, Any]) -> None:
     folder = zoo_checkpoint("qwen3_moe")
     stock, *_ = run_ranks(2, _with, sync, folder, False, options)
     ours, *others = run_ranks(2, _with, sync, folder, True, options)
@@ -62,12 +63,12 @@ def _with(function: Callable[..., Any], folder: Path, streams: bool, options: di
     return function(folder, streams, **options)
 
 
-def test_tensor_parallelism_is_left_to_openrlhf(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_tensor_parallelism_is_left_to_openrlhf(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     ours, *_ = run_ranks(2, _with, sync, zoo_checkpoint("llama"), True, {"tensor_parallel": 2})
     assert ours["gathers"] > 0 and ours["loaded"][0]
 
 
-def test_an_engine_that_fails(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_an_engine_that_fails(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """All ranks hear of it; without streaming() the others wait in a gather."""
     first, other = run_ranks_expecting_errors(2, _with, sync, zoo_checkpoint("llama"), True, {"fails": 7})
     assert (first.error_type, first.error_message) == ("RuntimeError", "an engine is out of memory")
@@ -85,7 +86,7 @@ def merged(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     return engines.loaded, {name: param.detach() for name, param in whole.items()}
 
 
-def test_adapters_are_merged(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_adapters_are_merged(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """OpenRLHF would send the names of PEFT, which no engine knows."""
     (found, expected), _ = run_ranks(2, merged, zoo_checkpoint("llama"))
     assert differing(found, expected) == []

@@ -26,6 +26,7 @@ from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import counted_gathers
 from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, make_tokenizer
+from tests.support.zoo import Checkpoint
 
 
 STEPS = 3
@@ -143,7 +144,7 @@ def started() -> Iterator[Callable[..., VLLMServer]]:
 @pytest.mark.parametrize("home", ["zero3", "fsdp2"])
 def test_grpo(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     started: Callable[..., VLLMServer],
     tmp_path: Path,
     home: str,
@@ -172,7 +173,7 @@ def test_grpo(
 @pytest.mark.parametrize("route", CALLS[:3])
 def test_no_call_is_made_again(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     started: Callable[..., VLLMServer],
     tmp_path: Path,
     route: str,
@@ -213,7 +214,7 @@ def sync_colocated(checkpoint: Path, folder: Path) -> list[str]:
     return heard
 
 
-def test_an_error_of_a_colocated_engine(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_error_of_a_colocated_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The rank holds it, and the pass with it; nobody waits for it."""
     first, second = run_ranks(2, sync_colocated, zoo_checkpoint("llama"), tmp_path, timeout=60)
     for heard, error, what in zip(first, second, ("{}", "{'tags': ['weights']}"), strict=True):
@@ -223,7 +224,7 @@ def test_an_error_of_a_colocated_engine(cluster: None, zoo_checkpoint: Callable[
 
 @pytest.mark.slow
 def test_online_dpo(
-    cluster: None, zoo_checkpoint: Callable[..., Path], started: Callable[..., VLLMServer], tmp_path: Path
+    cluster: None, zoo_checkpoint: Checkpoint, started: Callable[..., VLLMServer], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "model")
     make_tokenizer(folder)

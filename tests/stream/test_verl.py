@@ -1,6 +1,5 @@
 """verl's rollouts get what they would get without streaming(), in the same order, and nothing is gathered for it."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.support.streams import (
     randomised,
     under_fsdp2,
 )
+from tests.support.zoo import Checkpoint
 
 
 def both(folder: Path) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def both(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3", "deepseek_v3"])
-def test_as_stock(cluster: None, zoo_checkpoint: Callable[..., Path], name: str) -> None:
+def test_as_stock(cluster: None, zoo_checkpoint: Checkpoint, name: str) -> None:
     for found in run_ranks(2, both, zoo_checkpoint(name)):
         assert found["differing"] == [] and found["gathers"] == 0 and found["changed"]
         assert found["order"] == [name != "qwen3"] * 2, "tied weights come one after the other"
@@ -64,7 +64,7 @@ def after_eval(folder: Path) -> list[str]:
     return differing(ours, dict(engine.get_per_tensor_param()[0]))
 
 
-def test_after_an_eval_step(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_after_an_eval_step(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     assert run_ranks(2, after_eval, zoo_checkpoint("llama")) == [[], []]
 
 
@@ -84,7 +84,7 @@ def merged(folder: Path, adapt: Adapt) -> list[str]:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "adapt"), [("llama", dora), ("qwen3_moe", lora_of_experts)])
-def test_adapters_are_merged(cluster: None, zoo_checkpoint: Callable[..., Path], name: str, adapt: Adapt) -> None:
+def test_adapters_are_merged(cluster: None, zoo_checkpoint: Checkpoint, name: str, adapt: Adapt) -> None:
     """And the model that is trained keeps its weights, where verl would merge into it and copy them back."""
     assert run_ranks(2, merged, zoo_checkpoint(name), adapt) == [[], []]
 
@@ -113,7 +113,7 @@ def left(folder: Path, adapt: Adapt | None, options: dict[str, Any], lacks: str)
 )
 def test_left_to_verl(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     adapt: Adapt | None,
     options: dict[str, Any],
     lacks: str,

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.support.cluster import ROOT, run_ranks
 from tests.support.parity import ds_config
 from tests.support.rl_trainers import put
 from tests.support.vllm_sources import ParamMeta, Source32, Source33
+from tests.support.zoo import Checkpoint
 
 
 def given(folder: Path, shape: Any, to: str) -> list[str]:
@@ -52,7 +52,7 @@ def given(folder: Path, shape: Any, to: str) -> list[str]:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("to", ["rank0", "all"])
 @pytest.mark.parametrize("shape", [Source32, Source33])
-def test_it_gives_what_it_says(cluster: None, zoo_checkpoint: Callable[..., Path], shape: type[Any], to: str) -> None:
+def test_it_gives_what_it_says(cluster: None, zoo_checkpoint: Checkpoint, shape: type[Any], to: str) -> None:
     assert run_ranks(2, given, zoo_checkpoint("qwen3_moe"), shape, to) == [[], []]
 
 
@@ -65,13 +65,13 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_owners(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_owners(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for message in run_ranks(2, refused, zoo_checkpoint("llama")):
         assert "expected a stream to 'rank0' or 'all'; got to='owners'" in message
 
 
 @pytest.mark.slow
-def test_vllms_own_engine(vllm: str, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_vllms_own_engine(vllm: str, zoo_checkpoint: Checkpoint) -> None:
     """It sends the same from our source as from its own, which gathers."""
     torchrun = [
         str(Path(vllm).with_name("python")),

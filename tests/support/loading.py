@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,17 +75,6 @@ def assert_same(results: list[dict[str, Any]], bytes_are_read: bool = True) -> N
             assert result["probes"][0] == result["probes"][1], result["probes"]
     read = sum(rank["bytes_read"] for rank in results[0]["report"]["ranks"])
     assert bool(read) == bytes_are_read
-
-
-class Messages(logging.Handler):
-    """Collects the warnings of transformers and of hf_zero_stream."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
 
 
 def errors_of(

@@ -1,6 +1,5 @@
 """ZeRO-3: small parameters, which are in full between two steps, changed there by code that gathers nothing."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
+from tests.support.messages import listen
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
@@ -24,10 +24,7 @@ NORM = "model.norm.weight"
 
 def in_place(folder: Path, target: Path, config: dict[str, Any]) -> list[str]:
     """Change a norm on all ranks, save in all ways, and train on; the warnings."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_zero_stream").addHandler(handler)
+    said = listen()
     engine = engine_of(folder, config, all_in_one_group)
     train(engine, range(2))
     norm = engine.module.get_parameter(NORM)

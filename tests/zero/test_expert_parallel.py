@@ -27,7 +27,7 @@ from tests.support.commands import losses as printed_losses
 from tests.support.commands import run_command
 from tests.support.parity import ds_config, three_losses
 from tests.support.saving import SHARD_SIZE, different, saves_with
-from tests.support.zoo import TEXT, ZOO
+from tests.support.zoo import TEXT, ZOO, Checkpoint
 
 
 EXPERTS = 6
@@ -42,7 +42,7 @@ def expert_parallel(dtype: torch.dtype = torch.float32, size: int = 2, **zero: A
 
 @pytest.fixture(scope="module")
 def checkpoint(
-    tmp_path_factory: pytest.TempPathFactory, zoo_checkpoint: Callable[..., Path]
+    tmp_path_factory: pytest.TempPathFactory, zoo_checkpoint: Checkpoint
 ) -> Callable[[str, torch.dtype], Path]:
     """`checkpoint(name, dtype)`: a zoo model, with an even number of experts where the zoo's number is odd."""
 
@@ -323,7 +323,7 @@ def test_saved_as_the_model_that_it_was(
     ids=["ranks", "experts"],
 )
 def test_a_size_that_does_not_divide_is_an_error_before_reading(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, size: int, expected: str
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, size: int, expected: str
 ) -> None:
     folder = zoo_checkpoint("qwen3_moe")
     for outcome in run_ranks_expecting_errors(2, load, folder, expert_parallel(size=size), "streaming"):

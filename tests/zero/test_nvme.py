@@ -1,6 +1,5 @@
 """Partitions in DeepSpeed's swap files: the values and losses of stock, in host memory no more than its buffers."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hf_zero_stream.planning.plan import LoadPlan
 from tests.support.cluster import RankFailure, run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses, unequal
+from tests.support.zoo import Checkpoint
 
 
 pytestmark = pytest.mark.usefixtures("async_io")
@@ -146,7 +146,7 @@ def test_small_buffer_size_is_refused_before_loading(cluster: None, checkpoint: 
 
 
 @pytest.mark.slow
-def test_every_home_is_the_one_of_stock(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_home_is_the_one_of_stock(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Tiny weights stay in host memory."""
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     assert run_ranks(2, values, folder, offload(tmp_path)) == [[], []]
