@@ -92,7 +92,6 @@ def texts_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.plugin("pickled", "remote")
 def test_messages_on_the_page_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "errors.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
