@@ -118,12 +118,7 @@ def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> 
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_before_anything_is_read(
-    cluster: None,
-    zoo_checkpoint: Checkpoint,
-    tmp_path: Path,
-    change: Change,
-    kind: str,
-    texts: list[str],
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, change: Change, kind: str, texts: list[str]
 ) -> None:
     results = run_ranks(3, disagree, zoo_checkpoint("qwen3_moe"), tmp_path, change, change is other_header, timeout=60)
     for result in results:

@@ -195,15 +195,7 @@ def test_killed_on_another_host(
 ) -> None:
     """The kernel of its host tells, or says nothing any more."""
     outcomes = run_ranks_expecting_errors(
-        3,
-        load_with_a_victim,
-        zoo_checkpoint("qwen3_moe"),
-        victim,
-        kill_in_first_read,
-        prepare,
-        {},
-        {},
-        timeout=60,
+        3, load_with_a_victim, zoo_checkpoint("qwen3_moe"), victim, kill_in_first_read, prepare, {}, {}, timeout=60
     )
     assert_survivors_name(victim, outcomes)
     assert any(how in outcome.value["caught"][1] for outcome in outcomes if outcome.value)

@@ -59,10 +59,7 @@ def errors_of_all_calls(checkpoint: Path, folder: Path) -> dict[str, Chain | Non
             return model_class.from_pretrained(checkpoint, ds_config=config)
 
     model = load()
-    found = {
-        "cause": caught(lambda: load(WithCause)),
-        "context": caught(lambda: load(WithContext)),
-    }
+    found = {"cause": caught(lambda: load(WithCause)), "context": caught(lambda: load(WithContext))}
     fault = failing(errno.EIO)
     with disk(fault, fault) if dist.get_rank() == 1 else contextlib.nullcontext():
         found["read"] = caught(load)

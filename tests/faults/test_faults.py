@@ -116,11 +116,7 @@ FAULTS: dict[Callable[[Path], None], tuple[str, str]] = {
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("fault", list(FAULTS), ids=lambda fault: fault.__name__)
 def test_bad_checkpoint(
-    cluster: None,
-    zoo_checkpoint: Checkpoint,
-    bad_checkpoint: Path,
-    fault: Callable[[Path], None],
-    world_size: int,
+    cluster: None, zoo_checkpoint: Checkpoint, bad_checkpoint: Path, fault: Callable[[Path], None], world_size: int
 ) -> None:
     fault(bad_checkpoint)
     expected_type, expected_text = FAULTS[fault]

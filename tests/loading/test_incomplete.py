@@ -49,11 +49,7 @@ def add_some(tensors: Tensors) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("change", [drop_some, drop_a_fused_expert, drop_embeddings, add_some])
 def test_missing_and_unexpected_keys(
-    cluster: None,
-    zoo_checkpoint: Checkpoint,
-    tmp_path: Path,
-    change: Callable[[Tensors], None],
-    world_size: int,
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, change: Callable[[Tensors], None], world_size: int
 ) -> None:
     folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", change)
     for result in load_both(world_size, "AutoModelForCausalLM", folder):
@@ -81,11 +77,7 @@ def swap(tensors: Tensors) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("change", [untie, duplicate, swap])
 def test_ties(
-    cluster: None,
-    zoo_checkpoint: Checkpoint,
-    tmp_path: Path,
-    change: Callable[[Tensors], None],
-    world_size: int,
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, change: Callable[[Tensors], None], world_size: int
 ) -> None:
     """Both ends in the file with different or equal values, and only the end that is usually left out."""
     load_both(world_size, "AutoModelForCausalLM", rewritten(zoo_checkpoint("qwen3"), tmp_path / "changed", change))

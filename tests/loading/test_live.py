@@ -62,12 +62,7 @@ def reload(name: str, first: Path, second: Path, zero: dict[str, Any]) -> list[s
 @pytest.mark.parametrize("name", ["qwen3_moe", "t5", "gpt_oss", "qwen3_vl_moe"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.sample(2)
-def test_partitions_hold_the_new_values(
-    cluster: None,
-    checkpoints: Checkpoints,
-    name: str,
-    world_size: int,
-) -> None:
+def test_partitions_hold_the_new_values(cluster: None, checkpoints: Checkpoints, name: str, world_size: int) -> None:
     first, second = checkpoints(name)
     assert run_ranks(world_size, reload, name, first, second, {}) == [[]] * world_size
 
@@ -78,12 +73,7 @@ def test_partitions_hold_the_new_values(
     [{"offload_param": {"device": "cpu"}}, {"zero_hpz_partition_size": 2}, "nvme"],
     ids=["offload_cpu", "hpz", "offload_nvme"],
 )
-def test_in_every_home(
-    cluster: None,
-    checkpoints: Checkpoints,
-    tmp_path: Path,
-    zero: Any,
-) -> None:
+def test_in_every_home(cluster: None, checkpoints: Checkpoints, tmp_path: Path, zero: Any) -> None:
     if zero == "nvme":
         zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 2**20}}
     first, second = checkpoints("qwen3_moe")
@@ -120,10 +110,7 @@ def losses_after_reload(first: Path, second: Path, config: dict[str, Any]) -> di
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16_file", "fp32_file"])
 @pytest.mark.sample(1)
 def test_a_training_engine_gets_masters_and_weights(
-    cluster: None,
-    checkpoints: Checkpoints,
-    stage: int,
-    dtype: torch.dtype,
+    cluster: None, checkpoints: Checkpoints, stage: int, dtype: torch.dtype
 ) -> None:
     config = ds_config(torch.bfloat16)
     config["zero_optimization"]["stage"] = stage
@@ -186,10 +173,6 @@ def without_zero(first: Path, second: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_plain_model(
-    cluster: None,
-    checkpoints: Checkpoints,
-    world_size: int,
-) -> None:
+def test_a_plain_model(cluster: None, checkpoints: Checkpoints, world_size: int) -> None:
     first, second = checkpoints("qwen3_moe")
     assert run_ranks(world_size, without_zero, first, second) == [[]] * world_size

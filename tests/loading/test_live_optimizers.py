@@ -189,9 +189,4 @@ def test_what_is_around_and_beside(cluster: None, folders: Folders) -> None:
     assert 0 < sum(found.pop("changed") for found in results) <= results[0]["loaded"]
     for found in results:
         del found["loaded"]
-        assert found == {
-            "fused": [[], True, False],
-            "peft": [],
-            "refused": [True, True],
-            "after offloading": [],
-        }
+        assert found == {"fused": [[], True, False], "peft": [], "refused": [True, True], "after offloading": []}

@@ -180,11 +180,7 @@ def test_a_variable_with_a_typo_is_named_once_per_host(
 
 @pytest.mark.parametrize(("flag", "text"), [("true", "Move the line"), ("false", "zero3_init_flag: true")])
 def test_warns_once_if_the_config_comes_too_late(
-    zoo_checkpoint: Checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    flag: str,
-    text: str,
+    zoo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flag: str, text: str
 ) -> None:
     for name, value in (("USE_DEEPSPEED", "true"), ("DEEPSPEED_ZERO_STAGE", "3"), ("DEEPSPEED_ZERO3_INIT", flag)):
         monkeypatch.setenv(f"ACCELERATE_{name}", value)

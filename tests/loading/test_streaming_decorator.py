@@ -157,13 +157,7 @@ def test_functions_of_every_kind_stay_what_they_are() -> None:
 
     decorate = streaming()
     assert Methods().method() and Methods.static() and Methods.of_class()
-    for function in (
-        coroutine,
-        functools.partial(coroutine, True),
-        Methods(),
-        not_async_itself,
-        lambda: coroutine(),
-    ):
+    for function in (coroutine, functools.partial(coroutine, True), Methods(), not_async_itself, lambda: coroutine()):
         assert asyncio.run(decorate(function)()), function
     assert asyncio.run(Methods.of_class_async())
     assert inspect.iscoroutinefunction(decorate(coroutine)) and decorate(coroutine).__name__ == "coroutine"

@@ -64,10 +64,7 @@ def test_many_buffers(shard: SourceFile) -> None:
 
 
 def test_past_the_end(shard: SourceFile) -> None:
-    with (
-        closing(LocalFiles([shard])) as files,
-        pytest.raises(ReadError, match="the file ends here") as e,
-    ):
+    with closing(LocalFiles([shard])) as files, pytest.raises(ReadError, match="the file ends here") as e:
         files.read_into(0, SIZE - 5, [memoryview(bytearray(5000))])
     assert shard.path in str(e.value)
 

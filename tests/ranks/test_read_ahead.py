@@ -48,10 +48,7 @@ def is_cached(path: str, position: int) -> bool:
     """Asked of ``mincore(2)``: looking by a read, even with RWF_NOWAIT, would bring the page in."""
     resident = ctypes.c_ubyte()
     begin = position // mmap.PAGESIZE * mmap.PAGESIZE
-    with (
-        open(path, "r+b") as file,
-        mmap.mmap(file.fileno(), mmap.PAGESIZE, offset=begin) as page,
-    ):
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE, offset=begin) as page:
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))
         length = ctypes.c_size_t(mmap.PAGESIZE)
         assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), length, ctypes.byref(resident)) == 0

@@ -104,10 +104,7 @@ def load_what_needs_values(folders: dict[str, Path]) -> dict[str, list[str]]:
 
 def test_values_that_planning_needs(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folders = {}
-    for name, model_class in (
-        ("extra state", odd_models.ExtraState),
-        ("an op that looks at values", odd_models.Odd),
-    ):
+    for name, model_class in (("extra state", odd_models.ExtraState), ("an op that looks at values", odd_models.Odd)):
         folders[name] = tmp_path / name
         odd_models.fill(model_class(odd_models.OddConfig())).save_pretrained(folders[name], max_shard_size=300)
     folders["an op in numpy"] = folders["an op that looks at values"]

@@ -189,10 +189,7 @@ def load_after_a_death(folder: Path) -> list[str]:
 
 
 def test_loading_finishes_a_save(
-    cluster: None,
-    zoo_checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "saved"
     shutil.copytree(zoo_checkpoint(NAME, torch.bfloat16), folder)

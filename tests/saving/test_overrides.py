@@ -133,12 +133,7 @@ def train(checkpoint: Path, folder: Path, model_class: Any, trainer_class: Any, 
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_overridden(
-    cluster: None,
-    zoo_checkpoint: Checkpoint,
-    tmp_path: Path,
-    model_class: Any,
-    trainer_class: Any,
-    gathers: int,
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, model_class: Any, trainer_class: Any, gathers: int
 ) -> None:
     for name in ("stock", "ours"):
         found = run_ranks(2, train, zoo_checkpoint("qwen3_moe"), tmp_path, model_class, trainer_class, name)

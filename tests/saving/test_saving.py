@@ -42,12 +42,7 @@ def stock(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
     ],
 )
 def test_every_architecture(
-    cluster: None,
-    zoo_checkpoint: Checkpoint,
-    stock: Path,
-    tmp_path: Path,
-    world_size: int,
-    write_from: str,
+    cluster: None, zoo_checkpoint: Checkpoint, stock: Path, tmp_path: Path, world_size: int, write_from: str
 ) -> None:
     checkpoints = [zoo_checkpoint(name, BF16) for name in ZOO]
     found = run_ranks(world_size, save_with, list(ZOO), checkpoints, tmp_path, {}, {"write_from": write_from})

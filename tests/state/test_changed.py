@@ -328,10 +328,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a field twice": (lambda it: '{"version": 1, "version": 1}', "occurs twice"),
     "groups": (lambda it: it.update(groups="abc"), "entries are not those of a training state"),
     "options": (lambda it: it["groups"][0].update(options=3), r"groups\[0\].options"),
-    "a rate": (
-        lambda it: it["groups"][0]["options"].update(lr="fast"),
-        "lr: expected something like 0.01",
-    ),
+    "a rate": (lambda it: it["groups"][0]["options"].update(lr="fast"), "lr: expected something like 0.01"),
     "betas": (lambda it: it["groups"][0]["options"].update(betas=[1]), "betas: expected something like"),
     "parameters": (lambda it: it["groups"][0].update(parameters="abc"), r"groups\[0\].parameters"),
     "numbers": (lambda it: it["groups"][0].update(numbers=[]), r"groups\[0\].numbers"),

@@ -127,10 +127,7 @@ def expected(cluster: None, zoo_checkpoint: Checkpoint, tmp_path_factory: pytest
 TRAININGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "zero3": ("trl.generation.", (test_trl.train, "zero3", True, False, "URL")),
     "fsdp2 lora": ("trl.generation.", (test_trl.train, "fsdp2", True, True, "URL")),
-    "online DPO": (
-        "trl.experimental.online_dpo.",
-        (test_trl.train, "zero3", True, False, "URL", None, "online DPO"),
-    ),
+    "online DPO": ("trl.experimental.online_dpo.", (test_trl.train, "zero3", True, False, "URL", None, "online DPO")),
     "async GRPO": ("trl.experimental.async_grpo.", (test_async_grpo.train, "URL")),
 }
 """Where the functions are that are mutated, and what trains."""

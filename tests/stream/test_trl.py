@@ -172,11 +172,7 @@ def test_grpo(
 
 @pytest.mark.parametrize("route", CALLS[:3])
 def test_no_call_is_made_again(
-    cluster: None,
-    zoo_checkpoint: Checkpoint,
-    started: Callable[..., VLLMServer],
-    tmp_path: Path,
-    route: str,
+    cluster: None, zoo_checkpoint: Checkpoint, started: Callable[..., VLLMServer], tmp_path: Path, route: str
 ) -> None:
     """TRL's session would make it again after an error: the server would wait for bytes that nobody sends."""
     folder = shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "model")

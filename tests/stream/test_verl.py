@@ -112,12 +112,7 @@ def left(folder: Path, adapt: Adapt | None, options: dict[str, Any], lacks: str)
     ids=["quantised", "another version", "adapters", "modules to save"],
 )
 def test_left_to_verl(
-    cluster: None,
-    zoo_checkpoint: Checkpoint,
-    adapt: Adapt | None,
-    options: dict[str, Any],
-    lacks: str,
-    streams: int,
+    cluster: None, zoo_checkpoint: Checkpoint, adapt: Adapt | None, options: dict[str, Any], lacks: str, streams: int
 ) -> None:
     """What it quantises, a version that we do not know, adapters alone, and modules trained in full beside them."""
     assert run_ranks(2, left, zoo_checkpoint("llama"), adapt, options, lacks) == [streams] * 2

@@ -91,11 +91,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def load_and_compare(
-    auto_class: str,
-    folder: Path,
-    dtype: torch.dtype,
-    ds_dtype: torch.dtype,
-    kwargs: dict[str, Any] | None = None,
+    auto_class: str, folder: Path, dtype: torch.dtype, ds_dtype: torch.dtype, kwargs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Load `folder` plain and streamed; what differs, the loading infos and the report.
 
