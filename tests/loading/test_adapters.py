@@ -15,7 +15,8 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
-from tests.support.parity import ds_config, three_losses
+from tests.support.parity import differences_by, ds_config, same_bits, three_losses
+from tests.support.whole import whole
 from tests.support.zoo import ZOO, Checkpoint, build_model
 
 
@@ -46,20 +47,11 @@ def adapter(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 
 def different(streamed: nn.Module, plain: nn.Module) -> list[str]:
     """As `tests.support.parity.differences`, for models of which only the base is partitioned; collective."""
-    ours, theirs = dict(streamed.named_parameters()), dict(plain.named_parameters())
-    found = sorted(ours.keys() ^ theirs.keys())
-    for name in sorted(ours.keys() & theirs.keys()):
-        mine, expected = ours[name], theirs[name]
-        if mine.requires_grad != expected.requires_grad:
-            found.append(f"{name}: requires_grad {mine.requires_grad}")
-        if hasattr(mine, "ds_tensor"):
-            with deepspeed.zero.GatheredParameters([mine]):
-                same = torch.equal(mine.data, expected.data)
-        else:
-            same = torch.equal(mine.data, expected.data)
-        if not same:
-            found.append(f"{name}: values")
-    return found
+
+    def of_tensor(name: str, mine: Any, expected: torch.Tensor) -> list[str]:
+        return [] if same_bits(whole(mine), expected) else [f"{name}: values"]
+
+    return differences_by(of_tensor, streamed, plain)
 
 
 def adapter_as_path(adapter: Path, class_name: str, kwargs: dict[str, Any]) -> list[str]:

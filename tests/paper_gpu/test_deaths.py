@@ -19,7 +19,7 @@ from hf_zero_stream.destinations import columns
 from hf_zero_stream.sources import local
 from tests.faults.test_dying_ranks import kill_this_process
 from tests.loading.test_odd_parameters import save, without
-from tests.paper_gpu.trials import COMMON, sharded_model, zero_config, zero_model
+from tests.paper_gpu.trials import COMMON, join_a_new_group, sharded_model, zero_config, zero_model
 from tests.sharded.test_load_into_sharded import with_both_ends
 from tests.sharded.test_models import OF_FSDP, Doubling
 from tests.support.cluster import PAPER_GPUS, SOON_S, run_ranks_expecting_errors
@@ -41,11 +41,7 @@ def load_together(folder: Path, target: Path, arm: Callable[[], None]) -> None:
 
 def load_in_a_new_group(folder: Path, target: Path, arm: Callable[[], None]) -> None:
     """Not bound to a device: its communicator is made by its first collective, in which NCCL blocks the thread."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore("again", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+    join_a_new_group()
     arm()
     sharded_model(folder, {"fsdp_size": 2}, {})
 

@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -295,3 +296,12 @@ def sharded_memory(folder: Path) -> dict[str, tuple[int, int]]:
         found["step"] = (footprint.step_peak["cuda"], torch.cuda.max_memory_allocated(device) - before)
     found["held"] = (footprint.held["cuda"], torch.cuda.memory_allocated(device) - before)
     return found
+
+
+def join_a_new_group() -> None:
+    """Of the same ranks, and bound to no device."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore("again", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)

@@ -16,6 +16,7 @@ from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
 from tests.support.parity import ds_config
 from tests.support.trainers import by_deepspeed, own_optimizer
+from tests.support.trainings import Training
 from tests.support.zoo import Checkpoint
 
 
@@ -102,20 +103,11 @@ def train_two(folder: Path, target: Path) -> dict[str, Any]:
             model = load("llama", folder)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 / number)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-            trained.append(accelerator.prepare(model, optimizer, scheduler))
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+            trained.append(Training(model, optimizer, accelerator, scheduler))
 
         def steps(numbers: range) -> list[Any]:
-            found = []
-            for number in numbers:
-                ids = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(number))
-                for model, optimizer, scheduler in trained:
-                    loss = model(input_ids=ids, labels=ids).loss
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                    found.append((loss.item(), scheduler.get_last_lr()))
-            return found
+            return [(each.train([n]), each.scheduler.get_last_lr()) for n in numbers for each in trained]
 
         steps(range(2))
         accelerator.save_state(str(target))
