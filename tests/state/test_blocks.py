@@ -154,7 +154,7 @@ def test_one_process(zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: py
     for each in (training, again):  # in a training that has gone on, and in a new one
         each.load(tmp_path)
         assert is_same(of_this_rank(each.inner), kept)
-        assert each.steps((3, 4)) == losses
+        assert each.train((3, 4)) == losses
     held = blocks._held
     monkeypatch.setattr(blocks, "_held", lambda *args: dict([*held(*args).items()][1:]))
     with pytest.raises(SaveError, match="expected .* elements in blocks of this rank in the files"):
