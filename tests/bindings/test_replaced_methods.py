@@ -195,7 +195,7 @@ def save_other_state_dict(checkpoint: Path, folder: Path, keep_vars: bool) -> No
 def test_of_a_models_state_dict(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Under ZeRO-3, where a state dict has no values, one that gives no parameters is refused. It was saved, empty."""
     run_ranks(2, save_other_state_dict, zoo_checkpoint("llama"), tmp_path / "vars", True)
-    assert tensors_of(tmp_path / "vars") == {"lm_head.weight"}
+    assert tensors_of(tmp_path / "vars").keys() == {"lm_head.weight"}
     for outcome in run_ranks_expecting_errors(
         2, save_other_state_dict, zoo_checkpoint("llama"), tmp_path / "n", False
     ):
