@@ -1,6 +1,7 @@
 """TRL calls `from_pretrained` itself: a trainer given a path streams it inside `streaming()`."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ from tests.support.zoo import Checkpoint
 
 
 def fine_tune(folder: Path, output: Path, stream: bool) -> dict[str, Any]:
-    from contextlib import nullcontext
-
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

@@ -3,6 +3,7 @@
 Whatever is passed, the engine or the model inside it: an optimizer step copies the optimizer's values into the model.
 """
 
+import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,6 @@ def test_weights_stay_after_a_step(cluster: None, folders: Folders, tmp_path: Pa
 
 def around_and_beside(folders: Folders) -> dict[str, Any]:
     """Loads into what users have in their hands, and into what cannot be loaded into."""
-    import gc
-
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 

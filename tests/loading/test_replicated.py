@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -89,7 +90,6 @@ def test_loads_that_are_left_to_transformers(cluster: None, zoo_checkpoint: Chec
 
 def broken_on_one_rank(folder: Path) -> str:
     """The error that each rank gets if the shards cannot be read on rank 1."""
-    from unittest import mock
 
     def fail(self: Any, *args: Any) -> None:
         raise ReadError("made to fail")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import hf_zero_stream
 from hf_zero_stream.holdings.introspection import packed_weights
@@ -416,8 +417,6 @@ def logits_of_replicas(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_replicas(folder: Path, offloads: bool) -> list[list[float]]:
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-
     losses = []
     for keep in (True, False):
         announce()

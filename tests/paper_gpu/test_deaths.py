@@ -1,5 +1,6 @@
 """A rank that dies in a collective on a GPU: NCCL's do not notice, and the others must name it within seconds."""
 
+import importlib
 import os
 import time
 from collections.abc import Callable
@@ -122,8 +123,6 @@ def load_missing_shards(folder: Path, target: Path, arm: Callable[[], None]) -> 
 
 def outlive(folder: Path, target: Path, act: Any, places: list[tuple[str, str]], number: int, victim: int) -> Any:
     """What a survivor's call raised; the `victim` is killed when it makes that collective for the `number`-th time."""
-    import importlib
-
     calls = []
     os.environ["PAPER_GPU_SHUTDOWN_S"] = "0"  # what waits for the dead rank comes to no end
 

@@ -1,5 +1,6 @@
 """What paper GPUs are strict about, and that mistakes of ours would show on them: each is made, and must be seen."""
 
+import ctypes
 import time
 from collections.abc import Callable
 from functools import partial
@@ -63,8 +64,6 @@ def test_devices_work_beside_the_host() -> None:
 
 
 def touch_memory_of_a_device() -> None:
-    import ctypes
-
     ctypes.string_at(torch.ones(8, device="cuda").data_ptr(), 1)
 
 

@@ -21,6 +21,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from tests.support.fsdp2 import announce
 from tests.support.parity import differences, ds_config, unequal
 from tests.support.sharded import even_inputs, sharded_differences
 
@@ -228,8 +229,6 @@ def sharded_resumed(folder: Path, sizes: Mapping[str, int], target: Path) -> lis
 
 def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """As :func:`zero`, by accelerate's FSDP2."""
-    from tests.support.fsdp2 import announce
-
     AcceleratorState._reset_state(reset_partial_state=True)
     announce(offload_params=offload, cpu_ram_efficient_loading=settings is not None, reshard_after_forward=True)
     plain = plain_model(folder)

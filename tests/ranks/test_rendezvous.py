@@ -4,6 +4,7 @@ import hashlib
 import logging
 import logging.handlers
 import os
+import random
 import shutil
 import threading
 import time
@@ -281,8 +282,6 @@ def test_those_who_do_not_come_are_named(cluster: None, zoo_checkpoint: Checkpoi
 
 def race(rounds: int) -> list[str]:
     """Ranks arrive at about the moment that the others' patience ends."""
-    import random
-
     rendezvous.SHARING_PATIENCE_S = rendezvous.SHORT_PATIENCE_S = 0.01
     kind = rendezvous.MeetingKind("race", "", 0.01, is_optional=True)
     coordinator, found = Coordinator.of_default_group(), []

@@ -19,7 +19,7 @@ from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, unequal
 from tests.support.saving import SHARD_SIZE, different, saves_with
-from tests.support.zoo import Checkpoint
+from tests.support.zoo import Checkpoint, make_checkpoint
 
 
 CHANGED = ("model.embed_tokens.weight", "model.norm.weight")
@@ -152,8 +152,6 @@ def load_while_gathered(first: Path, second: Path, modifier_rank: int | None) ->
 def test_loading_while_gathered(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, modifier_rank: int | None
 ) -> None:
-    from tests.support.zoo import make_checkpoint
-
     second = make_checkpoint("qwen3_moe", tmp_path / "second", torch.float32)
     add_one(second)
     assert run_ranks(2, load_while_gathered, zoo_checkpoint("qwen3_moe"), second, modifier_rank) == [[], []]

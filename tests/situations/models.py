@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import peft
 import torch
 import torch.distributed as dist
 import transformers
 import transformers.distributed
+from peft import LoraConfig
 from torch import nn
 
 from tests.situations.axes import Situation
@@ -169,8 +171,6 @@ def _adapt_by(kind: str, **more: Any) -> Any:
     """Adapters of another kind than LoRA."""
 
     def adapt(model: Any) -> Any:
-        import peft
-
         is_classifier = "Classification" in type(model).__name__
         task = "SEQ_CLS" if is_classifier else "CAUSAL_LM"
         return peft.get_peft_model(model, getattr(peft, kind)(task_type=task, **more))
@@ -236,8 +236,6 @@ def _add_extra_state(model: Any) -> Any:
 
 
 def _second_adapter(model: Any) -> Any:
-    from peft import LoraConfig
-
     model.add_adapter("second", LoraConfig(target_modules=model.peft_config["default"].target_modules, r=3))
     return model
 

@@ -4,6 +4,7 @@ import hashlib
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def values_of(model: Any) -> dict[str, str]:
@@ -15,8 +16,6 @@ def values_of(model: Any) -> dict[str, str]:
 
 
 def _whole(param: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
     if hasattr(param, "ds_id"):
         import deepspeed
 

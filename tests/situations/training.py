@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,6 @@ def resumed(situation: Situation, arm: str, folder: Path, checkpoints: Path) -> 
 @contextlib.contextmanager
 def _errors(found: dict[str, Any]) -> Any:
     """Put an error into what is found: the ranks' end is the same then."""
-    import traceback
-
     try:
         yield
     except Exception as error:

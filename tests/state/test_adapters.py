@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
@@ -176,8 +177,6 @@ PROMPTS = {
 
 def save_sharded_prompts(folder: Path, target: Path, kind: str) -> str:
     """Save under FSDP2; what PEFT's file has must be what the ranks hold. Returns our error, if there is one."""
-    from torch.distributed.fsdp import fully_shard
-
     model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), PROMPTS[kind])
     fully_shard(model)
     trained = [param for param in model.parameters() if param.requires_grad]

@@ -21,7 +21,7 @@ from tests.support.live_sharded import plain_model
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import taken
-from tests.support.zoo import Checkpoint
+from tests.support.zoo import Checkpoint, build_model
 
 
 def stream_of(checkpoint: Path) -> Any:
@@ -207,16 +207,12 @@ def test_other_arguments_on_a_rank(cluster: None, zoo_checkpoint: Checkpoint, na
     ids=str,
 )
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
-    from tests.support.zoo import build_model
-
     with pytest.raises(ConfigError, match=message):
         hf_zero_stream.weight_stream(build_model("llama"), **arguments)
 
 
 def test_values_that_are_not_there() -> None:
     """Of a parameter or a buffer, from the beginning or from some pass on."""
-    from tests.support.zoo import build_model
-
     model = build_model("llama")
     stream = hf_zero_stream.weight_stream(model)
     assert taken(stream)
@@ -240,8 +236,6 @@ def test_fsdp1(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 
 def test_no_transformers_model() -> None:
-    from tests.support.zoo import build_model
-
     with pytest.raises(UnsupportedError, match="expected a transformers model"):
         hf_zero_stream.weight_stream(torch.nn.Linear(2, 3))
     both = torch.nn.ModuleDict({"policy": build_model("llama"), "value": build_model("llama")})

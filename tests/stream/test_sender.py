@@ -24,7 +24,7 @@ from tests.support.engine_servers import EngineServer, SGLangServer, VLLMServer
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import counted_buckets
-from tests.support.zoo import Checkpoint
+from tests.support.zoo import Checkpoint, build_model
 
 
 Started = Callable[..., EngineServer]
@@ -217,8 +217,6 @@ def test_differences() -> None:
 
 
 def test_arguments() -> None:
-    from tests.support.zoo import build_model
-
     model = build_model("llama")
     with pytest.raises(ConfigError, match="engine: expected one of vllm, sglang; got 'tgi'"):
         hf_zero_stream.weight_sender(model, "http://localhost:1", "tgi")  # type: ignore[arg-type]

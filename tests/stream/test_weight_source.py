@@ -14,6 +14,7 @@ import transformers
 import hf_zero_stream
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import ROOT, run_ranks
+from tests.support.live_sharded import fully_sharded
 from tests.support.parity import ds_config
 from tests.support.rl_trainers import put
 from tests.support.vllm_sources import ParamMeta, Source32, Source33
@@ -57,8 +58,6 @@ def test_it_gives_what_it_says(cluster: None, zoo_checkpoint: Checkpoint, shape:
 
 
 def refused(folder: Path) -> str:
-    from tests.support.live_sharded import fully_sharded
-
     stream = hf_zero_stream.weight_stream(fully_sharded(folder), "owners")
     with pytest.raises(hf_zero_stream.errors.ConfigError) as caught:
         stream.weight_source()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -95,8 +96,6 @@ def other_dimension(checkpoint: Path) -> Any:
 
 def checkpointed(checkpoint: Path) -> Any:
     """As accelerate's ``activation_checkpointing``: parameters have other names than entries of the state dict."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     model = plain_model(checkpoint)
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = fully_shard(checkpoint_wrapper(layer))

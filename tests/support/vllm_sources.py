@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import hf_zero_stream
@@ -74,7 +75,6 @@ class _Client:
 
 def main(checkpoint: str, packages: str) -> None:
     sys.path.append(packages)  # what this package needs, behind what vLLM has its own version of
-    from torch.distributed.fsdp import fully_shard
     from vllm.distributed.weight_transfer import ModuleSource
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 

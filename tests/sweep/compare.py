@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging
 
+import hf_zero_stream
 from tests.support.parity import differences, ds_config
 from tests.sweep import drawn, sharded
 from tests.sweep.destinations import Destination
@@ -77,8 +78,6 @@ def _make(case: dict[str, Any], *_: Any) -> dict[str, Any]:
 
 def _ours(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination) -> dict[str, Any]:
     """Streamed through the model's own class, and through a Streaming Auto class where one knows it."""
-    import hf_zero_stream
-
     model_class = class_of(case)
     with recorded_ops() as ops:
         plain, plain_info = load_plain(model_class, folder, dtype)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers.integrations import HfDeepSpeedConfig
 
+import hf_zero_stream
 from tests.support.checkpoint_files import tensors_of, write
 from tests.support.fsdp2 import announce, make_accelerator
 from tests.support.parity import differences, ds_config
@@ -25,8 +26,6 @@ LOADS = ("", "without a weight: ")
 
 def stocks(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination) -> dict[str, Any]:
     """Under ZeRO-3, ``random_numbers="stock"`` beside stock; and what is drawn, values too, beside a plain load."""
-    import hf_zero_stream
-
     as_stock = hf_zero_stream.StreamingConfig(random_numbers="stock", progress=False)
     model_class, found = class_of(case), []
     for title, place in zip(LOADS, (folder, _without_a_weight(folder)), strict=True):
@@ -54,8 +53,6 @@ def stocks(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destinatio
 
 def accelerates(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination) -> dict[str, Any]:
     """Under accelerate's FSDP2, with efficient loading and without it."""
-    import hf_zero_stream
-
     model_class, found = class_of(case), []
     try:
         for efficient in (True, False):

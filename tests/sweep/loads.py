@@ -18,6 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, core_model_loading
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+import hf_zero_stream
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.saving import different, saves_with
 from tests.support.streams import change, patched, taken
@@ -72,8 +73,6 @@ def saved_differences(streamed: Any, plain: Any, folder: Path) -> list[str]:
 
     And tensors that a weight stream gives otherwise than our files have them, or patches otherwise than a new pass.
     """
-    import hf_zero_stream
-
     target = folder.with_name(f"saved {folder.name}")
     # transformers puts tensors with one memory into one shard, and takes empty ones that lie side by side for such.
     has_empty = any(tensor.numel() == 0 for tensor in plain.state_dict().values() if isinstance(tensor, torch.Tensor))
