@@ -3,6 +3,8 @@
 The script belongs to vLLM's own environment, where each rank sends a model by vLLM's trainer engine, from two sources.
 """
 
+from __future__ import annotations
+
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,10 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
-
-import hf_zero_stream
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,12 @@ class _Client:
 
 def main(checkpoint: str, packages: str) -> None:
     sys.path.append(packages)  # what this package needs, behind what vLLM has its own version of
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer import ModuleSource
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    import hf_zero_stream
 
     dist.init_process_group("gloo")
     torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, return-value]
