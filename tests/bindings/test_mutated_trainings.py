@@ -4,6 +4,7 @@ A training saves its state, and another one goes on from there: either there is 
 they have as they are; never others. Which functions loads need is seen in test_mutated_bindings.py.
 """
 
+import functools
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -129,8 +130,13 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home:
 @pytest.mark.parametrize(
     "mutation", mutations(("deepspeed.module_inject.",), PatchScope.EXPERTS, PatchScope.RECORDERS)
 )
-def test_expert_parallelism(cluster: None, zoo_checkpoint: Checkpoint, mutation: Mutation) -> None:
-    how = losses_of_experts, zoo_checkpoint("deepseek_v3"), expert_parallel(), "streaming", {}
-    expected, _ = run_ranks(2, mutated, None, *how)
-    outcome, _ = run_ranks(2, mutated, mutation, *how)
+def test_expert_parallelism(of_experts: Callable[..., Any], mutation: Mutation) -> None:
+    expected, outcome = of_experts(None), of_experts(mutation)
     assert isinstance(expected, list) and (isinstance(outcome, str) or outcome == expected), outcome
+
+
+@pytest.fixture(scope="module")
+def of_experts(cluster: None, zoo_checkpoint: Checkpoint) -> Callable[..., Any]:
+    """What a training gives under a mutation; without one it runs once."""
+    how = losses_of_experts, zoo_checkpoint("deepseek_v3"), expert_parallel(), "streaming", {}
+    return functools.cache(lambda mutation: run_ranks(2, mutated, mutation, *how)[0])
