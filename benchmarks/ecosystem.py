@@ -53,7 +53,7 @@ SHOWN = ("transformers", "accelerate", "trl", "deepspeed")
 
 def make_inputs(folder: Path, megabytes: float) -> None:
     """A checkpoint with a tokenizer of a few words, and a data set that both tools read."""
-    from tests.bindings.test_trl import make_tokenizer
+    from tests.support.trainers import make_tokenizer
 
     make_moe_checkpoint(folder / "tiny-moe", megabytes * 1e6, num_layers=4, num_experts=16)
     make_tokenizer(folder / "tiny-moe")

@@ -1,7 +1,5 @@
 """How tests find out that only a sample of them runs: see :mod:`tests`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -10,8 +8,6 @@ import pytest
 
 Thing = TypeVar("Thing")
 
-
-__all__ = ["chosen", "every", "examples", "is_sample"]
 
 is_sample = False
 """Whether slow tests are left out. `conftest.py` says so before it looks for tests."""

@@ -1,7 +1,5 @@
 """The table of what is bent: each row is there in the installed versions, and leads to a function of ours."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -3,10 +3,7 @@
 `make ecosystem` runs the frameworks themselves.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +14,15 @@ import transformers
 from safetensors.torch import load_file, save_model
 
 import hf_zero_stream
-from tests.saving.test_hooks import join_as_launched
 from tests.state.test_state import different_states
-from tests.support.changed_models import different as different_values
-from tests.support.changed_models import whole_values
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import force_fsdp_on_cpu
-from tests.support.saving import different, trainer_arguments
+from tests.support.saving import different
+from tests.support.trainers import join_as_launched, trainer_arguments
 from tests.support.training_state import all_in_one_group, state_config, train, values_in
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.whole import whole_values
+from tests.support.zoo import Checkpoint
 
 
 class Around(torch.nn.Module):
@@ -121,7 +116,7 @@ def test_checkpoints_of_lightning(
     with hf_zero_stream.streaming(), pytest.raises(ModuleNotFoundError, match="hf-zero-stream convert"):
         convert_as_lightning(tmp_path / "ours")
     values = values_in(tmp_path / "ours" / "checkpoint" / "global_step3")
-    assert different_values(values, stock["state_dict"]) == []
+    assert differing(values, stock["state_dict"]) == []
     same = run_ranks(2, resume_as_lightning, folder, tmp_path / "ours", tmp_path / "same", stage)
     assert same == [(continued, repr(client_state()))] * 2
     for name in ("ours", "stock"):

@@ -3,8 +3,6 @@
 Either an error that names it, or the values of a plain load; never others.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import transformers
@@ -24,9 +21,10 @@ from hf_zero_stream.errors import VersionError
 from hf_zero_stream.registry.rows import PatchScope, Row, Weight
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.whole import whole_values
+from tests.support.zoo import Checkpoint
 
 
-Checkpoint = Callable[..., Path]
 HEAD = "score.weight"
 
 
@@ -55,15 +53,10 @@ def mutation_of(row: Row, scope: PatchScope, mutate: Callable[[Row, pytest.Monke
         yield
 
 
-def gathered(model: Any) -> dict[str, torch.Tensor]:
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
 def values(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     kind = transformers.AutoModelForSequenceClassification
-    return gathered(kind.from_pretrained(folder, dtype=torch.float32, **kwargs))
+    return whole_values(kind.from_pretrained(folder, dtype=torch.float32, **kwargs))
 
 
 def outcome(folder: Path, plain: dict[str, torch.Tensor]) -> str:

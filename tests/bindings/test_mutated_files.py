@@ -4,8 +4,6 @@ Models, code, tokenizers and processors from URLs; a process that ``hf-zero-stre
 an error, or all is as it would be otherwise; never anything else.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,10 +21,9 @@ from tests.bindings.test_mutated_trainings import Mutation, mutated, mutations
 from tests.support.commands import command_environment
 from tests.support.http_files import http_files
 from tests.support.remote_code import make_remote_checkpoint
-from tests.support.zoo import make_checkpoint
+from tests.support.zoo import Checkpoint, make_checkpoint
 
 
-Checkpoint = Callable[..., Path]
 Loads = dict[str, Callable[[str], Any]]
 
 OF_FILES = tuple(

@@ -4,8 +4,7 @@ A training saves its state, and another one goes on from there: either there is 
 they have as they are; never others. Which functions loads need is seen in test_mutated_bindings.py.
 """
 
-from __future__ import annotations
-
+import functools
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,11 +21,11 @@ from tests.state.test_trainer import train
 from tests.support.changed_models import resume_changed
 from tests.support.cluster import run_ranks
 from tests.support.training_state import TrainerRun
+from tests.support.zoo import Checkpoint
 from tests.zero.test_expert_parallel import expert_parallel
 from tests.zero.test_expert_parallel import losses as losses_of_experts
 
 
-Checkpoint = Callable[..., Path]
 Mutation = tuple[str, int, Callable[[Row, pytest.MonkeyPatch], Row]]
 
 OF_TRAINER = ("transformers.trainer:", "transformers.modeling_utils:", "accelerate.")
@@ -131,8 +130,13 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home:
 @pytest.mark.parametrize(
     "mutation", mutations(("deepspeed.module_inject.",), PatchScope.EXPERTS, PatchScope.RECORDERS)
 )
-def test_expert_parallelism(cluster: None, zoo_checkpoint: Checkpoint, mutation: Mutation) -> None:
-    how = losses_of_experts, zoo_checkpoint("deepseek_v3"), expert_parallel(), "streaming", {}
-    expected, _ = run_ranks(2, mutated, None, *how)
-    outcome, _ = run_ranks(2, mutated, mutation, *how)
+def test_expert_parallelism(of_experts: Callable[..., Any], mutation: Mutation) -> None:
+    expected, outcome = of_experts(None), of_experts(mutation)
     assert isinstance(expected, list) and (isinstance(outcome, str) or outcome == expected), outcome
+
+
+@pytest.fixture(scope="module")
+def of_experts(cluster: None, zoo_checkpoint: Checkpoint) -> Callable[..., Any]:
+    """What a training gives under a mutation; without one it runs once."""
+    how = losses_of_experts, zoo_checkpoint("deepseek_v3"), expert_parallel(), "streaming", {}
+    return functools.cache(lambda mutation: run_ranks(2, mutated, mutation, *how)[0])

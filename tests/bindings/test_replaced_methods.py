@@ -1,43 +1,33 @@
 """Methods that somebody has put in place of accelerate's, the Trainer's, DeepSpeed's or a model's own: they count."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from transformers import Trainer, TrainingArguments
 
 import hf_zero_stream
 from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed
 from tests import sampling
-from tests.saving.test_hooks import join_as_launched, prepared
+from tests.saving.test_hooks import prepared
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses
 from tests.support.saving import different
-from tests.support.zoo import ZOO
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.trainers import join_as_launched
+from tests.support.zoo import ZOO, Checkpoint
 
 
 def renamed(entries: dict[str, Any] | None) -> dict[str, Any] | None:
     """As instructlab-training does: other names, and values that are changed on the way."""
     return entries and {f"renamed.{name}": value * 2 for name, value in entries.items()}
-
-
-def names_in(folder: Path) -> set[str]:
-    found: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= set(file.keys())
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- accelerate
@@ -96,7 +86,7 @@ def test_of_an_accelerator(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: 
     places = sampling.every(2, PLACES)
     assert run_ranks(2, save_model, zoo_checkpoint("llama"), tmp_path, places) == [[True] * 3 * len(places)] * 2
     for where in places:
-        assert "renamed.lm_head.weight" in names_in(tmp_path / where / "stock")
+        assert "renamed.lm_head.weight" in tensors_of(tmp_path / where / "stock")
         for how in ("ours", "inside"):
             assert different(tmp_path / where / how, tmp_path / where / "stock") == [], (where, how)
 
@@ -105,8 +95,6 @@ def test_of_an_accelerator(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: 
 
 
 def save_by_trainer(checkpoint: Path, folder: Path, how: str, where: str) -> None:
-    from transformers import Trainer, TrainingArguments
-
     before = Trainer.save_model
     if where == "class":  # a script's own, before there is any block of ours
         Trainer.save_model = save_gathered
@@ -157,7 +145,7 @@ def test_of_a_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path,
     checkpoint = zoo_checkpoint("llama")
     for how in ("stock", "ours"):
         run_ranks(2, save_by_trainer, checkpoint, tmp_path, how, where)
-    assert "renamed.lm_head.weight" in names_in(tmp_path / where / "stock")
+    assert "renamed.lm_head.weight" in tensors_of(tmp_path / where / "stock")
     differing = different(tmp_path / where / "ours", tmp_path / where / "stock")
     assert [name for name in differing if name != "training_args.bin"] == []
 
@@ -207,7 +195,7 @@ def save_other_state_dict(checkpoint: Path, folder: Path, keep_vars: bool) -> No
 def test_of_a_models_state_dict(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Under ZeRO-3, where a state dict has no values, one that gives no parameters is refused. It was saved, empty."""
     run_ranks(2, save_other_state_dict, zoo_checkpoint("llama"), tmp_path / "vars", True)
-    assert names_in(tmp_path / "vars") == {"lm_head.weight"}
+    assert tensors_of(tmp_path / "vars").keys() == {"lm_head.weight"}
     for outcome in run_ranks_expecting_errors(
         2, save_other_state_dict, zoo_checkpoint("llama"), tmp_path / "n", False
     ):
@@ -220,8 +208,6 @@ def test_of_a_models_state_dict(cluster: None, zoo_checkpoint: Checkpoint, tmp_p
 
 def save_by_engine(checkpoint: Path, folder: Path, where: str) -> bool:
     """Whether the checkpoint is DeepSpeed's own, with what somebody's method has put into it."""
-    import deepspeed
-
     config = ds_config()
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())

@@ -1,81 +1,35 @@
 """TRL calls `from_pretrained` itself: a trainer given a path streams it inside `streaming()`."""
 
-from __future__ import annotations
-
-import os
 import shutil
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
-
-
-ON_A_CPU: dict[str, Any] = {
-    "bf16": False,  # transformers wants a GPU for it
-    "accelerator_config": {"use_configured_state": True},
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "optim": "adamw_torch",
-    "dataloader_pin_memory": False,
-    "disable_tqdm": True,
-}
-"""Arguments of TRL's trainers for a few steps whose losses are compared."""
-
-
-def make_tokenizer(folder: Path) -> None:
-    """A word-level tokenizer of a few words, so that nothing is downloaded."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", "<unk>", "a", "small", "model", "learns", "words"]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder)
+from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, losses_of, make_tokenizer
+from tests.support.zoo import Checkpoint
 
 
 def fine_tune(folder: Path, output: Path, stream: bool) -> dict[str, Any]:
-    from contextlib import nullcontext
-
-    from accelerate import PartialState
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    import hf_zero_stream
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    deepspeed = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {"stage": 3},
-        "zero_allow_untested_optimizer": True,
-    }
-    args = SFTConfig(
-        output_dir=str(output),
-        deepspeed=deepspeed,
-        max_steps=3,
-        per_device_train_batch_size=1,
-        **ON_A_CPU,
-        model_init_kwargs={"experts_implementation": "eager", "dtype": "float32"},
-    )
+    join_as_launched()
+    of_model = {"experts_implementation": "eager", "dtype": "float32"}
+    args = arguments_of(output, SFTConfig, max_steps=3, save_strategy="no", model_init_kwargs=of_model, **ZERO_3)
     data = Dataset.from_dict({"text": ["a small model learns words"] * 8})
     torch.manual_seed(0)
     with hf_zero_stream.streaming() if stream else nullcontext():
         trainer = SFTTrainer(model=str(folder), args=args, train_dataset=data)
     streamed = hasattr(trainer.model, "streaming_report")
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "streamed": streamed}
+    return {"losses": losses_of(trainer), "streamed": streamed}
 
 
-def test_sft_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_sft_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "model")
     make_tokenizer(folder)
     ours = run_ranks(2, fine_tune, folder, tmp_path / "out", True)

@@ -1,8 +1,5 @@
 """What a user meets when a library that we bend has changed: an error that names it, never other values."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,7 @@ from hf_zero_stream.seams import sharding
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce
 from tests.support.parity import ds_config
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def load(folder: Path, kind: Any = transformers.AutoModelForCausalLM, **kwargs: Any) -> Any:

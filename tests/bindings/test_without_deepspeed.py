@@ -1,17 +1,16 @@
 """What is not ZeRO works where DeepSpeed is not installed: FSDP2, training states, plans, conversions, the tools."""
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster import ROOT, free_port
 from tests.support.forks import Forks
+from tests.support.zoo import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ print("right")
 """
 
 
-def test_sharded_training(elsewhere: Forks, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_sharded_training(elsewhere: Forks, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     arguments = (str(zoo_checkpoint("llama")), str(tmp_path))
     ranks = [elsewhere.start(SHARDED, *arguments, **group, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
@@ -78,7 +77,7 @@ runpy.run_module("hf_zero_stream", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.plugin("pickled")
-def test_tools(elsewhere: Forks, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_tools(elsewhere: Forks, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = str(zoo_checkpoint("llama"))
     assert "sound" in elsewhere.run(TOOL, "verify", folder)
     elsewhere.run(TOOL, "convert", folder, str(tmp_path / "converted"), "--dtype", "bf16")

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -18,15 +17,17 @@ import deepspeed  # noqa: F401 - first, because its logger keeps the stdout that
 import pytest
 import torch
 import typer.main
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.cli import app, commands, frame
 from hf_zero_stream.reports.text import fold, folded_names
+from tests.support.checkpoint_files import rewritten, tensors_of
 from tests.support.commands import command_environment
 from tests.support.parity import ds_config
-from tests.support.zoo import ZOO, build_model, make_moe_checkpoint
+from tests.support.zoo import ZOO, Checkpoint, build_model
 
 
 NAMES = list(commands())
@@ -255,11 +256,11 @@ def test_folding_is_thorough() -> None:
 
 
 @pytest.mark.parametrize("name", list(ZOO))
-def test_inspect_shows_files_and_model(zoo_checkpoint: Callable[..., Path], name: str) -> None:
+def test_inspect_shows_files_and_model(zoo_checkpoint: Checkpoint, name: str) -> None:
     """Every tensor of the shards, and every parameter of a plain model, with its shape and size."""
     folder = zoo_checkpoint(name)
     found = run_json("inspect", str(folder))
-    held = {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    held = tensors_of(folder)
     assert shapes_of(found["tensors"]) == {name: list(tensor.shape) for name, tensor in held.items()}
     assert sum(line["bytes"] for line in found["tensors"]) == sum(tensor.nbytes for tensor in held.values())
     assert found["bytes"] == sum(shard["bytes"] for shard in found["shards"])
@@ -300,11 +301,8 @@ def test_inspect_shows_of_many_shards_the_first_and_the_last(tmp_path: Path) -> 
     assert [shard["file"] for shard in run_json(*arguments)["shards"]] == names
 
 
-def test_inspect_names_what_is_initialised(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    tensors = {k: v for shard in zoo_checkpoint("llama").glob("*.safetensors") for k, v in load_file(shard).items()}
-    del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((zoo_checkpoint("llama") / "config.json").read_bytes())
+def test_inspect_names_what_is_initialised(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    rewritten(zoo_checkpoint("llama"), tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
     assert run_json("inspect", str(tmp_path))["model"]["missing"] == ["model.norm.weight"]
     assert "so they are initialised: model.norm.weight" in run("inspect", str(tmp_path)).stdout
 
@@ -390,20 +388,16 @@ def test_plan_in_another_dtype(tiny_moe: str, tmp_path: Path, dtype: str, itemsi
         "plan", tiny_moe, "--world-size", "2", "--dtype", dtype, "--ds-config", f"{tmp_path}/ds.json"
     )
     without = run_json("plan", tiny_moe, "--world-size", "2", "--dtype", dtype)
-    numel = sum(param.numel() for param in load_all(tiny_moe).values())
+    numel = sum(param.numel() for param in tensors_of(tiny_moe).values())
     for found in (with_config, without):
         assert found["memory"]["partitions"]["cuda"] == numel * itemsize // 2
     assert any("fp32" in warning for warning in with_config["warnings"]) == (dtype == "fp32")
 
 
-def load_all(folder: str) -> dict[str, torch.Tensor]:
-    return {name: tensor for shard in Path(folder).glob("*.safetensors") for name, tensor in load_file(shard).items()}
-
-
 def test_stocks_peaks(tiny_moe: str) -> None:
     """The formulas of `stock_load` in hf_zero_stream/cli/models.py, from the tensors themselves."""
     found = run_json("plan", tiny_moe, "--world-size", "4")
-    tensors = load_all(tiny_moe)
+    tensors = tensors_of(tiny_moe)
     total = sum(tensor.nbytes for tensor in tensors.values())
     experts = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers.0.mlp.experts." in name)
     gate_up = experts * 2 // 3
@@ -468,8 +462,8 @@ def test_warnings(tiny_moe: str, tmp_path: Path) -> None:
     assert "--dtype bf16" in given and "No --ds-config" not in given
 
 
-def test_warning_of_uneven_shards(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    tensors = load_all(str(zoo_checkpoint("llama")))
+def test_warning_of_uneven_shards(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    tensors = tensors_of(str(zoo_checkpoint("llama")))
     sizes = sorted(tensors, key=lambda name: tensors[name].nbytes)
     shards = {"big": sizes[4:], **{f"small-{number}": [name] for number, name in enumerate(sizes[:4])}}
     for shard, names in shards.items():

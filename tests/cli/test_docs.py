@@ -10,16 +10,15 @@ import shlex
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from hf_zero_stream.cli import OF_PLUGINS, app
+from benchmarks.moe_checkpoint import make_moe_checkpoint
+from hf_zero_stream.cli import app
 from tests.cli.test_cli import NAMES
 from tests.support.cluster import ROOT
 from tests.support.commands import link_repository
-from tests.support.zoo import make_moe_checkpoint
 
 
 DOCUMENT = (ROOT / "docs" / "cli.md").read_text()
@@ -78,13 +77,7 @@ def regenerated(block: str) -> str:
     return text
 
 
-def row(number: int) -> Any:
-    """The number of a block, with what the commands in it need."""
-    words = [command.split()[1] for command, _ in commands(EXACT[number]) if command.startswith("hf-")]
-    return pytest.param(number, marks=pytest.mark.plugin(*{OF_PLUGINS[word] for word in words if word in OF_PLUGINS}))
-
-
-@pytest.mark.parametrize("number", map(row, range(len(EXACT))))
+@pytest.mark.parametrize("number", range(len(EXACT)))
 def test_output_is_as_shown(as_in_the_documents: None, number: int) -> None:
     assert regenerated(EXACT[number]) == EXACT[number]
 
@@ -111,7 +104,6 @@ def loosely(line: str) -> str:
     return re.sub(r" +", " ", re.sub(r"-+", "-", re.sub(r"#+", "#", without_numbers)))
 
 
-@pytest.mark.plugin("demo", "pickled")
 def test_documents_show_every_command() -> None:
     shown = {command.split()[1] for block in blocks(DOCUMENT) for command, _ in commands(block) if "hf-" in command}
     assert shown | {"run"} == set(NAMES)  # which has a page of its own
@@ -119,7 +111,6 @@ def test_documents_show_every_command() -> None:
     assert listed == NAMES
 
 
-@pytest.mark.plugin("demo", "pickled")
 def test_documents_name_every_option() -> None:
     """Options that are in the document exist."""
     existing = {"--version"}  # of no command: tests/cli/test_cli.py

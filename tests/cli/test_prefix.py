@@ -1,7 +1,5 @@
 """``hf-zero-stream run COMMAND``: every rank of any launcher streams, and the command sees no difference."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -12,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.prefix import FOLDER, environment
 from tests.support.cluster import ROOT
 from tests.support.commands import command_environment, run_command, run_to_its_end
-from tests.support.zoo import make_moe_checkpoint
 
 
 PREFIX = ("hf-zero-stream", "run")

@@ -4,14 +4,14 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests.support.cluster import ROOT
 from tests.support.commands import command_environment, losses, run_command
-from tests.support.zoo import make_moe_checkpoint
+from tests.support.zoo import Checkpoint
 
 
 SCRIPT = """\
@@ -181,7 +181,7 @@ print(os.path.exists(os.path.join(sys.argv[2], "model.safetensors")))
 
 @pytest.mark.slow
 def test_all_threads_stream_and_variables_are_read_late(
-    compiler: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+    compiler: None, zoo_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """Of loads in other threads too; what the script sets before its imports still counts."""
     (tmp_path / "train.py").write_text(STREAMS)

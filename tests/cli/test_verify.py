@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from hf_zero_stream.checkpoint.soundness import check_soundness, shards_of
 from hf_zero_stream.errors import CheckpointError
 from tests.cli.test_cli import run, run_json
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 SHARDS = {
@@ -224,7 +224,7 @@ def test_a_sound_checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", list(ZOO))
-def test_what_transformers_saves_is_sound(zoo_checkpoint: Callable[..., Path], name: str) -> None:
+def test_what_transformers_saves_is_sound(zoo_checkpoint: Checkpoint, name: str) -> None:
     found = check_soundness(zoo_checkpoint(name))
     assert not found.faults and not found.notes and found.tensors
 

@@ -1,7 +1,5 @@
 """The arithmetic of strided boxes, against numpy doing the same copies one element at a time."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Imports of modules make no circle inside a room: import-linter looks at rooms only."""
 
-from __future__ import annotations
-
 import networkx
 
 from tests.core.test_imports import MODULES, imports_of

@@ -13,11 +13,7 @@ MIB = 2**20
 
 
 def test_defaults():
-    assert StreamingConfig.resolve(environ={}) == StreamingConfig(
-        staging_bytes=0,
-        reader_threads=0,
-        progress=True,
-    )
+    assert StreamingConfig.resolve(environ={}) == StreamingConfig(staging_bytes=0, reader_threads=0, progress=True)
 
 
 def test_is_frozen_and_keyword_only():
@@ -103,8 +99,7 @@ def test_sizes(written, expected):
 
 
 @pytest.mark.parametrize(
-    "written",
-    ["", "MiB", "64 XB", "-1", "1.5", "0.3333KB", "64MiBs", "nan", 1.5, float("inf"), True, None, [1]],
+    "written", ["", "MiB", "64 XB", "-1", "1.5", "0.3333KB", "64MiBs", "nan", 1.5, float("inf"), True, None, [1]]
 )
 def test_bad_sizes(written):
     with pytest.raises(ConfigError, match=r'"hf_zero_stream.staging_bytes" in the DeepSpeed config: expected .* got'):

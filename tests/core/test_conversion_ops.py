@@ -1,7 +1,5 @@
 """Every conversion op of transformers on lazy tensors: the bits that it gives on real ones, from reads alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,12 +1,10 @@
 """What modules import and export, as far as the contracts of import-linter in ``pyproject.toml`` cannot say it."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import hf_zero_stream
 from hf_zero_stream import cli
 from hf_zero_stream.bindings.install import ImportWatch
 from tests.support.forks import Forks
+from tests.support.zoo import Checkpoint
 
 
 PACKAGE = Path(hf_zero_stream.__file__).parent
@@ -142,9 +141,7 @@ def with_transformers() -> Iterator[Forks]:
         yield forks
 
 
-def test_loads_without_zero_import_nothing_that_streams(
-    with_transformers: Forks, zoo_checkpoint: Callable[..., Path]
-) -> None:
+def test_loads_without_zero_import_nothing_that_streams(with_transformers: Forks, zoo_checkpoint: Checkpoint) -> None:
     """Nor DeepSpeed, as stock's; stock's ``save_pretrained`` does."""
     with_transformers.run(STOCK_LOADS, str(zoo_checkpoint("llama")), str(zoo_checkpoint("qwen3_moe")))
 
@@ -170,7 +167,7 @@ assert not of_plugins, of_plugins
 
 
 def test_a_first_load_under_zero_3_imports_only_what_it_uses(
-    with_transformers: Forks, zoo_checkpoint: Callable[..., Path]
+    with_transformers: Forks, zoo_checkpoint: Checkpoint
 ) -> None:
     with_transformers.run(FIRST_LOAD, str(zoo_checkpoint("llama")), **RANK)
 
@@ -193,7 +190,7 @@ assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_Fin
 
 
 def test_deepspeed_may_be_imported_in_the_middle_of_a_block(
-    with_transformers: Forks, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+    with_transformers: Forks, zoo_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """Its engines save as ours then too."""
     with_transformers.run(LATE, str(zoo_checkpoint("llama")), str(tmp_path), **RANK)
@@ -217,7 +214,7 @@ def test_what_is_imported_in_a_block_is_replaced_there() -> None:
 
 
 def test_what_needs_no_deepspeed_does_not_import_it(
-    with_transformers: Forks, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+    with_transformers: Forks, zoo_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """DeepSpeed takes seconds to import; the package, and commands that only look at files, must not wait for it."""
     folder, new = str(zoo_checkpoint("qwen3_moe")), str(tmp_path / "new")
@@ -254,7 +251,7 @@ assert healthy.exit_code == 0 and "ZeRO-3" not in healthy.output, healthy.output
 
 
 @pytest.mark.slow
-def test_tools_without_deepspeed(with_transformers: Forks, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_tools_without_deepspeed(with_transformers: Forks, zoo_checkpoint: Checkpoint) -> None:
     with_transformers.run(WITHOUT_DEEPSPEED.replace("PATH", repr(str(zoo_checkpoint("qwen3_moe")))))
 
 

@@ -1,7 +1,5 @@
 """Staging buffers are not reused before the copies out of them are done, also where copies run on by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,18 +67,25 @@ def checkpoint(tmp_path: Path) -> tuple[BatchPlan, LocalFiles, list[torch.Tensor
     return plan, LocalFiles(index.shards), expected
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_late_copies_give_the_same_values(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[BatchPlan, LocalFiles, list[torch.Tensor]], threads: int
-) -> None:
-    plan, files, expected = checkpoint
-    made: list[LateLane] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[LateLane]:
+    """The lanes of loads, which go as if to a device."""
+    lanes: list[LateLane] = []
 
     def lane_for(destinations: Sequence[torch.Tensor], nbytes: int) -> Callable[[], LateLane]:
-        return lambda: made.append(LateLane(nbytes)) or made[-1]  # type: ignore[func-returns-value]
+        return lambda: lanes.append(LateLane(nbytes)) or lanes[-1]  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(execute, "lane_for", lane_for)
-    monkeypatch.setattr(execute, "_buffers_in_place", lambda *args: None)  # as for a destination on a device
+    monkeypatch.setattr(execute, "_buffers_in_place", lambda *args: None)
+    return lanes
+
+
+Checkpoint = tuple[BatchPlan, LocalFiles, list[torch.Tensor]]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_late_copies_give_the_same_values(made: list[LateLane], checkpoint: Checkpoint, threads: int) -> None:
+    plan, files, expected = checkpoint
     found = [torch.full((120,), float("nan"), dtype=target.dtype) for target in plan.targets]
     _, staging_bytes = execute_reads(plan, found, files, threads=threads)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
@@ -92,21 +97,13 @@ def test_late_copies_give_the_same_values(
         assert made[0].waits == len(plan.reads) - 2 + 1
 
 
-def test_after_an_error_no_copy_is_under_way(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[BatchPlan, LocalFiles, list[torch.Tensor]]
-) -> None:
+def test_after_an_error_no_copy_is_under_way(made: list[LateLane], checkpoint: Checkpoint) -> None:
     """Or it would write into memory that somebody else has been given meanwhile."""
     plan, files, _ = checkpoint
-    made: list[LateLane] = []
-
-    def lane_for(destinations: Sequence[torch.Tensor], nbytes: int) -> Callable[[], LateLane]:
-        return lambda: made.append(LateLane(nbytes)) or made[-1]  # type: ignore[func-returns-value]
 
     def full() -> None:
         raise RuntimeError("full")
 
-    monkeypatch.setattr(execute, "lane_for", lane_for)
-    monkeypatch.setattr(execute, "_buffers_in_place", lambda *args: None)
     found = [torch.empty(120, dtype=target.dtype) for target in plan.targets]
     with pytest.raises(RuntimeError, match="full"):
         execute_reads(plan, found, files, threads=2, on_bytes=lambda nbytes: full())

@@ -1,7 +1,5 @@
 """Lazy tensors against real ones: the same ops, every range, with and without materialising."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +34,7 @@ class Checkpoint:
         self.request_bytes, self.seek_bytes = 64, seek_bytes
         self.files = LocalFiles(self.index.shards)
         self.evaluator = ShardEvaluator(
-            self.files,
-            request_bytes=self.request_bytes,
-            seek_bytes=seek_bytes,
-            staging_bytes=2 * self.request_bytes,
+            self.files, request_bytes=self.request_bytes, seek_bytes=seek_bytes, staging_bytes=2 * self.request_bytes
         )
 
     def lazy(self) -> dict[str, torch.Tensor]:

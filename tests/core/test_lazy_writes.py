@@ -3,8 +3,6 @@
 Each program gets the parameters of two checkpoints; what it returns is compared, and so are all parameters afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,12 @@
 """What ranks say in one log file: each thing once, or once per host, and no name of a temporary file."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ import hf_zero_stream
 from hf_zero_stream.settings import config
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 WORLD_SIZE, ON_A_HOST = 4, 2
@@ -26,8 +26,6 @@ Line = tuple[str, str]
 
 def act(folder: Path, saved: Path) -> tuple[list[Line], list[Line]]:
     """Load, save and resume; returns (our lines, transformers' lines), each with its logger."""
-    import deepspeed
-
     os.environ["LOCAL_RANK"] = str(dist.get_rank() % ON_A_HOST)
     transformers.utils.logging.set_verbosity_info()
     for name in ("hf_zero_stream", "transformers"):
@@ -57,7 +55,7 @@ def act(folder: Path, saved: Path) -> tuple[list[Line], list[Line]]:
 
 
 @pytest.mark.slow
-def test_ranks_speak_once(compiler: None, cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_speak_once(compiler: None, cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     found = run_ranks(WORLD_SIZE, act, zoo_checkpoint("llama"), tmp_path, timeout=240)
     ranks_of = defaultdict[str, list[int]](list)
     for rank, (ours, others) in enumerate(found):
@@ -105,7 +103,7 @@ def call_outside_of_streaming(folder: Path, saved: Path) -> dict[str, int]:
 
 
 def test_mistyped_variables_are_named_outside_of_streaming_too(
-    compiler: None, cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+    compiler: None, cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     first, second = run_ranks(2, call_outside_of_streaming, zoo_checkpoint("llama"), tmp_path)
     assert set(first.values()) == {1}, first

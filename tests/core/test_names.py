@@ -1,7 +1,5 @@
 """Names mean one thing each in the whole package."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """A lazy tensor that is pickled, or asked for its memory, says what it is; its addresses can be compared."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Cuts are torch's own: what is left of a dimension is what `Shard` and `_StridedShard` would leave."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from math import prod

@@ -1,11 +1,8 @@
 """Plans are data: made for any rank of any world, on this machine, without a process group."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from hf_zero_stream.registry.rows import PatchScope
 from hf_zero_stream.sources.local import _HeaderFile
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 @pytest.mark.parametrize(
@@ -35,7 +32,7 @@ from tests.support.zoo import ZOO
         pytest.param("qwen3_vl_moe", 64, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_share_the_checkpoint(zoo_checkpoint: Callable[..., Path], name: str, world_size: int) -> None:
+def test_ranks_share_the_checkpoint(zoo_checkpoint: Checkpoint, name: str, world_size: int) -> None:
     """Together the ranks fill every element of every parameter once, in file order."""
     plans = [
         hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=world_size, rank=rank).load
@@ -57,7 +54,7 @@ def test_ranks_share_the_checkpoint(zoo_checkpoint: Callable[..., Path], name: s
         assert plan.cost.target_bytes == sum(target.nbytes for target in plan.targets)
 
 
-def test_plan_follows_the_ds_config(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_plan_follows_the_ds_config(zoo_checkpoint: Checkpoint) -> None:
     folder = str(zoo_checkpoint("llama"))
     as_is = hf_zero_stream.plan(folder, world_size=2).load
     halved = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config(torch.bfloat16)).load
@@ -78,7 +75,7 @@ def assert_data(folder: Path, **kwargs: Any) -> None:
     assert found != hf_zero_stream.plan(str(folder), world_size=2, rank=0, **kwargs)
 
 
-def test_a_plan_is_data(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_plan_is_data(zoo_checkpoint: Checkpoint) -> None:
     assert_data(zoo_checkpoint("qwen3_moe"))
 
 
@@ -88,14 +85,14 @@ def test_a_plan_is_data_where_functions_give_values(tmp_path: Path) -> None:
     assert_data(tmp_path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True))
 
 
-def test_plan_takes_settings(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_plan_takes_settings(zoo_checkpoint: Checkpoint) -> None:
     config = {**ds_config(), "hf_zero_stream": {"staging_bytes": 8 * 4096}}
     plan = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=1, ds_config=config).load
     assert max(read.length for read in plan) <= 4096
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
-def test_rank_must_be_in_the_world(zoo_checkpoint: Callable[..., Path], rank: int, world_size: int) -> None:
+def test_rank_must_be_in_the_world(zoo_checkpoint: Checkpoint, rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match="rank"):
         hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=world_size, rank=rank)
 
@@ -110,9 +107,7 @@ def test_planning_layers_need_neither_deepspeed_nor_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "llama4", "t5"])
-def test_short_cuts_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, zoo_checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_short_cuts_change_nothing(monkeypatch: pytest.MonkeyPatch, zoo_checkpoint: Checkpoint, name: str) -> None:
     """With a converter copied for each key and a thread for each tensor, as in transformers, the plan is the same."""
     fast = hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1)
     short_cuts = {"copy_converter", "spawn_materialize", "no_bar"}
@@ -122,7 +117,7 @@ def test_short_cuts_change_nothing(
     assert hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1) == fast
 
 
-def test_headers_are_all_that_is_read(zoo_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_all_that_is_read(zoo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of files, in whatever world: ranks of other hosts, whose copies a load would look into, are not there."""
     ends: dict[str, int] = {}
     real = _HeaderFile.read

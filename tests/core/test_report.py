@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from transformers import AutoModel
 
 from hf_zero_stream.planning.footprint import EngineSettings, ParameterShape, memory_footprint
 from hf_zero_stream.reports.load import PHASES, LoadReport, RankReport, Verification
@@ -214,8 +215,6 @@ def test_footprint_is_shown_and_survives_json():
 
 def load_twice(folder):
     """The second load imports nothing."""
-    from transformers import AutoModel
-
     from hf_zero_stream.bindings.streaming import streaming
 
     with streaming():

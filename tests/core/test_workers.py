@@ -1,7 +1,5 @@
 """Threads that share out work end with the call, however it ends."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

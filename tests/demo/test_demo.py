@@ -1,7 +1,5 @@
 """`hf-zero-stream demo`: stock and streaming side by side, on a checkpoint that it makes or on one's own."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -14,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.plugins.demo import demo
 from tests.cli.test_cli import run, run_json
 from tests.cli.test_docs import DOCUMENT, assert_shown, blocks, commands
 from tests.support.commands import command_environment
-from tests.support.zoo import make_moe_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -20,12 +19,13 @@ from hf_zero_stream.cli.plan import MOST_RANKS, ranks_to_draw
 from hf_zero_stream.plugins.demo.picture import _draw_ranks, _spans
 from tests.cli.test_cli import USAGE, run, run_json
 from tests.support.quantised_checkpoints import SCHEMES, compressed_tensors, fp8
+from tests.support.zoo import Checkpoint
 
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_plot_is_a_picture(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_plot_is_a_picture(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It has the colours of every rank that it shows."""
     run("plan", str(zoo_checkpoint("qwen3_moe")), "--world-size", "3", "--plot", str(tmp_path / "plan.png"))
     with Image.open(tmp_path / "plan.png") as image:
@@ -35,7 +35,7 @@ def test_plot_is_a_picture(zoo_checkpoint: Callable[..., Path], tmp_path: Path) 
     assert len(saturated) >= 3
 
 
-def test_page_is_around_the_picture(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_page_is_around_the_picture(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The path is text, also if it looks like HTML."""
     folder = tmp_path / "<b>model&"
     folder.symlink_to(zoo_checkpoint("qwen3_moe"))
@@ -49,7 +49,7 @@ def test_page_is_around_the_picture(zoo_checkpoint: Callable[..., Path], tmp_pat
     assert "<td>" in text and 'class="verdict"' in text and "deepspeed.initialize peaks at" in text
 
 
-def test_bars_are_what_ranks_hold(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_bars_are_what_ranks_hold(zoo_checkpoint: Checkpoint) -> None:
     forecasts = [hf_zero_stream.plan(str(zoo_checkpoint("qwen3_moe")), world_size=3, rank=rank) for rank in range(3)]
     axes = Figure().subplots()
     _draw_ranks(axes, forecasts, "cpu", 2**31)
@@ -65,7 +65,7 @@ def test_page_wants_html() -> None:
     assert "ends in one of .html" in run("plan", ".", "--world-size", "2", "--html", "x.txt", code=USAGE).stderr
 
 
-def test_spans_of_all_ranks_cover_the_data(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_spans_of_all_ranks_cover_the_data(zoo_checkpoint: Checkpoint) -> None:
     """What the picture shows: together the ranks read every byte of tensors."""
     folder = str(zoo_checkpoint("qwen3_moe"))
     plans = [hf_zero_stream.plan(folder, world_size=3, rank=rank).load for rank in range(3)]
@@ -115,12 +115,12 @@ def test_what_stays_quantised_is_planned_packed(tmp_path: Path) -> None:
     assert run_json("inspect", str(tmp_path), "--dequantize")["model"]["missing"] == []
 
 
-def test_dequantize_wants_what_is_quantised(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_dequantize_wants_what_is_quantised(zoo_checkpoint: Checkpoint) -> None:
     result = run("plan", str(zoo_checkpoint("llama")), "--world-size", "2", "--dequantize", code=1)
     assert "no quantization_config" in result.stderr
 
 
-def test_materialised_parameters_are_named(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_materialised_parameters_are_named(zoo_checkpoint: Checkpoint) -> None:
     """Folded, with the reason; such plans come of conversions that need values (loading/test_odd_parameters.py)."""
     reasons = {**{f"layers.{number}.w": "op ldexp" for number in range(3)}, "head": "op sin"}
     forecast = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=1)
@@ -132,7 +132,7 @@ def test_materialised_parameters_are_named(zoo_checkpoint: Callable[..., Path]) 
     ]
 
 
-def test_reading_much_more_than_needed_is_told(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_reading_much_more_than_needed_is_told(zoo_checkpoint: Checkpoint) -> None:
     """As where a transposed layout leaves each of many ranks a strip narrower than a page."""
     forecast = hf_zero_stream.plan(str(zoo_checkpoint("qwen3_vl_moe")), world_size=64)
     assert forecast.load.cost.bytes_read > 1.5 * forecast.load.cost.bytes_needed

@@ -1,7 +1,5 @@
 """`plan --suggest`: the smallest set-up of ZeRO-3 that fits, and a config with which accelerate starts it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +9,9 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.plugins.demo.suggest import Machines, smallest
 from tests.cli.test_cli import run, run_json
-from tests.support.zoo import make_moe_checkpoint
 
 
 GIB = 2**30

@@ -1,7 +1,5 @@
 """docs/settings.md names each argument that the installed transformers knows, and each has tests."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

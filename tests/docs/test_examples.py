@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import DeepSpeedPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
@@ -149,8 +150,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[Any, dic
 def test_plugin_finds_zero3_in_gpu_configs(
     launched: Callable[[Path], tuple[Any, dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accelerate import DeepSpeedPlugin
-
     for path in CONFIGS:
         for name, value in launched(path)[1].items():
             if name.startswith("ACCELERATE_"):

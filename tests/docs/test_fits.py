@@ -1,7 +1,5 @@
 """docs/fits.md is what `benchmarks.fits` writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The GRPO example runs as its docstring says, with a real vLLM server that it starts."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

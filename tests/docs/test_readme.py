@@ -7,21 +7,22 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers.integrations import HfDeepSpeedConfig
 from typer.testing import CliRunner
 
 import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream import errors
 from hf_zero_stream.cli import app
 from scripts.check_package import pasted
 from tests.docs.test_examples import EXAMPLES, example_commands
 from tests.support.cluster import ROOT, run_ranks
-from tests.support.zoo import make_moe_checkpoint
+from tests.support.zoo import Checkpoint
 
 
 README = (ROOT / "README.md").read_text()
@@ -91,7 +92,6 @@ def texts_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.plugin("pickled", "remote")
 def test_messages_on_the_page_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "errors.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
@@ -170,8 +170,6 @@ def test_the_reference_has_all_that_is_exported() -> None:
 
 def run_blocks(sources: list[str], ds_config: dict[str, Any], folder: Path) -> list[int]:
     """Execute code on a rank, in `folder`, with ZeRO-3 found as under a launcher; the blocks that gave a model."""
-    from transformers.integrations import HfDeepSpeedConfig
-
     os.chdir(folder)
     found = HfDeepSpeedConfig(ds_config)
     streamed = []
@@ -187,7 +185,7 @@ def run_blocks(sources: list[str], ds_config: dict[str, Any], folder: Path) -> l
     return streamed
 
 
-def test_code_runs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_code_runs(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Every block, one after the other, on two ranks, with a tiny checkpoint in place of the large one."""
     sources = blocks("python")
     checkpoint = str(zoo_checkpoint("qwen3_moe"))

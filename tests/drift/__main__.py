@@ -1,7 +1,5 @@
 """See :mod:`tests.drift`."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

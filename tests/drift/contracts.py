@@ -1,7 +1,5 @@
 """The rows of the table that released versions lack, found in their sources without importing anything."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Each line that it prints is one thing that was tried, and what came of it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys
@@ -21,9 +19,11 @@ import transformers
 import transformers.distributed
 
 import hf_zero_stream
-from tests.support.changed_models import SHARDED_BY, Session, different, resume_changed, whole_values
+from tests.support.changed_models import SHARDED_BY, Session, resume_changed
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import RankFailure, run_ranks
 from tests.support.sharded import even_model
+from tests.support.whole import whole_values
 from tests.sweep.destinations import Destination
 from tests.sweep.run import sweep
 from tests.sweep.tables import Table, table
@@ -81,7 +81,7 @@ def train_and_save(folder: Path, target: Path, home: str, saver: str) -> tuple[s
     plain = whole_values(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
         session = Session(folder, home, saver, "none", seed=1)
-        if wrong := different(whole_values(session.model), plain):
+        if wrong := differing(whole_values(session.model), plain):
             return f"wrong values: {', '.join(wrong[:4])}", []
         session.train((0, 1))
         session.save(target / "none")
@@ -95,7 +95,7 @@ def train_and_save(folder: Path, target: Path, home: str, saver: str) -> tuple[s
 def wrongly_saved(target: Path) -> list[str]:
     """The parameters that a plain load of what was saved has otherwise than the model that was trained."""
     saved = transformers.AutoModelForCausalLM.from_pretrained(target / "weights", dtype=torch.float32)
-    return different(whole_values(saved), torch.load(target / "none.pt"))
+    return differing(whole_values(saved), torch.load(target / "none.pt"))
 
 
 def resumed(ranks: int, folder: Path, target: Path, home: str, saver: str, losses: list[float]) -> str:

@@ -4,8 +4,6 @@ An environment lies on top of the one that runs this: what a set does not name i
 which one version is several gigabytes, is installed once.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

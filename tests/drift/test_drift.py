@@ -1,7 +1,5 @@
 """What `make drift` reads out of sources, on a distribution of a few lines."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace

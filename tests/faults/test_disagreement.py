@@ -1,7 +1,5 @@
 """Ranks that are about to load different things find out before anything is read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -12,12 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
 
+import hf_zero_stream
+from hf_zero_stream import StreamingConfig
+from hf_zero_stream.engine import sameness
+from hf_zero_stream.loading import integration
+from hf_zero_stream.ranks.presence import Presence
+from hf_zero_stream.ranks.store import PREFIX
+from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks
 from tests.support.disk import disk
 from tests.support.hosts import move_to_host
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 Change = Callable[[dict[str, Any], Path], None]
@@ -41,8 +46,6 @@ def other_zero(arguments: dict[str, Any], folder: Path) -> None:
 
 
 def other_library(arguments: dict[str, Any], folder: Path) -> None:
-    from hf_zero_stream.engine import sameness
-
     real = sameness._version
     sameness._version = lambda name: "4.0.0" if name == "transformers" else real(name)
 
@@ -78,8 +81,6 @@ def first_shard(folder: Path) -> Path:
 
 def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> dict[str, Any]:
     """Load where rank 1 does something else; then load alike."""
-    import hf_zero_stream
-
     arguments: dict[str, Any] = {"ds_config": ds_config()}
     seen = folder
     if dist.get_rank() == 1:
@@ -117,12 +118,7 @@ def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> 
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_before_anything_is_read(
-    cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    change: Change,
-    kind: str,
-    texts: list[str],
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, change: Change, kind: str, texts: list[str]
 ) -> None:
     results = run_ranks(3, disagree, zoo_checkpoint("qwen3_moe"), tmp_path, change, change is other_header, timeout=60)
     for result in results:
@@ -134,9 +130,6 @@ def test_before_anything_is_read(
 
 def share_in_other_chunks(folder: Path) -> tuple[bool, str]:
     """Where ranks exchange what they read, they must cut it in the same way: whether they do, and their warnings."""
-    import hf_zero_stream
-    from hf_zero_stream.loading import integration
-
     warnings: list[str] = []
     integration.logger.warning = lambda message, *args: warnings.append(message)
     settings = hf_zero_stream.StreamingConfig(staging_bytes=2**20 * (1 + dist.get_rank()))
@@ -145,7 +138,7 @@ def share_in_other_chunks(folder: Path) -> tuple[bool, str]:
     return hasattr(model, "streaming_report"), "".join(warnings)
 
 
-def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """Outside ZeRO-3 ranks need not load together, and say why they do not."""
     found = run_ranks(2, share_in_other_chunks, zoo_checkpoint("llama"))
     assert not any(shared for shared, _ in found)
@@ -155,12 +148,6 @@ def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Ca
 
 def read_from_one_rank(folder: Path) -> dict[str, Any]:
     """Rank 1 alone has `read_from`, which decides what ranks say to each other from the start."""
-    import hf_zero_stream
-    from hf_zero_stream import StreamingConfig
-    from hf_zero_stream.loading import integration
-    from hf_zero_stream.ranks.presence import Presence
-    from hf_zero_stream.ranks.store import PREFIX
-
     warnings: list[str] = []
     integration.logger.warning = lambda message, *args: warnings.append(message)
     auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
@@ -197,7 +184,7 @@ def read_from_one_rank(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_read_from_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_read_from_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The same error on all ranks; outside ZeRO-3 each loads alone. None hangs."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     config = json.loads((folder / "config.json").read_text())
@@ -214,8 +201,6 @@ def test_read_from_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path
 
 def load_from_other_places(folder: Path, own: Path) -> int:
     """What may differ: where the checkpoint lies, and settings that are each rank's own."""
-    import hf_zero_stream
-
     rank = dist.get_rank()
     seen = shutil.copytree(folder, own / f"copy{rank}")
     section = {"staging_bytes": 2**20 * (1 + rank), "reader_threads": 1 + rank, "progress": rank == 0}
@@ -224,18 +209,15 @@ def load_from_other_places(folder: Path, own: Path) -> int:
     return len(model.streaming_report.ranks)
 
 
-def test_what_may_differ(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_may_differ(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert run_ranks(2, load_from_other_places, zoo_checkpoint("qwen3_moe"), tmp_path) == [2, 2]
 
 
 def load_other_values(folder: Path, own: Path, settings: dict[str, Any]) -> str:
     """Rank 1 has a copy of the checkpoint from another step: the same headers, and other values."""
-    import hf_zero_stream
-
     seen = shutil.copytree(folder, own / f"copy{dist.get_rank()}")
     if dist.get_rank() == 1:
-        for shard in seen.glob("*.safetensors"):
-            save_file({name: value + 1 for name, value in load_file(shard).items()}, shard, {"format": "pt"})
+        add_one(seen)
     config = {**ds_config(), "hf_zero_stream": settings}
     try:
         hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, ds_config=config)
@@ -244,7 +226,7 @@ def load_other_values(folder: Path, own: Path, settings: dict[str, Any]) -> str:
     return "loaded"
 
 
-def test_other_values_in_another_folder(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_values_in_another_folder(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     first, second = run_ranks(2, load_other_values, zoo_checkpoint("llama"), tmp_path / "checked", {})
     for error in (first, second):
         assert error.startswith("CheckpointError: ") and "has the same header as rank 0's and other values" in error

@@ -1,7 +1,5 @@
 """A rank that is killed, in a load or a save or on its way there, is named by all others within seconds."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -19,9 +17,19 @@ import torch
 import torch.distributed as dist
 import transformers
 
+import hf_zero_stream
+from hf_zero_stream.destinations import replicated
+from hf_zero_stream.errors import PeerError
+from hf_zero_stream.ranks import presence
+from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.ranks.presence import Location, Presence
+from hf_zero_stream.ranks.sockets import Line
+from hf_zero_stream.ranks.watchdog import Watchdog
+from hf_zero_stream.sources import relay
 from tests.support.cluster import SOON_S, Outcome, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.disk import replace_reads
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 def kill_this_process() -> None:
@@ -33,8 +41,6 @@ def kill_in_first_read() -> None:
 
 
 def kill_in_second_all_gather() -> None:
-    from hf_zero_stream.destinations import replicated
-
     real, calls = replicated.all_gather, []
 
     def gather(*args: Any, **kwargs: Any) -> Any:
@@ -45,47 +51,35 @@ def kill_in_second_all_gather() -> None:
 
 
 def kill_in_a_request() -> None:
-    from hf_zero_stream.sources import relay
-
     relay.RelayedFiles._ask = lambda *args: kill_this_process()
 
 
 def look_as_on_other_hosts() -> None:
     """A refused connection says nothing: a firewall may be in between."""
-    from hf_zero_stream.ranks.presence import Location
-
     here = Location.here
     Location.here = lambda *args: here(*args)._replace(network=f"of {os.getpid()}")  # type: ignore[method-assign]
 
 
 def look_as_behind_firewalls() -> None:
     """Ranks cannot ask each other's kernels."""
-    from hf_zero_stream.ranks.sockets import Line
-
     look_as_on_other_hosts()
     Line._dial = lambda self: None  # type: ignore[method-assign]
 
 
 def look_as_without_power() -> None:
     """A host says nothing any more when its process is gone, so that connections to it time out, here at once."""
-    from hf_zero_stream.ranks.sockets import Line
-
     look_as_on_other_hosts()
     error = Line._error
     Line._error = lambda self: errno.ETIMEDOUT if error(self) else 0  # type: ignore[method-assign]
 
 
 def make_contact() -> None:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         pass
     dist.barrier()
 
 
 def load(folder: Path, zero: dict[str, Any] | None, **settings: Any) -> Any:
-    import hf_zero_stream
-
     if zero is None:
         with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(**settings)):
             return transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -132,8 +126,6 @@ def thread_names() -> set[str]:
 
 def count_handles() -> int:
     """All but those of the lines to other ranks, which open when these make contact."""
-    from hf_zero_stream.ranks import presence
-
     assert presence._current is not None
     lines = sum(line._socket is not None for line in presence._current._lines.values())
     return len(os.listdir("/proc/self/fd")) - lines
@@ -179,7 +171,7 @@ def assert_survivors_name(victim: int, outcomes: list[Outcome]) -> None:
 )
 def test_killed(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     world_size: int,
     victim: int,
     kill: Callable[[], None],
@@ -199,19 +191,11 @@ def test_killed(
     [(look_as_on_other_hosts, "has died (process "), (look_as_without_power, "has not answered for 30 s (process ")],
 )
 def test_killed_on_another_host(
-    cluster: None, zoo_checkpoint: Callable[..., Path], victim: int, prepare: Callable[[], None], how: str
+    cluster: None, zoo_checkpoint: Checkpoint, victim: int, prepare: Callable[[], None], how: str
 ) -> None:
     """The kernel of its host tells, or says nothing any more."""
     outcomes = run_ranks_expecting_errors(
-        3,
-        load_with_a_victim,
-        zoo_checkpoint("qwen3_moe"),
-        victim,
-        kill_in_first_read,
-        prepare,
-        {},
-        {},
-        timeout=60,
+        3, load_with_a_victim, zoo_checkpoint("qwen3_moe"), victim, kill_in_first_read, prepare, {}, {}, timeout=60
     )
     assert_survivors_name(victim, outcomes)
     assert any(how in outcome.value["caught"][1] for outcome in outcomes if outcome.value)
@@ -224,8 +208,6 @@ def enter_without_a_victim(
     folder: Path, victim: int, what: str, prepare: Callable[[], None] | None, own: Path
 ) -> dict[str, Any]:
     """The victim is killed while it is on its way to what the others have come to already, or are about to."""
-    import hf_zero_stream
-
     if prepare is not None:
         prepare()
     model = load(folder, None if what == "shared" else {})
@@ -258,7 +240,7 @@ def enter_without_a_victim(
 )
 def test_killed_before_it_enters(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     what: str,
     victim: int,
@@ -288,7 +270,7 @@ def load_before_rank_0(folder: Path) -> Any:
     return time.monotonic() - began
 
 
-def test_killed_while_rank_0_is_elsewhere(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_killed_while_rank_0_is_elsewhere(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     first, _, third = run_ranks_expecting_errors(3, load_before_rank_0, zoo_checkpoint("llama"), timeout=60)
     assert first.error_type is None and third.error_type is None, (first, third)
     assert third.value < 7, "long before rank 0 comes"
@@ -300,7 +282,7 @@ def go_on_alone(folder: Path) -> bool:
     return dist.get_rank() == 1 or hasattr(load(folder, None), "streaming_report")
 
 
-def test_a_rank_that_has_ended(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_rank_that_has_ended(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     assert run_ranks(2, go_on_alone, zoo_checkpoint("llama")) == [False, True]
 
 
@@ -309,10 +291,6 @@ def test_a_rank_that_has_ended(cluster: None, zoo_checkpoint: Callable[..., Path
 
 def watch_with_own_store(port: int) -> str:
     """Rank 0's process holds the store, and dies; the others are about to meet it."""
-    from hf_zero_stream.errors import PeerError
-    from hf_zero_stream.ranks.presence import Presence
-    from hf_zero_stream.ranks.watchdog import Watchdog
-
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=30))
     watch = Watchdog(Presence(store, rank, world_size, holds_store=True), "a/meeting/0")
@@ -348,14 +326,12 @@ def load_many_times(folder: Path) -> int:
     return max(later - earlier for earlier, later in zip(counts, counts[1:], strict=False))
 
 
-def test_loads_leave_nothing_in_the_store(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_loads_leave_nothing_in_the_store(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     assert max(run_ranks(2, load_many_times, zoo_checkpoint("llama"))) <= 0
 
 
 def give_up(folder: Path) -> str:
     """Rank 1 leaves the load, as by a second Ctrl-C, without waiting for anybody."""
-    from hf_zero_stream.ranks.coordinator import Coordinator
-
     coordinator = Coordinator.of_default_group()
     try:
         with coordinator.watched():
@@ -399,8 +375,6 @@ class InterruptedWatchdog:
 
 def test_a_rank_interrupted_inside_an_agreement_gives_up() -> None:
     """It must not come to another agreement: the others count arrivals, and would wait for it in a collective."""
-    from hf_zero_stream.ranks.coordinator import Coordinator
-
     coordinator, watch = Coordinator(0, 2, alone=False), InterruptedWatchdog()
     coordinator._watchdog = watch  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt), coordinator.reporting():

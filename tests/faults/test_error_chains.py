@@ -1,7 +1,5 @@
 """An error that all ranks hear of keeps its cause and its context on the rank where it happened."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from collections.abc import Callable
@@ -15,6 +13,7 @@ import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.disk import disk, failing
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 Chain = tuple[str, Any, Any, bool]
@@ -60,10 +59,7 @@ def errors_of_all_calls(checkpoint: Path, folder: Path) -> dict[str, Chain | Non
             return model_class.from_pretrained(checkpoint, ds_config=config)
 
     model = load()
-    found = {
-        "cause": caught(lambda: load(WithCause)),
-        "context": caught(lambda: load(WithContext)),
-    }
+    found = {"cause": caught(lambda: load(WithCause)), "context": caught(lambda: load(WithContext))}
     fault = failing(errno.EIO)
     with disk(fault, fault) if dist.get_rank() == 1 else contextlib.nullcontext():
         found["read"] = caught(load)
@@ -80,7 +76,7 @@ def stock_errors(checkpoint: Path) -> dict[str, Chain | None]:
     }
 
 
-def test_causes_and_contexts_are_kept(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_causes_and_contexts_are_kept(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("llama")
     ranks = run_ranks(2, errors_of_all_calls, checkpoint, tmp_path / "saved")
     for name, expected in stock_errors(checkpoint).items():

@@ -1,7 +1,5 @@
 """A fault is the same clear error on every rank, within seconds, and leaves the process able to load again."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -12,24 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+import hf_zero_stream
 from tests.support.cluster import SOON_S, Outcome, run_ranks, run_ranks_expecting_errors
 from tests.support.disk import failing, replace_reads
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
-    import hf_zero_stream
-
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config(), **kwargs)
 
 
 def load_bad_then_good(bad: Path, good: Path) -> dict[str, Any]:
     """What a bad checkpoint raises, and whether a good one still loads with nothing left behind."""
-    import transformers
-
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():  # first contact opens two sockets, once
         pass
     before = transformers.PreTrainedModel.from_pretrained
@@ -47,7 +42,7 @@ def load_bad_then_good(bad: Path, good: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def bad_checkpoint(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+def bad_checkpoint(zoo_checkpoint: Checkpoint, tmp_path: Path) -> Path:
     return shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "bad")
 
 
@@ -121,11 +116,7 @@ FAULTS: dict[Callable[[Path], None], tuple[str, str]] = {
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("fault", list(FAULTS), ids=lambda fault: fault.__name__)
 def test_bad_checkpoint(
-    cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    bad_checkpoint: Path,
-    fault: Callable[[Path], None],
-    world_size: int,
+    cluster: None, zoo_checkpoint: Checkpoint, bad_checkpoint: Path, fault: Callable[[Path], None], world_size: int
 ) -> None:
     fault(bad_checkpoint)
     expected_type, expected_text = FAULTS[fault]
@@ -141,7 +132,7 @@ def load_wrong_shape(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_wrong_shape(cluster: None, zoo_checkpoint: Callable[..., Path], world_size: int) -> None:
+def test_wrong_shape(cluster: None, zoo_checkpoint: Checkpoint, world_size: int) -> None:
     for outcome in run_ranks_expecting_errors(world_size, load_wrong_shape, zoo_checkpoint("qwen3_moe")):
         assert outcome.error_type == "RuntimeError", "as in plain loading"
         assert "ignore_mismatched_sizes" in str(outcome.error_message)
@@ -171,7 +162,7 @@ def load_with_fault_on_one_rank(folder: Path, faulty_rank: int, fault: str) -> A
 )
 @pytest.mark.parametrize("faulty_rank", [0, 2])
 def test_fault_on_one_rank_is_raised_on_all(
-    cluster: None, zoo_checkpoint: Callable[..., Path], faulty_rank: int, fault: str, text: str
+    cluster: None, zoo_checkpoint: Checkpoint, faulty_rank: int, fault: str, text: str
 ) -> None:
     outcomes: list[Outcome] = run_ranks_expecting_errors(
         3, load_with_fault_on_one_rank, zoo_checkpoint("qwen3_moe"), faulty_rank, fault, timeout=60
@@ -185,9 +176,7 @@ def test_fault_on_one_rank_is_raised_on_all(
             assert f"rank {faulty_rank}" in message
 
 
-def test_foreign_error_on_one_rank_is_raised_on_all(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_foreign_error_on_one_rank_is_raised_on_all(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """transformers' own error on one rank, before anything is read, must not leave the others waiting."""
     outcomes = run_ranks_expecting_errors(
         2, load_missing_weights_on_one_rank, zoo_checkpoint("qwen3_moe"), tmp_path, timeout=60
@@ -206,8 +195,6 @@ def load_missing_weights_on_one_rank(folder: Path, scratch: Path) -> Any:
 
 
 def refused(section: dict[str, Any], folder: Path) -> Any:
-    import hf_zero_stream
-
     config = {**ds_config(), **section}
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
 
@@ -229,7 +216,7 @@ def refused(section: dict[str, Any], folder: Path) -> Any:
     ],
 )
 def test_refused_settings(
-    cluster: None, zoo_checkpoint: Callable[..., Path], section: dict[str, Any], kind: str, text: str
+    cluster: None, zoo_checkpoint: Checkpoint, section: dict[str, Any], kind: str, text: str
 ) -> None:
     for outcome in run_ranks_expecting_errors(2, refused, section, zoo_checkpoint("qwen3_moe")):
         assert (outcome.error_type, outcome.seconds < SOON_S) == (kind, True)

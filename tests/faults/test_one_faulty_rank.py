@@ -1,7 +1,5 @@
 """One rank meets a fault in the middle of a load: all ranks raise the same, and the next load succeeds."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc
@@ -17,11 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.integrations import HfDeepSpeedConfig
 
+import hf_zero_stream
 from tests.faults.test_dying_ranks import count_handles, thread_names
 from tests.support.cluster import SOON_S, run_ranks
 from tests.support.disk import disk, failing, replace_reads
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 Fault = Callable[[Path], Any]
@@ -152,16 +153,12 @@ def faulty_op(folder: Path) -> Any:
 
 
 def load(folder: Path) -> Any:
-    import hf_zero_stream
-
     config = {**ds_config(), "hf_zero_stream": {"reader_threads": 2, "staging_bytes": 8 * 4096}}
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
 
 
 def fail_then_load(folder: Path, own: Path, fault: Fault) -> dict[str, Any]:
     """What the load with the fault raised, what it left behind, and whether another one succeeds."""
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():  # first contact opens sockets, once
         pass
     before = transformers.PreTrainedModel.from_pretrained
@@ -204,7 +201,7 @@ FAULTS: dict[Fault, tuple[str, str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_all_ranks_raise_alike_and_load_again(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, fault: Fault
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, fault: Fault
 ) -> None:
     kind, text = FAULTS[fault]
     results = run_ranks(3, fail_then_load, zoo_checkpoint("qwen3_moe"), tmp_path, fault, timeout=60)
@@ -221,7 +218,7 @@ def assert_clean(result: dict[str, Any]) -> None:
     assert result["loaded"] == 3
 
 
-def test_a_custom_op_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_custom_op_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """transformers' error on the rank itself, whose LOAD REPORT has the op's; both are RuntimeErrors."""
     results = run_ranks(3, fail_then_load, zoo_checkpoint("qwen3_moe"), tmp_path, faulty_op)
     assert [result["error"][0] for result in results] == ["PeerError", "RuntimeError", "PeerError"]
@@ -230,12 +227,12 @@ def test_a_custom_op_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Pa
         assert_clean(result)
 
 
-def test_memory_is_wanted_for_a_parameter(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_memory_is_wanted_for_a_parameter(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     for result in run_ranks(3, fail_then_load, zoo_checkpoint("qwen3_moe"), tmp_path, no_memory):
         assert "bytes for model.embed_tokens.weight on cpu" in result["error"][1], result["error"]
 
 
-def test_ctrl_c_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_ctrl_c_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     results = run_ranks(3, fail_then_load, zoo_checkpoint("qwen3_moe"), tmp_path, interrupted)
     assert [result["error"][0] for result in results] == ["PeerError", "KeyboardInterrupt", "PeerError"]
     for result in results:
@@ -263,7 +260,7 @@ def stop_reading(folder: Path, own: Path) -> tuple[str, int]:
     raise AssertionError("the fault was not noticed")
 
 
-def test_the_others_stop_reading(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_others_stop_reading(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     plain, failed, other = run_ranks(3, stop_reading, zoo_checkpoint("qwen3_moe"), tmp_path)
     for message, reads in (plain, other):
         assert message.startswith("rank 1: ") and "Invalid argument" in message
@@ -275,10 +272,6 @@ def test_the_others_stop_reading(cluster: None, zoo_checkpoint: Callable[..., Pa
 
 def load_from_nowhere(folder: Path) -> list[tuple[str, str]]:
     """An Auto class needs the config to know the model's class, so rank 1 fails before it comes to the load."""
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import hf_zero_stream
-
     path = folder / "nowhere" if dist.get_rank() == 1 else folder
     caught = []
 
@@ -296,7 +289,7 @@ def load_from_nowhere(folder: Path) -> list[tuple[str, str]]:
     return caught
 
 
-def test_no_config_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_no_config_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     rank_0, rank_1 = run_ranks(2, load_from_nowhere, zoo_checkpoint("qwen3_moe"), timeout=60)
     assert len(rank_0) == 2
     for (kind, message), (own_kind, own_message) in zip(rank_0, rank_1, strict=True):

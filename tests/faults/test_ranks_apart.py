@@ -1,14 +1,11 @@
 """Ranks that come to a load seconds or minutes after each other, or not at all."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +13,19 @@ import accelerate
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
 
+import hf_zero_stream
+from hf_zero_stream.loading import choice
+from hf_zero_stream.ranks import rendezvous
+from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.ranks.test_rendezvous import load as load_plain
 from tests.ranks.test_rendezvous import warnings_of
+from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import announce, count_lazy, load, make_accelerator
 from tests.support.hosts import move_to_host
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 # ------------------------------------------------------------------------------------------- deferred until prepare()
 
@@ -56,8 +56,6 @@ def test_a_deferral_waits_for_nobody(cluster: None, zoo_checkpoint: Checkpoint) 
 
 def defer_where_rank_0_reads(folders: list[Path]) -> tuple[int, str]:
     """Rank 1 does not see the shards; then it does not come, and rank 0 defers its model alone."""
-    import hf_zero_stream
-
     announce()
     accelerator = make_accelerator()
     make_contact()
@@ -97,8 +95,7 @@ def test_other_files_on_another_host_are_found_in_prepare(
     """Each rank has opened its own files alone, so this is the first time that they can compare them."""
     folder = zoo_checkpoint("llama")
     older = shutil.copytree(folder, tmp_path / "older" / folder.name)
-    for file in older.glob("*.safetensors"):
-        save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    add_one(older)
     for outcome in run_ranks_expecting_errors(2, prepare_copies, [folder, older], timeout=60):
         assert outcome.error_type == "CheckpointError", outcome
         assert "has the same header as rank 0's and other values" in str(outcome.error_message)
@@ -108,17 +105,12 @@ def test_other_files_on_another_host_are_found_in_prepare(
 
 
 def make_contact() -> None:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         dist.barrier()
 
 
 def share_with_a_slow_rank(folder: Path) -> tuple[bool, str]:
     """Rank 1 comes late. Meanwhile threads of it and of rank 0 communicate, not quite at the same time."""
-    from hf_zero_stream.loading import choice
-    from hf_zero_stream.ranks import rendezvous
-
     rendezvous.CERTAIN_S = 4.0
     choice.SHARED_LOAD = dataclasses.replace(choice.SHARED_LOAD, reminder_s=2.0)
     logging.getLogger("hf_zero_stream").setLevel(logging.WARNING)
@@ -166,8 +158,6 @@ def on_rank_0(folder: Path, _: Path) -> Any:
 
 
 def while_the_others_save(folder: Path, own: Path) -> Any:
-    import hf_zero_stream
-
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     found = load_plain(folder) if dist.get_rank() == 0 else None
     hf_zero_stream.save_pretrained(model, own)
@@ -201,9 +191,6 @@ def test_no_rank_waits_for_those_that_wait_for_it(cluster: None, zoo_checkpoint:
 
 def wait_for_a_file(folder: Path, file: Path) -> list[Any]:
     """Rank 1 waits for a file that rank 0 writes after two loads. Then it comes late to a meeting that needs all."""
-    from hf_zero_stream.ranks import rendezvous
-    from hf_zero_stream.ranks.coordinator import Coordinator
-
     rendezvous.SHARING_PATIENCE_S = 3.0
     make_contact()
     found = []

@@ -1,7 +1,5 @@
 """Faults that pass are tried again, a bounded number of times, and counted; others are not."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -15,12 +13,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import hf_zero_stream
 from hf_zero_stream.errors import CheckpointError, ReadError
 from hf_zero_stream.sources.base import Retries, SourceFile
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.disk import disk, failing, replace_reads
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 SIZE = 20_000
@@ -151,8 +151,6 @@ def test_a_stale_handle_to_a_replaced_file(shard: SourceFile, pauses: list[float
 
 def load_through_faults(folder: Path) -> dict[str, Any]:
     """Rank 1 has a file system with hiccups; rank 0's first open, of a header, fails once."""
-    import hf_zero_stream
-
     real_open = os.open
     if dist.get_rank() == 1:
         replace_reads(failing(errno.EIO, 2))
@@ -168,7 +166,7 @@ def load_through_faults(folder: Path) -> dict[str, Any]:
     return {"retries": [rank.retries for rank in report.ranks], "table": report.table()}
 
 
-def test_loads_count_what_they_tried_again(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_loads_count_what_they_tried_again(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for result in run_ranks(2, load_through_faults, zoo_checkpoint("qwen3_moe")):
         assert result["retries"][1] == 2 and result["retries"][0] >= 1
         assert "Tried again after passing faults of the file system" in result["table"]

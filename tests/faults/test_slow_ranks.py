@@ -1,7 +1,5 @@
 """A rank that is slow, for whatever reason, is waited for as long as its process is there."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -13,13 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.faults.test_dying_ranks import (
-    load,
-    look_as_behind_firewalls,
-    look_as_on_other_hosts,
-)
+from tests.faults.test_dying_ranks import load, look_as_behind_firewalls, look_as_on_other_hosts
 from tests.support.cluster import run_ranks
 from tests.support.disk import replace_reads
+from tests.support.zoo import Checkpoint
 
 
 def load_slowly(folder: Path, slow: int, pause: Callable[[], None], prepare: Callable[[], None] | None) -> int:
@@ -64,11 +59,7 @@ def stop_the_process() -> None:
     ],
 )
 def test_a_slow_rank_alarms_nobody(
-    cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    slow: int,
-    pause: Callable[[], None],
-    prepare: Callable[[], None] | None,
+    cluster: None, zoo_checkpoint: Checkpoint, slow: int, pause: Callable[[], None], prepare: Callable[[], None] | None
 ) -> None:
     """Its process is there, or nobody can look for it."""
     assert run_ranks(3, load_slowly, zoo_checkpoint("qwen3_moe"), slow, pause, prepare) == [3, 3, 3]

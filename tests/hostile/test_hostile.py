@@ -3,8 +3,7 @@
 What is compared is in fuzz/targets.py: a :class:`fuzz.targets.Disagreement` or any error but a CheckpointError fails.
 """
 
-from __future__ import annotations
-
+import importlib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzz.seeds import CORPUS, files
-from fuzz.targets import STRICTER, TARGETS, read_file
+from fuzz.targets import STRICTER, read_file
 from hf_zero_stream.checkpoint.format import DTYPES, ShardHeader
 from hf_zero_stream.checkpoint.formats import map_from_headers, parse_index, read_map
 from hf_zero_stream.errors import CheckpointError
@@ -196,15 +195,34 @@ def test_every_stricter_rule_is_in_the_documentation() -> None:
     assert [rule for rule in STRICTER if f"| {rule} |" not in text] == []
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS))
-def test_corpus(target: str) -> None:
+AS_THE_LIBRARY, AS_TORCH = {"same", "stricter", "both refuse"}, {"same", "no map", "refused"}
+OUTCOMES: dict[str, dict[str, set[str]]] = {
+    "targets.TARGETS": {
+        **dict.fromkeys(("file", "header", "built"), AS_THE_LIBRARY),
+        **dict.fromkeys(("index", "names"), {"read", "refused"}),
+    },
+    "pickled.OF_PICKLED": {
+        **dict.fromkeys(("torch", "pickle"), AS_TORCH),
+        "zero": {"read", "refused", "unsupported"},
+        "distcp": {"same", "refused"},
+    },
+    "server.OF_REMOTE": dict.fromkeys(("server", "store"), {"same", "refused"}),
+}
+"""Those of the inputs of each target, by the module and the name of a table of fuzz/."""
+NEEDS = {"pickled.OF_PICKLED": ("pickled",), "server.OF_REMOTE": ("remote",)}
+
+
+@pytest.mark.parametrize("table", [pytest.param(t, marks=pytest.mark.plugin(*NEEDS.get(t, ()))) for t in OUTCOMES])
+def test_corpus(table: str) -> None:
     """What fuzzing found worth keeping, through the function that it called."""
-    inputs = sorted((CORPUS / target).iterdir())
-    assert len(inputs) > 20
-    outcomes = {TARGETS[target](path.read_bytes()) for path in inputs}
-    expected = {"index": {"read", "refused"}, "names": {"read", "refused"}}
-    assert outcomes - {"damaged"} == expected.get(target, {"same", "stricter", "both refuse"})
-    assert max(path.stat().st_size for path in inputs) <= 4096
+    module, _, name = table.partition(".")
+    targets = getattr(importlib.import_module(f"fuzz.{module}"), name)
+    assert targets.keys() == OUTCOMES[table].keys()
+    for target, expected in OUTCOMES[table].items():
+        inputs = sorted((CORPUS / target).iterdir())
+        assert len(inputs) > 20
+        assert {targets[target](path.read_bytes()) for path in inputs} - {"damaged"} == expected, target
+        assert max(path.stat().st_size for path in inputs) <= 4096
 
 
 # ------------------------------------------------------------------------------------------------- what it costs

@@ -1,7 +1,5 @@
 """The index of a sharded checkpoint, and where its files may lie, when somebody else packed the folder."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hostile checkpoints end in the same clear error on every rank, before transformers stumbles, and run no code."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -13,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import hf_zero_stream
 from fuzz.seeds import indexes
 from tests.faults.test_faults import a_tensor, first_shard, rewrite_header
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
-from tests.support.zoo import build_model
+from tests.support.zoo import Checkpoint, build_model
 
 
 INDEX = "model.safetensors.index.json"
@@ -110,8 +109,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 
 
 def load(folder: Path) -> Any:
-    import hf_zero_stream
-
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config(), dtype="auto")
 
 
@@ -128,7 +125,7 @@ def load_each_then_a_good_one(folders: list[Path], good: Path) -> list[tuple[str
     return found
 
 
-def test_hostile_checkpoints(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_hostile_checkpoints(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     good = zoo_checkpoint("qwen3_moe")
     folders = []
     for number, (change, _, _) in enumerate(HOSTILE.values()):
@@ -142,8 +139,6 @@ def test_hostile_checkpoints(cluster: None, zoo_checkpoint: Callable[..., Path],
 
 
 def plan_and_load_into(folder: Path, good: Path) -> list[tuple[str, str]]:
-    import hf_zero_stream
-
     model = load(good)
     found = []
     for attempt in (
@@ -157,7 +152,7 @@ def plan_and_load_into(folder: Path, good: Path) -> list[tuple[str, str]]:
     return found
 
 
-def test_plan_and_load_into_check_the_same(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_plan_and_load_into_check_the_same(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     good = zoo_checkpoint("qwen3_moe")
     folder = shutil.copytree(good, tmp_path / "bad")
     point_elsewhere("../elsewhere.safetensors")(folder)
@@ -185,8 +180,6 @@ def pickled(folder: Path, value: Any) -> Path:
 
 
 def load_pickled(folders: list[Path]) -> list[tuple[str, str]]:
-    import hf_zero_stream
-
     found = []
     for folder in folders:
         dist.barrier()

@@ -3,8 +3,6 @@
 Where stock refuses a folder, so do we, on all ranks, with an error of ours or with its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -27,9 +25,10 @@ from tests import sampling
 from tests.cli.test_cli import run, run_json
 from tests.hostile.test_loads import INDEX, change_index
 from tests.support.cluster import run_ranks
-from tests.support.loading import Messages
+from tests.support.messages import Messages
 from tests.support.parity import ds_config, unequal
 from tests.support.training_state import values_in
+from tests.support.zoo import Checkpoint
 
 
 Change = Callable[[Path], Any]
@@ -193,7 +192,7 @@ def load_odd(folders: list[Path]) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_stock_loads_is_loaded(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_stock_loads_is_loaded(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """On one rank and on two; oddities of the index are said once, on the main process."""
     odd = dict(sampling.every(2, LOADED.items()))
     folders = [shutil.copytree(zoo_checkpoint("llama"), tmp_path / str(number)) for number in range(len(odd))]
@@ -287,7 +286,7 @@ def errors_of_odd(folders: list[Path]) -> list[list[str]]:
     return [list(errors) for errors in zip(stock, shared, partitioned, strict=True)]
 
 
-def test_what_is_refused(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_is_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folders = [shutil.copytree(zoo_checkpoint("llama"), tmp_path / str(number)) for number in range(len(REFUSED))]
     for folder, (change, _, _) in zip(folders, REFUSED.values(), strict=True):
         change(folder)
@@ -302,7 +301,7 @@ def test_what_is_refused(cluster: None, zoo_checkpoint: Callable[..., Path], tmp
 
 
 @pytest.mark.parametrize("named", [0, 1])
-def test_the_copy_that_the_index_names(zoo_checkpoint: Callable[..., Path], tmp_path: Path, named: int) -> None:
+def test_the_copy_that_the_index_names(zoo_checkpoint: Checkpoint, tmp_path: Path, named: int) -> None:
     """Of different values, whichever shard comes last."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     name = first_name(shards(folder)[0])
@@ -318,7 +317,7 @@ def test_the_copy_that_the_index_names(zoo_checkpoint: Callable[..., Path], tmp_
     assert torch.equal(values_in(folder)[name], load_file(shards(folder)[named])[name])
 
 
-def test_what_is_promised_in_vain_is_named(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_is_promised_in_vain_is_named(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """`inspect` and `verify` name it, `plan` asks the model whether it is wanted."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     promise_in_vain(folder)
@@ -333,7 +332,7 @@ def test_what_is_promised_in_vain_is_named(zoo_checkpoint: Callable[..., Path], 
 # --------------------------------------------------------------------------------------------------------- links
 
 
-def test_links_are_used_like_files(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_links_are_used_like_files(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     link_all(folder)
     found = run_json("verify", str(folder))
@@ -342,7 +341,7 @@ def test_links_are_used_like_files(zoo_checkpoint: Callable[..., Path], tmp_path
     assert hf_zero_stream.plan(str(folder), world_size=2).load.cost.bytes_needed
 
 
-def test_saving_replaces_links(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_saving_replaces_links(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It does not write through them, and removes old ones even where they lead nowhere."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     link_all(folder)
@@ -360,7 +359,7 @@ def test_saving_replaces_links(zoo_checkpoint: Callable[..., Path], tmp_path: Pa
     assert not unequal(saved, model)
 
 
-def test_a_link_that_is_changed_while_it_is_loaded(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_link_that_is_changed_while_it_is_loaded(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It leads to a sound file when it is looked at, and to a pipe, or another file, when it is opened."""
     source = shards(zoo_checkpoint("llama"))[0]
     shutil.copy(source, tmp_path / "other")

@@ -1,22 +1,23 @@
 """PEFT adapters on streamed models: loaded ones have the file's values on every rank, new ones train as on stock's."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
 from torch import nn
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
-from tests.support.parity import ds_config, three_losses
-from tests.support.zoo import ZOO, build_model
+from tests.support.parity import differences_by, ds_config, same_bits, three_losses
+from tests.support.whole import whole
+from tests.support.zoo import ZOO, Checkpoint, build_model
 
 
 CAUSAL = "AutoModelForCausalLM"
@@ -40,28 +41,17 @@ def make_adapter(name: str, base: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapter(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_adapter("llama", zoo_checkpoint("llama"), tmp_path_factory.mktemp("adapter"))
 
 
 def different(streamed: nn.Module, plain: nn.Module) -> list[str]:
     """As `tests.support.parity.differences`, for models of which only the base is partitioned; collective."""
-    import deepspeed
 
-    ours, theirs = dict(streamed.named_parameters()), dict(plain.named_parameters())
-    found = sorted(ours.keys() ^ theirs.keys())
-    for name in sorted(ours.keys() & theirs.keys()):
-        mine, expected = ours[name], theirs[name]
-        if mine.requires_grad != expected.requires_grad:
-            found.append(f"{name}: requires_grad {mine.requires_grad}")
-        if hasattr(mine, "ds_tensor"):
-            with deepspeed.zero.GatheredParameters([mine]):
-                same = torch.equal(mine.data, expected.data)
-        else:
-            same = torch.equal(mine.data, expected.data)
-        if not same:
-            found.append(f"{name}: values")
-    return found
+    def of_tensor(name: str, mine: Any, expected: torch.Tensor) -> list[str]:
+        return [] if same_bits(whole(mine), expected) else [f"{name}: values"]
+
+    return differences_by(of_tensor, streamed, plain)
 
 
 def adapter_as_path(adapter: Path, class_name: str, kwargs: dict[str, Any]) -> list[str]:
@@ -83,9 +73,7 @@ def test_adapter_name(cluster: None, adapter: Path) -> None:
     assert run_ranks(2, adapter_as_path, adapter, CAUSAL, {"adapter_name": "mine"}) == [[], []]
 
 
-def test_adapter_beside_the_model(
-    cluster: None, zoo_checkpoint: Callable[..., Path], adapter: Path, tmp_path: Path
-) -> None:
+def test_adapter_beside_the_model(cluster: None, zoo_checkpoint: Checkpoint, adapter: Path, tmp_path: Path) -> None:
     """One folder with both."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "both")
     for file in adapter.glob("adapter_*"):
@@ -93,7 +81,7 @@ def test_adapter_beside_the_model(
     assert run_ranks(2, adapter_as_path, folder, CAUSAL, {}) == [[], []]
 
 
-def test_adapter_kwargs(cluster: None, zoo_checkpoint: Callable[..., Path], adapter: Path, tmp_path: Path) -> None:
+def test_adapter_kwargs(cluster: None, zoo_checkpoint: Checkpoint, adapter: Path, tmp_path: Path) -> None:
     """They say where the adapter lies: here in a subfolder of the model's folder."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "model")
     shutil.copytree(adapter, folder / "adapter")
@@ -103,8 +91,6 @@ def test_adapter_kwargs(cluster: None, zoo_checkpoint: Callable[..., Path], adap
 
 def load_adapter(base: Path, adapter: Path, inside: bool, kwargs: dict[str, Any]) -> list[str]:
     """`model.load_adapter` after the load, inside `streaming()` or not."""
-    import hf_zero_stream
-
     plain = load_with("plain", CAUSAL, base, {}, {})
     plain.load_adapter(str(adapter), **kwargs)
     streamed = load_with("streamed", CAUSAL, base, ds_config(), {})
@@ -122,16 +108,13 @@ def load_adapter(base: Path, adapter: Path, inside: bool, kwargs: dict[str, Any]
 )
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 def test_load_adapter(
-    cluster: None, zoo_checkpoint: Callable[..., Path], adapter: Path, inside: bool, kwargs: dict[str, Any]
+    cluster: None, zoo_checkpoint: Checkpoint, adapter: Path, inside: bool, kwargs: dict[str, Any]
 ) -> None:
     assert run_ranks(2, load_adapter, zoo_checkpoint("llama"), adapter, inside, kwargs) == [[], []]
 
 
 def losses(name: str, folder: Path, dtype: torch.dtype, how: str, adapter: Path | None) -> list[float]:
     """Three steps on a new adapter, or on one from a file, after `deepspeed.initialize`."""
-    import deepspeed
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
     config = ds_config(dtype)
     keeps_zero3_on = HfDeepSpeedConfig(config)
     model = load_with(how, ZOO[name].auto_class, folder, config, {"dtype": dtype})
@@ -150,16 +133,14 @@ def losses(name: str, folder: Path, dtype: torch.dtype, how: str, adapter: Path 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 @pytest.mark.sample(1)
-def test_training_a_new_adapter(
-    cluster: None, zoo_checkpoint: Callable[..., Path], name: str, dtype: torch.dtype
-) -> None:
+def test_training_a_new_adapter(cluster: None, zoo_checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
     folder = zoo_checkpoint(name, dtype)
     streamed = run_ranks(2, losses, name, folder, dtype, "streamed", None)
     assert streamed == run_ranks(2, losses, name, folder, dtype, "stock", None)
     assert len(set(streamed[0])) == 3, "three steps must change the loss"
 
 
-def test_training_a_saved_adapter(cluster: None, zoo_checkpoint: Callable[..., Path], adapter: Path) -> None:
+def test_training_a_saved_adapter(cluster: None, zoo_checkpoint: Checkpoint, adapter: Path) -> None:
     """PEFT's own `PeftModel.from_pretrained` around a streamed model."""
     folder = zoo_checkpoint("llama")
     streamed = run_ranks(2, losses, "llama", folder, torch.float32, "streamed", adapter)
@@ -169,8 +150,6 @@ def test_training_a_saved_adapter(cluster: None, zoo_checkpoint: Callable[..., P
 
 def initialised_loss(adapter: Path) -> list[float]:
     """The loss of an engine made of what `from_pretrained` gives for an adapter's folder, and plain loading's."""
-    import deepspeed
-
     with torch.no_grad():
         plain = load_with("plain", CAUSAL, adapter, {}, {})
         expected = plain(**ZOO["llama"].inputs()).loss.item()

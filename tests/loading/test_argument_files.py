@@ -1,9 +1,6 @@
 """Arguments of `from_pretrained` that say which files are read; docs/settings.md lists them all."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +10,10 @@ from transformers.utils import hub
 
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, errors_of
-from tests.support.zoo import build_model
+from tests.support.zoo import Checkpoint, build_model
 
 
 CAUSAL = "AutoModelForCausalLM"
-Checkpoint = Callable[..., Path]
 
 
 def test_subfolder(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:

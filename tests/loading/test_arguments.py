@@ -4,10 +4,8 @@ Those that say which files are read are in tests/loading/test_argument_files.py,
 stock in tests/loading/test_refused_arguments.py.
 """
 
-from __future__ import annotations
-
 import gc
-import shutil
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,30 +13,30 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers.core_model_loading import WeightRenaming
 
+import hf_zero_stream
 from tests.sampling import chosen
+from tests.support.checkpoint_files import Tensors, rewritten
 from tests.support.cluster import run_ranks
-from tests.support.loading import Messages, assert_same, compare, errors_of, load_with
+from tests.support.loading import assert_same, compare, errors_of, load_with
+from tests.support.messages import Messages
 from tests.support.parity import differences, ds_config
-from tests.support.zoo import build_model
+from tests.support.zoo import Checkpoint, build_model
 
 
 CAUSAL = "AutoModelForCausalLM"
-Checkpoint = Callable[..., Path]
 
 
 def one_shard(source: Path, folder: Path, names: Callable[[str], str] = str) -> Path:
     """A copy of a checkpoint in a single shard, with renamed tensors."""
-    folder.mkdir(parents=True)
-    shutil.copy(source / "config.json", folder)
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in sorted(source.glob("*.safetensors")):
-        tensors |= load_file(shard)
-    save_file({names(key): value for key, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    return folder
+
+    def rename(tensors: Tensors) -> None:
+        for key in [*tensors]:
+            tensors[names(key)] = tensors.pop(key)
+
+    return rewritten(source, folder, rename)
 
 
 def see_config(model: Any) -> dict[str, Any]:
@@ -191,8 +189,6 @@ def test_unknown_kwargs(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 def compare_positional(folder: Path) -> list[str]:
     """BertModel(config, add_pooling_layer)."""
-    import hf_zero_stream
-
     plain = transformers.BertModel.from_pretrained(folder, False)
     with hf_zero_stream.streaming():
         streamed = transformers.BertModel.from_pretrained(folder, False, ds_config=ds_config())
@@ -314,8 +310,6 @@ def test_changes_nothing(compared: list[dict[str, Any]], name: str) -> None:
 
 
 def load_and_listen(folder: Path, kwargs: dict[str, Any]) -> tuple[bool, list[str]]:
-    import hf_zero_stream
-
     messages = Messages()
     transformers.utils.logging.get_logger("transformers").addHandler(messages)
     with hf_zero_stream.streaming():
@@ -326,8 +320,6 @@ def load_and_listen(folder: Path, kwargs: dict[str, Any]) -> tuple[bool, list[st
 @pytest.mark.slow
 def test_ds_config(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A dict, a path, or nothing; with a stage below 3 the load is transformers' own."""
-    import json
-
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ds_config()))
     folder = zoo_checkpoint("llama")

@@ -1,10 +1,7 @@
 """`from_pretrained(ds_config=...)` gives back transformers' DeepSpeed config: models and users' own configs mix."""
 
-from __future__ import annotations
-
 import copy
 import gc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,13 +16,13 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 def load(folder: Path | str, config: Any, **kwargs: Any) -> Any:
-    import hf_zero_stream
-
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config, **kwargs)
 
 
@@ -116,7 +113,7 @@ def what_counts(folder: Path) -> list[Any]:
     return found
 
 
-def test_the_newest_that_is_alive_counts(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_the_newest_that_is_alive_counts(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for found in run_ranks(2, what_counts, zoo_checkpoint("llama", torch.bfloat16)):
         assert found == [
             ("first", 2),
@@ -152,7 +149,7 @@ def resize_the_first(folder: Path) -> tuple[list[int], list[int]]:
     return [first.config.vocab_size, third.config.vocab_size], [sum(plain), len(plain)]
 
 
-def test_two_models(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_two_models(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for sizes, (partitioned, number) in run_ranks(2, resize_the_first, zoo_checkpoint("llama", torch.bfloat16)):
         assert sizes == [317, 311] and partitioned == number
 

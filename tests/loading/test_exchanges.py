@@ -1,7 +1,5 @@
 """Ranks that share the reading of whole models: the next piece is read while the one before is exchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

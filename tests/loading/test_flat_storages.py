@@ -1,20 +1,19 @@
 """Each parameter has memory that is its own to save, pickle, copy and share, wherever a load put it."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor
 from hf_zero_stream.destinations.deepspeed import flat
@@ -22,9 +21,10 @@ from hf_zero_stream.destinations.deepspeed.flat import EngineReplicas
 from hf_zero_stream.holdings.deepspeed import partitions as own
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 def config_of(stage: int) -> dict[str, Any]:
@@ -34,8 +34,6 @@ def config_of(stage: int) -> dict[str, Any]:
 
 
 def load(folder: Path, config: dict[str, Any], **settings: Any) -> Any:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(**settings)):
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, ds_config=config)
 
@@ -46,14 +44,8 @@ def saved_bytes(value: Any) -> int:
     return len(file.getvalue())
 
 
-def differing(state: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> list[str]:
-    return sorted(key for key in plain.keys() | state.keys() if not torch.equal(state[key], plain[key]))
-
-
 def handle(folder: Path, out: Path, stage: int) -> dict[str, Any]:
     """What users do with a model before `deepspeed.initialize`."""
-    import deepspeed
-
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     expected = plain.state_dict()
     model = load(folder, config_of(stage))
@@ -86,9 +78,7 @@ def handle(folder: Path, out: Path, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_every_parameter_is_its_own(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, stage: int
-) -> None:
+def test_every_parameter_is_its_own(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     for found in run_ranks(2, handle, zoo_checkpoint("llama", torch.bfloat16), tmp_path, stage):
         assert found == {
             "loaded": [],
@@ -112,7 +102,7 @@ def partitions(folder: Path) -> list[str]:
     return [name for name, tensor in tensors.items() if tensor.untyped_storage().nbytes() != tensor.nbytes]
 
 
-def test_every_partition_is_its_own(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_every_partition_is_its_own(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     assert run_ranks(2, partitions, zoo_checkpoint("llama", torch.bfloat16)) == [[], []]
 
 

@@ -1,35 +1,31 @@
 """Checkpoints that do not fit their model exactly come out as in plain loading."""
 
-from __future__ import annotations
-
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
 
+import hf_zero_stream
+from hf_zero_stream.errors import LoadError
+from tests.support.checkpoint_files import Tensors, rewritten
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, load_and_compare
-from tests.support.zoo import build_model
+from tests.support.zoo import Checkpoint, build_model
 
 
-Tensors = dict[str, torch.Tensor]
-
-
-def rewritten(source: Path, folder: Path, change: Callable[[Tensors], None]) -> Path:
-    """A copy of a checkpoint, in one shard, with changed tensors."""
-    folder.mkdir()
-    shutil.copy(source / "config.json", folder)
-    tensors: Tensors = {}
-    for shard in sorted(source.glob("*.safetensors")):
-        tensors |= load_file(shard)
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+def load_both(world_size: int, auto_class: str, folder: Path, **kwargs: Any) -> list[dict[str, Any]]:
+    """Plain and streamed; no rank sees a difference: what is initialised has the same values from the same seed."""
+    fp32 = torch.float32
+    results = run_ranks(world_size, load_and_compare, auto_class, folder, fp32, fp32, kwargs)
+    for result in results:
+        assert result["info"] == result["plain_info"]
+        assert result["differences"] == []
+    return results
 
 
 def drop_some(tensors: Tensors) -> None:
@@ -53,28 +49,17 @@ def add_some(tensors: Tensors) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("change", [drop_some, drop_a_fused_expert, drop_embeddings, add_some])
 def test_missing_and_unexpected_keys(
-    cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    change: Callable[[Tensors], None],
-    world_size: int,
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, change: Callable[[Tensors], None], world_size: int
 ) -> None:
     folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", change)
-    for result in run_ranks(
-        world_size, load_and_compare, "AutoModelForCausalLM", folder, torch.float32, torch.float32
-    ):
-        assert result["info"] == result["plain_info"]
+    for result in load_both(world_size, "AutoModelForCausalLM", folder):
         assert result["info"]["missing_keys"] or result["info"]["unexpected_keys"]
-        assert result["differences"] == [], "initialised with the same seed to the same values"
 
 
-def test_mismatched_sizes_are_initialised_where_allowed(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_mismatched_sizes_are_initialised_where_allowed(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     kwargs = {"vocab_size": 9, "ignore_mismatched_sizes": True}
-    folder = zoo_checkpoint("qwen3_moe")
-    for result in run_ranks(2, load_and_compare, "AutoModelForCausalLM", folder, torch.float32, torch.float32, kwargs):
-        assert result["info"] == result["plain_info"]
+    for result in load_both(2, "AutoModelForCausalLM", zoo_checkpoint("qwen3_moe"), **kwargs):
         assert len(result["info"]["mismatched_keys"]) == 2
-        assert result["differences"] == []
 
 
 def untie(tensors: Tensors) -> None:
@@ -92,38 +77,23 @@ def swap(tensors: Tensors) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("change", [untie, duplicate, swap])
 def test_ties(
-    cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    change: Callable[[Tensors], None],
-    world_size: int,
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, change: Callable[[Tensors], None], world_size: int
 ) -> None:
     """Both ends in the file with different or equal values, and only the end that is usually left out."""
-    folder = rewritten(zoo_checkpoint("qwen3"), tmp_path / "changed", change)
-    for result in run_ranks(
-        world_size, load_and_compare, "AutoModelForCausalLM", folder, torch.float32, torch.float32
-    ):
-        assert result["info"] == result["plain_info"]
-        assert result["differences"] == []
+    load_both(world_size, "AutoModelForCausalLM", rewritten(zoo_checkpoint("qwen3"), tmp_path / "changed", change))
 
 
 @pytest.mark.parametrize(
     ("name", "auto_class"),
     [("bert", "AutoModelForSequenceClassification"), ("bert", "AutoModel"), ("qwen3_moe", "AutoModel")],
 )
-def test_another_head(cluster: None, zoo_checkpoint: Callable[..., Path], name: str, auto_class: str) -> None:
+def test_another_head(cluster: None, zoo_checkpoint: Checkpoint, name: str, auto_class: str) -> None:
     """A task model's checkpoint into a base model, and into a model with a new head."""
-    folder = zoo_checkpoint(name)
-    for result in run_ranks(2, load_and_compare, auto_class, folder, torch.float32, torch.float32):
-        assert result["info"] == result["plain_info"]
-        assert result["differences"] == []
+    load_both(2, auto_class, zoo_checkpoint(name))
 
 
 def load_where_gathers_end_late(auto_class: str, folder: Path) -> dict[str, Any]:
     """What is gathered is written when somebody waits for it, or else at the next collective: gloo may do that."""
-    import deepspeed
-    import torch.distributed as dist
-
     real_gather, real_broadcast = deepspeed.comm.all_gather_into_tensor, dist.broadcast
     unfinished: list[Any] = []
     gathers = [0]
@@ -159,7 +129,7 @@ def load_where_gathers_end_late(auto_class: str, folder: Path) -> dict[str, Any]
     return {**result, "gathers": gathers[0]}
 
 
-def test_gathers_that_end_late(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_gathers_that_end_late(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """DeepSpeed 0.18 waits for the last of several gathers: an earlier one could still write over a new weight."""
     folder = zoo_checkpoint("bert")
     for result in run_ranks(2, load_where_gathers_end_late, "AutoModelForSequenceClassification", folder):
@@ -179,10 +149,6 @@ def test_pickled_checkpoint(cluster: None, tmp_path: Path) -> None:
 
 
 def load_state_dict_of_ones(name: str) -> Any:
-    import deepspeed
-
-    import hf_zero_stream
-
     model = build_model(name)
     state_dict = {key: torch.ones_like(value) for key, value in model.state_dict().items()}
     with hf_zero_stream.streaming():
@@ -263,9 +229,6 @@ def test_models_that_stock_cannot_load(
 
 def load_strictly(folder: Path, how: str, kwargs: dict[str, Any]) -> str:
     """The error that strict loading raises, or "" if it loads; then the same without ZeRO-3."""
-    import hf_zero_stream
-    from hf_zero_stream.errors import LoadError
-
     section = {"strict": True} if how == "section" else {}
     strict = {"strict": True} if how == "argument" else {}
     config = {**ds_config(), "hf_zero_stream": section}
@@ -284,7 +247,7 @@ def load_strictly(folder: Path, how: str, kwargs: dict[str, Any]) -> str:
 )
 def test_strict(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     change: Callable[[Tensors], None],
     expected: str,
@@ -295,22 +258,19 @@ def test_strict(
         assert expected in message if expected else message == ""
 
 
-def test_strict_allows_ties(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_strict_allows_ties(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     for change in (lambda tensors: None, swap):
         folder = rewritten(zoo_checkpoint("qwen3"), tmp_path / getattr(change, "__name__", ""), change)
         assert run_ranks(2, load_strictly, folder, "argument", {}) == ["", ""]
 
 
-def test_strict_refuses_mismatches(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_strict_refuses_mismatches(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     kwargs = {"vocab_size": 9, "ignore_mismatched_sizes": True}
     for message in run_ranks(2, load_strictly, zoo_checkpoint("qwen3_moe"), "argument", kwargs):
         assert "mismatched lm_head.weight" in message
 
 
-def test_strict_without_zero3(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    import hf_zero_stream
-    from hf_zero_stream.errors import LoadError
-
+def test_strict_without_zero3(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     streaming_class = hf_zero_stream.StreamingAutoModelForCausalLM
     assert streaming_class.from_pretrained(zoo_checkpoint("qwen3_moe"), strict=True)
     folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", drop_some)

@@ -1,28 +1,30 @@
 """`load_into`: a model that exists holds another checkpoint's values afterwards, and trains on from there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import hf_zero_stream
+from hf_zero_stream.errors import LoadError
 from tests.support.cluster import RankFailure, run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses, unequal
-from tests.support.zoo import ZOO, make_checkpoint
+from tests.support.zoo import ZOO, Checkpoint, make_checkpoint
 
 
 Checkpoints = Callable[..., tuple[Path, Path]]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+def checkpoints(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """A zoo model's folder in bf16, and another of the same architecture with other values."""
 
     def make(name: str, second_dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
@@ -48,8 +50,6 @@ def streamed(name: str, folder: Path, config: dict[str, Any]) -> Any:
 
 
 def reload(name: str, first: Path, second: Path, zero: dict[str, Any]) -> list[str]:
-    import hf_zero_stream
-
     dtype = torch.bfloat16
     plain = plain_model(name, second, dtype)
     model = streamed(name, first, ds_config(dtype, **zero))
@@ -62,12 +62,7 @@ def reload(name: str, first: Path, second: Path, zero: dict[str, Any]) -> list[s
 @pytest.mark.parametrize("name", ["qwen3_moe", "t5", "gpt_oss", "qwen3_vl_moe"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.sample(2)
-def test_partitions_hold_the_new_values(
-    cluster: None,
-    checkpoints: Checkpoints,
-    name: str,
-    world_size: int,
-) -> None:
+def test_partitions_hold_the_new_values(cluster: None, checkpoints: Checkpoints, name: str, world_size: int) -> None:
     first, second = checkpoints(name)
     assert run_ranks(world_size, reload, name, first, second, {}) == [[]] * world_size
 
@@ -78,12 +73,7 @@ def test_partitions_hold_the_new_values(
     [{"offload_param": {"device": "cpu"}}, {"zero_hpz_partition_size": 2}, "nvme"],
     ids=["offload_cpu", "hpz", "offload_nvme"],
 )
-def test_in_every_home(
-    cluster: None,
-    checkpoints: Checkpoints,
-    tmp_path: Path,
-    zero: Any,
-) -> None:
+def test_in_every_home(cluster: None, checkpoints: Checkpoints, tmp_path: Path, zero: Any) -> None:
     if zero == "nvme":
         zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 2**20}}
     first, second = checkpoints("qwen3_moe")
@@ -92,10 +82,7 @@ def test_in_every_home(
 
 def losses_after_reload(first: Path, second: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Three steps on `first`, then `second` is loaded into the engine; and an engine that began with `second`."""
-    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
-
-    import hf_zero_stream
 
     recipe = ZOO["qwen3_moe"]
     stage = config["zero_optimization"]["stage"]
@@ -123,10 +110,7 @@ def losses_after_reload(first: Path, second: Path, config: dict[str, Any]) -> di
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16_file", "fp32_file"])
 @pytest.mark.sample(1)
 def test_a_training_engine_gets_masters_and_weights(
-    cluster: None,
-    checkpoints: Checkpoints,
-    stage: int,
-    dtype: torch.dtype,
+    cluster: None, checkpoints: Checkpoints, stage: int, dtype: torch.dtype
 ) -> None:
     config = ds_config(torch.bfloat16)
     config["zero_optimization"]["stage"] = stage
@@ -139,9 +123,6 @@ def test_a_training_engine_gets_masters_and_weights(
 
 def refused(first: Path, second: Path) -> tuple[str, bool]:
     """The error, and whether the partitions are as they were."""
-    import hf_zero_stream
-    from hf_zero_stream.errors import LoadError
-
     model = streamed("qwen3_moe", first, ds_config(torch.bfloat16))
     before = [param.ds_tensor.clone() for param in model.parameters()]
     try:
@@ -153,7 +134,7 @@ def refused(first: Path, second: Path) -> tuple[str, bool]:
 
 
 def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     model = plain_model("qwen3_moe", folder, torch.bfloat16)
@@ -165,10 +146,6 @@ def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(
 
 
 def load_into_meta(folder: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    import hf_zero_stream
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     hf_zero_stream.load_into(model, str(folder))
@@ -185,14 +162,10 @@ def test_only_models_of_transformers(cluster: None) -> None:
 
 
 def load_into_linear() -> None:
-    import hf_zero_stream
-
     hf_zero_stream.load_into(nn.Linear(2, 2), "nowhere")
 
 
 def without_zero(first: Path, second: Path) -> list[str]:
-    import hf_zero_stream
-
     model = plain_model("qwen3_moe", first, torch.bfloat16)
     report = hf_zero_stream.load_into(model, str(second))
     assert len(report.ranks) == (dist.get_world_size() if dist.is_initialized() else 1)
@@ -200,10 +173,6 @@ def without_zero(first: Path, second: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_plain_model(
-    cluster: None,
-    checkpoints: Checkpoints,
-    world_size: int,
-) -> None:
+def test_a_plain_model(cluster: None, checkpoints: Checkpoints, world_size: int) -> None:
     first, second = checkpoints("qwen3_moe")
     assert run_ranks(world_size, without_zero, first, second) == [[]] * world_size

@@ -1,7 +1,5 @@
 """`load_into` with PEFT's wrappers around modules."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import peft

@@ -3,27 +3,30 @@
 Whatever is passed, the engine or the model inside it: an optimizer step copies the optimizer's values into the model.
 """
 
-from __future__ import annotations
-
+import gc
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+import hf_zero_stream
+from hf_zero_stream.errors import HfZeroStreamError
 from tests.support.cluster import run_ranks
 from tests.support.parity import unequal
-from tests.support.zoo import ZOO, make_checkpoint
+from tests.support.zoo import ZOO, Checkpoint, make_checkpoint
 
 
 Folders = tuple[Path, Path, Path, Path]
 
 
 @pytest.fixture(scope="module")
-def folders(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """A Llama in bf16; the same architecture with other values, in fp32 and in bf16, and a part of those."""
     narrow, wide = (make_checkpoint("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16) for _ in range(2))
     part = tmp_path_factory.mktemp("part")
@@ -68,14 +71,10 @@ CONFIGS = {
 
 
 def llama(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 def engine_on(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
-    import deepspeed
-
     return deepspeed.initialize(model=llama(folder, dtype), config=config)[0]
 
 
@@ -87,8 +86,6 @@ def step(engine: Any) -> None:
 
 def weights_and_masters(folders: Folders, out: Path) -> dict[str, list[str]]:
     """What is wrong right after loading into the model inside an engine, and after a step."""
-    import hf_zero_stream
-
     first, wide, narrow, _ = folders
     found: dict[str, list[str]] = {}
     for kind, (config, dtype) in CONFIGS.items():
@@ -124,14 +121,8 @@ def test_weights_stay_after_a_step(cluster: None, folders: Folders, tmp_path: Pa
 
 def around_and_beside(folders: Folders) -> dict[str, Any]:
     """Loads into what users have in their hands, and into what cannot be loaded into."""
-    import gc
-
-    import peft
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
-    import hf_zero_stream
-    from hf_zero_stream.errors import HfZeroStreamError
 
     first, wide, _, part = folders
     dtype = torch.bfloat16
@@ -197,9 +188,4 @@ def test_what_is_around_and_beside(cluster: None, folders: Folders) -> None:
     assert 0 < sum(found.pop("changed") for found in results) <= results[0]["loaded"]
     for found in results:
         del found["loaded"]
-        assert found == {
-            "fused": [[], True, False],
-            "peft": [],
-            "refused": [True, True],
-            "after offloading": [],
-        }
+        assert found == {"fused": [[], True, False], "peft": [], "refused": [True, True], "after offloading": []}

@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
+from transformers.integrations import HfDeepSpeedConfig
 
+import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.support.allocations import AllocationWatch
@@ -43,11 +46,6 @@ def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _load(folder: Path, streamed: bool = True) -> Any:
-    import transformers
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import hf_zero_stream
-
     config = ds_config(torch.bfloat16)
     if streamed:
         return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, dtype="auto", ds_config=config)
@@ -170,8 +168,6 @@ def test_the_watch_does_not_count_tensors_without_memory() -> None:
 
 
 def _save_measured(folder: Path, target: Path) -> dict[str, int]:
-    import hf_zero_stream
-
     model = _load(folder)
     # The first save imports a good deal, and starts what it needs.
     hf_zero_stream.save_pretrained(model, target / "first", max_shard_size="1GB")

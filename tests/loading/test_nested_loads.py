@@ -3,14 +3,13 @@
 What that checkpoint lacks keeps the values of the checkpoint inside.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+import hf_zero_stream
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.nested_models import (
     AroundOne,
@@ -21,69 +20,52 @@ from tests.support.nested_models import (
     make_bert,
 )
 from tests.support.parity import ds_config
-
-
-def gathered(model: Any) -> dict[str, torch.Tensor]:
-    import deepspeed
-
-    values = {}
-    for name, param in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([param]):
-            values[name] = param.data.clone()
-    return values
-
-
-def different(values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    return sorted(name for name in values if name not in expected or not torch.equal(values[name], expected[name]))
+from tests.support.whole import whole_values
 
 
 def streamed(model_class: type, folder: Path, **kwargs: Any) -> Any:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         return model_class.from_pretrained(folder, ds_config=ds_config(), **kwargs)
 
 
 def load_all(folders: dict[str, Path]) -> dict[str, Any]:
-    import hf_zero_stream
-
     inner, whole, part, two, lacking = (folders[name] for name in ("inner", "whole", "part", "two", "lacking"))
     found: dict[str, Any] = {}
 
     # All of the encoder is overridden: nothing of its checkpoint is read.
     model = streamed(AroundOne, whole)
-    found["whole"] = different(gathered(model), expected_values(whole, {}))
+    found["whole"] = differing(whole_values(model), expected_values(whole, {}))
     ranks = model.streaming_report.to_dict()["ranks"]
     wanted = sum(tensor.nbytes for tensor in expected_values(whole, {}).values())
     found["bytes needed"] = sum(rank["bytes_needed"] for rank in ranks) == wanted
     # The same into a model that exists.
     hf_zero_stream.load_into(model, str(folders["other"]))
-    found["into"] = different(gathered(model), expected_values(folders["other"], {}))
+    found["into"] = differing(whole_values(model), expected_values(folders["other"], {}))
     # And planned, for a rank of another world.
     plan = hf_zero_stream.plan(str(part), world_size=3, rank=1).load
     found["planned files"] = sorted({Path(plan.shards[read.shard].path).parent.name for read in plan})
 
     # Some of it is; the rest, and what nobody has, as in stock.
     model, info = streamed(AroundOne, part, output_loading_info=True)
-    values = gathered(model)
-    found["part"] = different(values, expected_values(part, {"inner": inner}))
+    values = whole_values(model)
+    found["part"] = differing(values, expected_values(part, {"inner": inner}))
     found["trainable"] = all(param.requires_grad for param in model.parameters())
     found["missing"] = all(name.startswith("inner.encoder") for name in info["missing_keys"])
     keep = HfDeepSpeedConfig(ds_config())
-    found["part as stock"] = different(values, gathered(AroundOne.from_pretrained(part)))
+    found["part as stock"] = differing(values, whole_values(AroundOne.from_pretrained(part)))
     del keep
 
     # An encoder whose own checkpoint lacks a layer, which is initialised as that class does it.
-    values = gathered(streamed(AroundOne, lacking))
+    values = whole_values(streamed(AroundOne, lacking))
     layer = "inner.encoder.layer.0.output.dense"
-    found["lacking"] = different(values, expected_values(lacking, {"inner": folders["inner lacking"]}))
+    found["lacking"] = differing(values, expected_values(lacking, {"inner": folders["inner lacking"]}))
     weight, bias = values.pop(f"{layer}.weight"), values.pop(f"{layer}.bias")
     found["initialised"] = 0 < float(weight.abs().max()) < 0.2, bool((bias == 0).all())
 
     # Several, of which one has one again.
     model = streamed(AroundTwo, two)
     expected = expected_values(two, {"second": whole})
-    found["two"] = different(gathered(model), expected)
+    found["two"] = differing(whole_values(model), expected)
     return found
 
 
@@ -119,8 +101,6 @@ def test_values(cluster: None, tmp_path: Path) -> None:
 
 def errors(folders: dict[str, Path]) -> dict[str, list[tuple[str, str]]]:
     """What stock's ZeRO-3 raises and what streaming does; and both outside of ZeRO-3."""
-    import hf_zero_stream
-
     found: dict[str, list[tuple[str, str]]] = {}
 
     def note(what: str, call: Any) -> None:

@@ -5,8 +5,6 @@ checkpoint and computed ones, extra state, tensors created on an explicit device
 0-dimensional and frozen parameters; unguarded initialisation code, and conversions that the user registered.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,9 +27,7 @@ from hf_zero_stream.errors import LoadError, UnsupportedError
 from tests.support.cluster import run_ranks
 from tests.support.odd_models import Odd, OddConfig
 from tests.support.parity import ds_config, unequal
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def error_of(work: Callable[[], Any]) -> str:
@@ -93,8 +92,6 @@ def load_elsewhere(folder: Path, in_zero3: bool) -> dict[str, Any]:
 
 def gathered(model: nn.Module) -> nn.Module:
     """A plain model with the values of a partitioned one."""
-    import deepspeed
-
     plain = transformers.LlamaForCausalLM(model.config)
     for param, own in zip(model.parameters(), plain.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([param]):

@@ -1,11 +1,8 @@
 """Arguments that do not stream: transformers' own error, the same on every rank, or stock's load with the reason."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers.distributed import DistributedConfig
 
 from tests.support.cluster import run_ranks
-from tests.support.loading import Messages, assert_same, compare, errors_of, load_with
+from tests.support.loading import assert_same, compare, errors_of, load_with
+from tests.support.messages import Messages
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 CAUSAL = "AutoModelForCausalLM"
-Checkpoint = Callable[..., Path]
 
 
 @pytest.mark.parametrize(

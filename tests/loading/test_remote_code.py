@@ -1,7 +1,6 @@
 """`trust_remote_code`: models whose code comes with the checkpoint."""
 
-from __future__ import annotations
-
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from tests.support.remote_code import make_remote_checkpoint
 
 def with_own_module_cache(folder: Path, action: Any, *args: Any) -> Any:
     """Run `action` with a module cache of this rank's own, and not the user's."""
-    import os
-
     from transformers import dynamic_module_utils
 
     dynamic_module_utils.HF_MODULES_CACHE = str(folder / f"modules-{os.environ['RANK']}")

@@ -1,27 +1,27 @@
 """Stages 0 to 2 and data parallelism: every rank has the plain load's bits and read 1/N of the files."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 
+import hf_zero_stream
 from hf_zero_stream.destinations.replicated import exchanges
+from hf_zero_stream.errors import ReadError
+from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 def load_shared(name: str, folder: Path, dtype: torch.dtype) -> list[str]:
     """What differs from a plain load, and whether the ranks read as much as there is, once."""
-    import hf_zero_stream
-
     auto_class = ZOO[name].auto_class
     plain = getattr(transformers, auto_class).from_pretrained(folder, dtype=dtype)
     torch.manual_seed(0)
@@ -43,16 +43,12 @@ def load_shared(name: str, folder: Path, dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize("name", list(ZOO))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_values_equal_plain_loading(
-    cluster: None, zoo_checkpoint: Callable[..., Path], name: str, world_size: int
-) -> None:
+def test_values_equal_plain_loading(cluster: None, zoo_checkpoint: Checkpoint, name: str, world_size: int) -> None:
     folder = zoo_checkpoint(name, torch.bfloat16)
     assert run_ranks(world_size, load_shared, name, folder, torch.bfloat16) == [[]] * world_size
 
 
-def test_a_cast_and_small_chunks(
-    cluster: None, zoo_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cast_and_small_chunks(cluster: None, zoo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters larger than a chunk pass in several."""
     monkeypatch.setenv("HF_ZERO_STREAM_STAGING_BYTES", "4096")
     folder = zoo_checkpoint("qwen3_moe", torch.float32)
@@ -60,10 +56,6 @@ def test_a_cast_and_small_chunks(
 
 
 def losses(folder: Path, stage: int, streams: bool) -> list[float]:
-    import deepspeed
-
-    import hf_zero_stream
-
     config = ds_config(torch.bfloat16)
     config["zero_optimization"] = {"stage": stage}
     library: Any = hf_zero_stream if streams else transformers
@@ -76,7 +68,7 @@ def losses(folder: Path, stage: int, streams: bool) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.sample(1)
-def test_losses_equal_stock(cluster: None, zoo_checkpoint: Callable[..., Path], stage: int) -> None:
+def test_losses_equal_stock(cluster: None, zoo_checkpoint: Checkpoint, stage: int) -> None:
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     runs = [run_ranks(2, losses, folder, stage, streams) for streams in (True, False)]
     assert runs[0] == runs[1]
@@ -84,8 +76,6 @@ def test_losses_equal_stock(cluster: None, zoo_checkpoint: Callable[..., Path], 
 
 
 def left_to_transformers(folder: Path) -> list[bool]:
-    import hf_zero_stream
-
     auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(share_reads=False)):
         by_setting = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -93,18 +83,13 @@ def left_to_transformers(folder: Path) -> list[bool]:
     return [hasattr(model, "streaming_report") for model in (by_setting, by_device_map)]
 
 
-def test_loads_that_are_left_to_transformers(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_loads_that_are_left_to_transformers(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     assert run_ranks(2, left_to_transformers, folder) == [[False, False]] * 2
 
 
 def broken_on_one_rank(folder: Path) -> str:
     """The error that each rank gets if the shards cannot be read on rank 1."""
-    from unittest import mock
-
-    import hf_zero_stream
-    from hf_zero_stream.errors import ReadError
-    from hf_zero_stream.sources.local import LocalFiles
 
     def fail(self: Any, *args: Any) -> None:
         raise ReadError("made to fail")
@@ -120,7 +105,7 @@ def broken_on_one_rank(folder: Path) -> str:
     return message
 
 
-def test_a_rank_that_cannot_read_fails_all(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_rank_that_cannot_read_fails_all(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     assert run_ranks(2, broken_on_one_rank, folder) == ["rank 1: made to fail", "made to fail"]
 

@@ -32,8 +32,6 @@ that made stock raise, or differ from plain loading, so that a tiny config canno
 | ... nor a whole large parameter | `test_memory_bound::test_nothing_as_large_as_the_largest_parameter_is_allocated` |
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import json
@@ -47,20 +45,20 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests.sampling import chosen
+from tests.support.checkpoint_files import Tensors, rewritten
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, load_with
 from tests.support.parity import differences, ds_config
+from tests.support.zoo import Checkpoint
 from tests.sweep.tiny import make_checkpoints
 
 
 MIB = 2**20
-
-Tensors = dict[str, torch.Tensor]
 
 
 def test_each_named_test_exists() -> None:
@@ -191,14 +189,8 @@ def make(name: str, folder: Path) -> str:
     """Write the case's checkpoint, in one shard; returns its class as `tests.support.loading.find_class` takes it."""
     case = CASES[name]
     made = make_checkpoints(name.removesuffix("-computed"), None, {case.dtype: folder})
-    tensors: Tensors = {}
-    for shard in folder.glob("*.safetensors"):
-        tensors |= load_file(shard)
-        shard.unlink()
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    case.change(tensors, config)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    rewritten(folder, folder, lambda tensors: case.change(tensors, config))
     (folder / "config.json").write_text(json.dumps(config))
     return f"{made['module']}:{made['class']}"
 
@@ -347,18 +339,15 @@ def load_watched(folder: Path) -> dict[str, Any]:
     return {**compare(f"{__name__}:Watched", folder, {}), "seen": [pair for pair in Watched.seen if pair[0]]}
 
 
-def test_missing_keys_are_gathered_by_module(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_missing_keys_are_gathered_by_module(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Whatever initialisation code meets in full are missing parameters of its own module; none is left out."""
-    tensors: Tensors = {}
-    for shard in zoo_checkpoint("bert").glob("*.safetensors"):
-        tensors |= load_file(shard)
     lost = ("word_embeddings", "layer.0.intermediate", "layer.1.attention.self.query.weight")
-    kept = {name: value for name, value in tensors.items() if not any(part in name for part in lost)}
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((zoo_checkpoint("bert") / "config.json").read_text())
 
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if any(part in name for part in lost)]:
+            del tensors[name]
+
+    rewritten(zoo_checkpoint("bert"), tmp_path, change)
     results = run_ranks(2, load_watched, tmp_path)
     assert_same(results)
     for result in results:

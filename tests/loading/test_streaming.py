@@ -1,17 +1,15 @@
 """`streaming()` finds ZeRO-3 as transformers does, and always puts transformers back."""
 
-from __future__ import annotations
-
 import gc
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
-from transformers import modeling_utils
+from transformers import Trainer, modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
@@ -23,6 +21,7 @@ from hf_zero_stream.seams.ds_config import _ConfigReference
 from hf_zero_stream.settings import config, scope
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 def patched_attributes() -> dict[Any, Any]:
@@ -75,8 +74,6 @@ def test_restored_after_an_exception() -> None:
 
 def test_a_trainer_that_is_not_known(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its saves and states are left to it, with a word."""
-    from transformers import Trainer
-
     monkeypatch.delattr(Trainer, "_save")
     with streaming():
         assert is_patched() and not hasattr(Trainer.save_model, "__wrapped__")
@@ -116,7 +113,7 @@ def test_threads_that_overlap() -> None:
     assert not is_patched()
 
 
-def test_another_thread_sees_stock(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_another_thread_sees_stock(zoo_checkpoint: Checkpoint) -> None:
     """Patches look at the thread's own context."""
     found: list[Any] = []
 
@@ -130,7 +127,7 @@ def test_another_thread_sees_stock(zoo_checkpoint: Callable[..., Path]) -> None:
     assert not hasattr(found[0], "streaming_report")
 
 
-def test_methods_that_were_taken_before(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_methods_that_were_taken_before(zoo_checkpoint: Checkpoint) -> None:
     """Of an Auto class it streams, because that calls the model class by its name; of a model class it is stock's."""
     auto, concrete = transformers.AutoModelForCausalLM.from_pretrained, transformers.LlamaForCausalLM.from_pretrained
     with streaming():
@@ -139,7 +136,7 @@ def test_methods_that_were_taken_before(zoo_checkpoint: Callable[..., Path]) -> 
             concrete(zoo_checkpoint("llama"), strict=True)
 
 
-def test_without_zero3_it_is_transformers(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_without_zero3_it_is_transformers(zoo_checkpoint: Checkpoint) -> None:
     folder = zoo_checkpoint("llama")
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with streaming():
@@ -183,11 +180,7 @@ def test_a_variable_with_a_typo_is_named_once_per_host(
 
 @pytest.mark.parametrize(("flag", "text"), [("true", "Move the line"), ("false", "zero3_init_flag: true")])
 def test_warns_once_if_the_config_comes_too_late(
-    zoo_checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    flag: str,
-    text: str,
+    zoo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flag: str, text: str
 ) -> None:
     for name, value in (("USE_DEEPSPEED", "true"), ("DEEPSPEED_ZERO_STAGE", "3"), ("DEEPSPEED_ZERO3_INIT", flag)):
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
@@ -225,7 +218,7 @@ def load_with(how: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["HfDeepSpeedConfig", "TrainingArguments", "accelerate", "ds_config"])
-def test_zero3_is_found(cluster: None, zoo_checkpoint: Callable[..., Path], how: str) -> None:
+def test_zero3_is_found(cluster: None, zoo_checkpoint: Checkpoint, how: str) -> None:
     for result in run_ranks(2, load_with, how, zoo_checkpoint("llama")):
         assert result["partitioned"]
         assert result["report"]["into"] == "ZeRO-3 partitions"
@@ -240,7 +233,7 @@ def ds_config_outlives_the_call(folder: Path) -> tuple[bool, bool]:
     return alive, transformers_deepspeed.is_deepspeed_zero3_enabled()
 
 
-def test_ds_config_lives_with_the_model(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_ds_config_lives_with_the_model(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     assert run_ranks(1, ds_config_outlives_the_call, zoo_checkpoint("llama")) == [(True, False)]
 
 
@@ -252,7 +245,7 @@ def load_quietly(folder: Path, config: StreamingConfig | None, section: dict[str
     return model.streaming_report.to_dict()["ranks"][0]
 
 
-def test_settings_reach_the_engine(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_settings_reach_the_engine(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     folder = zoo_checkpoint("llama")
     (plain,) = run_ranks(1, load_quietly, folder, None, {})
     (by_section,) = run_ranks(1, load_quietly, folder, None, {"staging_bytes": 8 * 1024})
@@ -263,8 +256,6 @@ def test_settings_reach_the_engine(cluster: None, zoo_checkpoint: Callable[..., 
 
 def train_with_section(folder: Path) -> float:
     """A DeepSpeed config that carries our section must still be good for `deepspeed.initialize`."""
-    import deepspeed
-
     config = {**ds_config(), "hf_zero_stream": {"reader_threads": 1}}
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
     engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -272,7 +263,7 @@ def train_with_section(folder: Path) -> float:
     return engine(input_ids=ids, labels=ids).loss.item()
 
 
-def test_section_does_not_disturb_deepspeed(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_section_does_not_disturb_deepspeed(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     (loss,) = run_ranks(1, train_with_section, zoo_checkpoint("llama"))
     assert loss == loss
 
@@ -286,7 +277,7 @@ def load_two(folder: Path, other: Path) -> list[bool]:
     return [all(hasattr(param, "ds_tensor") for param in model.parameters()) for model in models]
 
 
-def test_two_models(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_two_models(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     assert run_ranks(2, load_two, zoo_checkpoint("llama"), zoo_checkpoint("qwen3_moe")) == [[True, True]] * 2
 
 
@@ -299,7 +290,7 @@ def load_in_inference_mode(folder: Path) -> dict[str, Any]:
     return model.streaming_report.to_dict()["ranks"][0]
 
 
-def test_inference_mode(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_inference_mode(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for report in run_ranks(2, load_in_inference_mode, zoo_checkpoint("qwen3_moe")):
         assert not report["materialised"]
 
@@ -312,6 +303,6 @@ def build_from_config(folder: Path) -> list[bool]:
     return [hasattr(param, "ds_tensor") for param in model.parameters()]
 
 
-def test_from_config_is_stock(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_from_config_is_stock(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for flags in run_ranks(2, build_from_config, zoo_checkpoint("llama")):
         assert all(flags)

@@ -1,14 +1,12 @@
 """`@streaming()` on functions of every kind, and blocks that are left elsewhere than they were entered."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import functools
 import gc
 import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from hf_zero_stream.registry.rows import PatchScope
 from hf_zero_stream.settings import scope
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 def streams() -> bool:
@@ -109,7 +108,7 @@ def load_in_all_ways(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_loads_stream(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_loads_stream(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for found in run_ranks(2, load_in_all_ways, zoo_checkpoint("llama")):
         assert found == dict.fromkeys(("async", "thread", "generator", "async generator", "left"), True)
 
@@ -158,13 +157,7 @@ def test_functions_of_every_kind_stay_what_they_are() -> None:
 
     decorate = streaming()
     assert Methods().method() and Methods.static() and Methods.of_class()
-    for function in (
-        coroutine,
-        functools.partial(coroutine, True),
-        Methods(),
-        not_async_itself,
-        lambda: coroutine(),
-    ):
+    for function in (coroutine, functools.partial(coroutine, True), Methods(), not_async_itself, lambda: coroutine()):
         assert asyncio.run(decorate(function)()), function
     assert asyncio.run(Methods.of_class_async())
     assert inspect.iscoroutinefunction(decorate(coroutine)) and decorate(coroutine).__name__ == "coroutine"

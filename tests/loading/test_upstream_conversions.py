@@ -3,8 +3,6 @@
 Docstrings name the test that each stands for; tests/support/upstream.py says in which files those are.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import re
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,11 +28,12 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
+from tests.support.checkpoint_files import Tensors, differing
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, load_with
 from tests.support.parity import differences, ds_config
-from tests.support.upstream import Checkpoint, Tensors, full_state, randomise, unequal
-from tests.support.zoo import build_model
+from tests.support.upstream import full_state, randomise
+from tests.support.zoo import Checkpoint, build_model
 
 
 # transformers 5.1 has none of these, and the cases that need them are left out.
@@ -325,8 +325,8 @@ def test_conversions(converted: Any, name: str) -> None:
         assert "error" not in found, found["error"]
         assert found["differences"] == []
         assert found["info"] == found["plain_info"] and not any(found["info"].values())
-        assert unequal(found["state"], expected) == []
-        assert unequal(found["saved"], to_file(expected)) == []
+        assert differing(found["state"], expected) == []
+        assert differing(found["saved"], to_file(expected)) == []
         assert found["materialised"] == {}
 
 
@@ -370,8 +370,6 @@ def test_base_checkpoint_in_a_task_model(
 
 def gather_all_at_once(folder: Path) -> dict[str, Any]:
     """As the test upstream looks at a model: one gather over everything, with a modifier, twice."""
-    import deepspeed
-
     expected = build_model("qwen3_moe").state_dict()
     model, info = load_with("streamed", "Qwen3MoeForCausalLM", folder, ds_config(), {"output_loading_info": True})
     named = dict(model.named_parameters())

@@ -3,25 +3,26 @@
 Docstrings name the test that each stands for; tests/support/upstream.py says in which files those are.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from hf_zero_stream import streaming
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, load_with
 from tests.support.parity import ds_config, three_losses
-from tests.support.upstream import Checkpoint, compare_dtypes, full, full_state, tiny_checkpoint, unequal
-from tests.support.zoo import ZOO
+from tests.support.upstream import compare_dtypes, full_state, tiny_checkpoint
+from tests.support.whole import whole
+from tests.support.zoo import ZOO, Checkpoint
 
 
 # ------------------------------------------------------------------------------------------------ resized embeddings
@@ -45,8 +46,6 @@ def resize_both(
         inside: resize inside `streaming()`.
         output: where to save the streamed model as it is then; with it, both models are trained too.
     """
-    import deepspeed
-
     found: dict[str, dict[str, Any]] = {}
     for how in ("plain", "streamed"):
         gc.collect()
@@ -54,13 +53,13 @@ def resize_both(
         torch.manual_seed(3)
         with streaming() if inside and how == "streamed" else nullcontext():
             model.resize_token_embeddings(**arguments)
-        weights = {key: full(value) for key, value in model.named_parameters(remove_duplicate=False)}
+        weights = {key: whole(value) for key, value in model.named_parameters(remove_duplicate=False)}
         if how == "streamed" and output is not None:
             model.save_pretrained(output, state_dict=full_state(model))
         ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         found[how] = {
             "weights": weights,
-            "rows": {full(end.weight).shape[0] for end in ends} | {model.config.vocab_size},
+            "rows": {whole(end.weight).shape[0] for end in ends} | {model.config.vocab_size},
             "tied": ends[0].weight is ends[1].weight,
         }
         if output is not None:
@@ -69,7 +68,7 @@ def resize_both(
             del engine
         del model, ends
     plain, streamed = (found[how].pop("weights") for how in ("plain", "streamed"))
-    return {**found, "differences": unequal(streamed, plain)}
+    return {**found, "differences": differing(streamed, plain)}
 
 
 def resize_all(name: str, folder: Path, output: Path) -> dict[str, dict[str, Any]]:
@@ -146,9 +145,9 @@ def pair(how: str, class_name: str, method: str, folders: list[Path], kwargs: di
 def compare_pairs(class_name: str, method: str, folders: list[Path], kwargs: dict[str, Any]) -> list[str]:
     plain, _ = pair("plain", class_name, method, folders, kwargs)
     streamed, kept = pair("streamed", class_name, method, folders, kwargs)
-    ours, theirs = ({name: full(param) for name, param in model.named_parameters()} for model in (streamed, plain))
+    ours, theirs = ({name: whole(param) for name, param in model.named_parameters()} for model in (streamed, plain))
     parts = [name for name, part in streamed.named_children() if hasattr(part, "streaming_report")]
-    return [*unequal(ours, theirs), *([] if len(parts) == 2 else [f"streamed: {parts}"])]
+    return [*differing(ours, theirs), *([] if len(parts) == 2 else [f"streamed: {parts}"])]
 
 
 @pytest.mark.slow

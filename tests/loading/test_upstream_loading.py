@@ -3,8 +3,6 @@
 Docstrings name the test that each stands for; tests/support/upstream.py says in which files those are.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path
@@ -21,17 +19,12 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, deepspeed_con
 
 from hf_zero_stream import streaming
 from tests.support.cluster import run_ranks
-from tests.support.loading import Messages, assert_same, compare, errors_of, find_class, load_with
+from tests.support.loading import assert_same, compare, errors_of, find_class, load_with
+from tests.support.messages import Messages
 from tests.support.parity import differences, ds_config
-from tests.support.upstream import (
-    Checkpoint,
-    compare_dtypes,
-    full,
-    gpt2_config,
-    is_partitioned,
-    randomise,
-    tiny_checkpoint,
-)
+from tests.support.upstream import compare_dtypes, gpt2_config, is_partitioned, randomise, tiny_checkpoint
+from tests.support.whole import whole
+from tests.support.zoo import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -180,8 +173,8 @@ def load_with_new_head(folder: Path, stage: int) -> dict[str, Any]:
     text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(messages.found))
     return {
         "partitioned": is_partitioned(model),
-        "weight": full(model.new_head.weight).unique().tolist(),
-        "bias": full(model.new_head.bias).unique().tolist(),
+        "weight": whole(model.new_head.weight).unique().tolist(),
+        "bias": whole(model.new_head.bias).unique().tolist(),
         "reported": sorted(re.findall(r"new_head\.(\w+)\s*\|\s*MISSING", text)),
     }
 
@@ -285,7 +278,7 @@ def weights_of_config(auto_class: str, config: PreTrainedConfig, name: str, fold
     torch.manual_seed(42)
     outside = from_config(config)
     del kept
-    stds = [full(model.get_parameter(name)).float().std().item() for model in (inside, baseline)]
+    stds = [whole(model.get_parameter(name)).float().std().item() for model in (inside, baseline)]
     return {
         "partitioned": is_partitioned(inside),
         "dtypes": {param.dtype for param in inside.parameters()},
@@ -294,7 +287,7 @@ def weights_of_config(auto_class: str, config: PreTrainedConfig, name: str, fold
         "not_as_stock": [
             name
             for (name, mine), theirs in zip(inside.named_parameters(), outside.parameters(), strict=True)
-            if not torch.equal(full(mine), full(theirs))
+            if not torch.equal(whole(mine), whole(theirs))
         ],
     }
 

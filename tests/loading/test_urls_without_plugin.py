@@ -1,7 +1,5 @@
 """A URL needs the plug-in that reads from URLs: where it is not there, each entry says so, and no rank goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -4,12 +4,11 @@ A plain load builds them on the meta device: it raises where they look at values
 `__init__` computes undefined.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from torch import nn
 
@@ -87,8 +86,6 @@ CLASSES: list[type[Odd]] = [ComputesBuffers, LooksAtValues, SharesParameters, Ha
 
 
 def values(model: Any) -> dict[str, Any]:
-    import deepspeed
-
     found: dict[str, Any] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for name, param in model.named_parameters(remove_duplicate=False):
         with deepspeed.zero.GatheredParameters([param]):

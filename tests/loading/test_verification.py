@@ -1,7 +1,5 @@
 """verify="full" finds any wrong element in any home, and gives a model one number at every world size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
@@ -12,15 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 
+import hf_zero_stream
 from hf_zero_stream.checkpoint.formats import read_map
+from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor
+from hf_zero_stream.destinations import replicated
+from hf_zero_stream.engine import reader as reading
+from hf_zero_stream.engine import verification
 from hf_zero_stream.engine.verification import BLOCK, Lookup, digest_of
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import SOON_S, Outcome, run_ranks, run_ranks_expecting_errors
 from tests.support.homes import make_even_llama
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8, mxfp4
+from tests.support.zoo import Checkpoint
 
 
 HOMES: dict[str, dict[str, Any] | None] = {
@@ -33,8 +38,6 @@ HOMES: dict[str, dict[str, Any] | None] = {
 
 def load(folder: Path, home: str, how: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A model in one of the homes."""
-    import hf_zero_stream
-
     zero = HOMES[home]
     section: dict[str, Any] = {"hf_zero_stream": {"verify": how}}
     if zero is None:
@@ -50,9 +53,7 @@ def verified(folder: Path, homes: list[str], how: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_a_digest_is_the_same_in_every_home_and_world(
-    cluster: None, zoo_checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_a_digest_is_the_same_in_every_home_and_world(cluster: None, zoo_checkpoint: Checkpoint, name: str) -> None:
     """Casts to bfloat16, fused experts and transposed layouts included."""
     digests = set()
     for world_size, homes in ((1, ["zero3"]), (2, list(HOMES)), (3, ["zero3", "replicated"])):
@@ -67,9 +68,7 @@ def test_a_digest_is_the_same_in_every_home_and_world(
     assert len(digests) == 1 and len(digests.pop()) == 16
 
 
-def test_a_sample_is_small(
-    cluster: None, zoo_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_is_small(cluster: None, zoo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     for reports in run_ranks(2, verified_in_small_samples, zoo_checkpoint("qwen3_moe")):
         (report,) = reports
         assert report["digest"] == "" and "Verified (sample)" in report["table"]
@@ -79,17 +78,12 @@ def test_a_sample_is_small(
 
 
 def verified_in_small_samples(folder: Path) -> Any:
-    from hf_zero_stream.engine import verification
-
     verification.SAMPLE = 16
     return verified(folder, ["zero3"], "sample")
 
 
 def load_and_corrupt(folder: Path, home: str, how: str, where: str) -> Any:
     """Rank 1 gets one wrong element, either where it puts what it read or (replicated) in what others sent it."""
-    from hf_zero_stream.destinations import replicated
-    from hf_zero_stream.engine import reader as reading
-
     if dist.get_rank() == 1 and where == "placed":
         real = reading.execute_reads
 
@@ -118,7 +112,7 @@ def load_and_corrupt(folder: Path, home: str, how: str, where: str) -> Any:
     ("home", "where"),
     [("zero3", "placed"), ("offload", "placed"), ("stage 2", "placed"), ("replicated", "placed"), ("stage 2", "sent")],
 )
-def test_one_wrong_element_is_found(cluster: None, zoo_checkpoint: Callable[..., Path], home: str, where: str) -> None:
+def test_one_wrong_element_is_found(cluster: None, zoo_checkpoint: Checkpoint, home: str, where: str) -> None:
     outcomes: list[Outcome] = run_ranks_expecting_errors(
         2, load_and_corrupt, zoo_checkpoint("qwen3_moe"), home, "full", where
     )
@@ -130,7 +124,7 @@ def test_one_wrong_element_is_found(cluster: None, zoo_checkpoint: Callable[...,
         assert outcome.seconds < SOON_S
 
 
-def test_without_verification_it_goes_unnoticed(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_without_verification_it_goes_unnoticed(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """What the test above would prove nothing without."""
     outcomes = run_ranks_expecting_errors(2, load_sizes_and_corrupt, zoo_checkpoint("qwen3_moe"))
     assert [outcome.error_type for outcome in outcomes] == [None, None]
@@ -193,8 +187,6 @@ def test_lookup_agrees_with_torch() -> None:
 
 
 def lazy_of(tensor: torch.Tensor) -> Any:
-    from hf_zero_stream.checkpoint.lazy import LazyTensor
-
     return LazyTensor.whole(HostTensor.of(tensor), no_values)
 
 
@@ -203,8 +195,6 @@ def no_values(view: Any) -> torch.Tensor:
 
 
 def test_lookup_reads_a_transposed_tensor_once(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     values = torch.arange(300 * 700, dtype=torch.float32).view(300, 700)
     save_file({"x": values}, tmp_path / "x.safetensors")
     index = read_map([tmp_path / "x.safetensors"])
@@ -222,8 +212,6 @@ def test_lookup_reads_a_transposed_tensor_once(tmp_path: Path) -> None:
 
 def verified_on_nvme(folder: Path, swap: Path) -> dict[str, Any]:
     """A partition of more than 1 MiB lies in a swap file; its buffer is compared before it is written there."""
-    import hf_zero_stream
-
     offload = {"device": "nvme", "nvme_path": str(swap), "buffer_size": 2**20, "buffer_count": 4}
     config = {**ds_config(offload_param=offload), "hf_zero_stream": {"verify": "full"}}
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
@@ -247,36 +235,30 @@ def verified_in_fp32(folder: Path) -> list[str]:
 
 def verified_live(folder: Path) -> tuple[str, str, str]:
     """Loaded, and loaded into once more."""
-    import hf_zero_stream
-
     model = load(folder, "zero3", "full")
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(verify="full")):
         again = hf_zero_stream.load_into(model, str(folder))
     return model.streaming_report.digest, again.digest, again.ranks[0].verification.how
 
 
-def test_load_into(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_load_into(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for first, again, how in run_ranks(2, verified_live, zoo_checkpoint("qwen3_moe")):
         assert (first, how) == (again, "full")
 
 
 def verified_through_a_relay(folder: Path) -> str:
-    import hf_zero_stream
-
     config = {**ds_config(), "hf_zero_stream": {"verify": "full", "read_from": "rank0"}}
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
     return model.streaming_report.digest
 
 
-def test_read_by_another_rank(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_read_by_another_rank(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     digests = run_ranks(2, verified_through_a_relay, zoo_checkpoint("llama"))
     ((alone,),) = run_ranks(1, verified_in_fp32, zoo_checkpoint("llama"))
     assert digests == [alone, alone]
 
 
 def verified_functions(folder: Path, kwargs: dict[str, Any], how: str) -> dict[str, Any]:
-    import hf_zero_stream
-
     config = {**ds_config(torch.bfloat16), "hf_zero_stream": {"verify": how}}
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config, **kwargs)
     return {**asdict(model.streaming_report.ranks[0].verification), "digest": model.streaming_report.digest}

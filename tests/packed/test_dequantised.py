@@ -3,22 +3,24 @@
 Expected is what stock saves of a plain checkpoint in bf16 with the dequantised values: the same files, bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
+from transformers.distributed import DistributedConfig
 
-from tests.support.changed_models import different as different_tensors
+import hf_zero_stream
+from hf_zero_stream.errors import UnsupportedError
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, make_accelerator
 from tests.support.packed_models import MODELS
@@ -26,6 +28,7 @@ from tests.support.packed_training import TARGETS, dequantised, inputs
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import bitsandbytes, quantise_in_blocks
 from tests.support.saving import different
+from tests.support.trainings import Training
 
 
 FORMATS = {name: make for name, make in MODELS.items() if not name.startswith(("nf4", "fp4", "double nf4", "int8,"))}
@@ -66,8 +69,6 @@ def expect(model: Any, folder: Path) -> None:
 
 
 def streaming() -> AbstractContextManager[Any]:
-    import hf_zero_stream
-
     return hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False))
 
 
@@ -79,8 +80,6 @@ def in_zero3(folder: Path) -> Any:
 
 
 def in_an_engine(folder: Path, stage: int) -> Any:
-    import deepspeed
-
     config = ds_config(torch.bfloat16)
     config["zero_optimization"]["stage"] = stage
     model = load(folder, ds_config=config)
@@ -92,8 +91,6 @@ def in_replicas(folder: Path) -> Any:
 
 
 def by_distributed_config(folder: Path) -> Any:
-    from transformers.distributed import DistributedConfig
-
     return load(folder, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()))
 
 
@@ -125,8 +122,6 @@ HOMES: dict[str, Callable[[Path], Any]] = {
 
 def save_in_home(home: str, folders: Folders, root: Path) -> list[str]:
     """Save each model in every way; what is left of quantisation in any."""
-    import hf_zero_stream
-
     left = []
     for name, folder in folders.items():
         with streaming():
@@ -190,8 +185,6 @@ def test_saved_as_plain(cluster: None, formats: Any, tmp_path: Path, home: str, 
 
 def load_into_home(home: str, folders: Folders, root: Path) -> None:
     """Load each quantised checkpoint into a model of zeros, and save it; with and without a word on how."""
-    import hf_zero_stream
-
     for name, folder in folders.items():
         with streaming():
             for wish in ({}, dequantised(folder)[1]):
@@ -210,14 +203,11 @@ def test_loaded_into_a_plain_model(cluster: None, formats: Any, tmp_path: Path, 
     run_ranks(2, load_into_home, home, folders, tmp_path)
     expected = load_file(expected_of(folders[name]) / "model.safetensors")
     for saved in sorted((tmp_path / name).iterdir()):  # in which order tensors lie depends on how the model was made
-        assert different_tensors(load_file(saved / "model.safetensors"), expected) == [], saved.name
+        assert differing(load_file(saved / "model.safetensors"), expected) == [], saved.name
         assert "quantization" not in (saved / "config.json").read_text()
 
 
 def test_what_transformers_does_not_dequantise_is_refused(tmp_path: Path) -> None:
-    import hf_zero_stream
-    from hf_zero_stream.errors import UnsupportedError
-
     bitsandbytes(tmp_path / "model", "nf4", width=64)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").dequantize()
     with pytest.raises(UnsupportedError, match=r"quantised by bitsandbytes.*call dequantize\(\), and save that"):
@@ -234,8 +224,6 @@ def adapted(base: Any) -> Any:
 @pytest.mark.parametrize("name", SAMPLE)
 def test_merged_in_one_process(formats: Any, tmp_path: Path, name: str) -> None:
     """As docs/quantised.md says: the base dequantised, the saved adapters put on it, merged, and saved."""
-    import hf_zero_stream
-
     folder = formats(name)[name]
     adapted(load(folder)).save_pretrained(tmp_path / "adapters")
     with streaming():
@@ -255,7 +243,6 @@ def test_merged_in_one_process(formats: Any, tmp_path: Path, name: str) -> None:
 @pytest.mark.plugin("pickled")
 def test_saved_is_planned_and_converted(formats: Any, tmp_path: Path) -> None:
     """What is saved is a plain checkpoint to everything else of ours, too."""
-    import hf_zero_stream
     from hf_zero_stream.plugins.pickled.convert import convert
 
     folder = formats(SAMPLE[0])[SAMPLE[0]]
@@ -272,8 +259,6 @@ def test_saved_is_planned_and_converted(formats: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["nf4", "double nf4", "int8"])
 def test_bitsandbytes_dequantised_afterwards(tmp_path: Path, kind: str) -> None:
     """``model.dequantize()``, after which stock's own save raises NotImplementedError."""
-    import hf_zero_stream
-
     bitsandbytes(tmp_path / "model", kind, width=64)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").dequantize()
     expect(model, tmp_path / "expected")
@@ -305,106 +290,35 @@ def test_config_in_the_text_config(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- training goes on
 
 
-def train(model: Any, step: Callable[[Any], None], steps: range) -> list[float]:
-    """The losses of these steps, each of which has its own tokens, the same on every rank."""
-    model.train()
-    losses = []
-    for number in steps:
-        loss = model(**inputs(seed=number)).loss
-        step(loss)
-        losses.append(loss.item())
-    return losses
+def batch(number: int) -> dict[str, torch.Tensor]:
+    return inputs(seed=number)
 
 
-class EngineTraining:
-    """An engine of this stage, whose states it saves by itself, or we by `save_state`."""
-
-    def __init__(self, folder: Path, stage: int, calls_ours: bool = False) -> None:
-        self.engine, self.calls_ours = in_an_engine(folder, stage), calls_ours
-
-    def train(self, steps: range) -> list[float]:
-        def step(loss: torch.Tensor) -> None:
-            self.engine.backward(loss)
-            self.engine.step()
-
-        return train(self.engine, step, steps)
-
-    def save(self, target: Path) -> None:
-        import hf_zero_stream
-
-        if self.calls_ours:
-            hf_zero_stream.save_state(self.engine, target)
-        else:
-            self.engine.save_checkpoint(str(target))
-
-    def load(self, target: Path) -> None:
-        import hf_zero_stream
-
-        if self.calls_ours:
-            hf_zero_stream.load_state(self.engine, target)
-        else:
-            self.engine.load_checkpoint(str(target))
+def by_an_engine(folder: Path, stage: int, by: str = "engine") -> Training:
+    return Training(in_an_engine(folder, stage), by=by, batch=batch)
 
 
-class ModelTraining:
-    """A model and its optimizer."""
-
-    def __init__(self, folder: Path, home: Callable[[Path], Any]) -> None:
-        self.model = home(folder)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-
-    def train(self, steps: range) -> list[float]:
-        def step(loss: torch.Tensor) -> None:
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-        return train(self.model, step, steps)
-
-    def save(self, target: Path) -> None:
-        import hf_zero_stream
-
-        hf_zero_stream.save_state(self.model, target, optimizer=self.optimizer)
-
-    def load(self, target: Path) -> None:
-        import hf_zero_stream
-
-        hf_zero_stream.load_state(self.model, target, optimizer=self.optimizer)
+def of_a_model(folder: Path, home: Callable[[Path], Any]) -> Training:
+    model = home(folder)
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch=batch)
 
 
-class AccelerateTraining:
-    """By accelerate, with FSDP2."""
-
-    def __init__(self, folder: Path) -> None:
-        announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
-        self.accelerator = make_accelerator()
-        model = load(folder)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-
-    def train(self, steps: range) -> list[float]:
-        def step(loss: torch.Tensor) -> None:
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-        return train(self.model, step, steps)
-
-    def save(self, target: Path) -> None:
-        self.accelerator.save_state(str(target))
-
-    def load(self, target: Path) -> None:
-        self.accelerator.load_state(str(target))
+def with_accelerate(folder: Path) -> Training:
+    announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = make_accelerator()
+    model = load(folder)
+    prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return Training(*prepared, accelerator, by="accelerate", batch=batch)
 
 
 TRAININGS: dict[str, Callable[[Path], Any]] = {
-    "ZeRO-3 engine": lambda folder: EngineTraining(folder, 3),
-    "stage 2 engine": lambda folder: EngineTraining(folder, 2),
-    "ZeRO-3, save_state": lambda folder: EngineTraining(folder, 3, calls_ours=True),
-    "stage 1, save_state": lambda folder: EngineTraining(folder, 1, calls_ours=True),
-    "replicas": lambda folder: ModelTraining(folder, in_replicas),
-    "distributed_config": lambda folder: ModelTraining(folder, by_distributed_config),
-    "accelerate": AccelerateTraining,
+    "ZeRO-3 engine": lambda folder: by_an_engine(folder, 3),
+    "stage 2 engine": lambda folder: by_an_engine(folder, 2),
+    "ZeRO-3, save_state": lambda folder: by_an_engine(folder, 3, "ours"),
+    "stage 1, save_state": lambda folder: by_an_engine(folder, 1, "ours"),
+    "replicas": lambda folder: of_a_model(folder, in_replicas),
+    "distributed_config": lambda folder: of_a_model(folder, by_distributed_config),
+    "accelerate": with_accelerate,
 }
 
 

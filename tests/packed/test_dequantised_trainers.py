@@ -1,9 +1,6 @@
 """What the Trainer and accelerate save of trained models that were dequantised while they were loaded is plain."""
 
-from __future__ import annotations
-
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
 
 import hf_zero_stream
-from tests.support.changed_models import different, whole_values
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.packed_training import dequantised, inputs
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8, mxfp4
+from tests.support.trainers import FSDP2, arguments_of, join_as_launched
+from tests.support.whole import whole_values
 
 
 FORMATS: dict[str, Callable[[Path], None]] = {"fp8": fp8, "mxfp4": mxfp4}
@@ -32,16 +32,11 @@ def load(folder: Path) -> Any:
 
 def announce_home(home: str) -> dict[str, Any]:
     """What a launcher announces; returns the Trainer's arguments for it."""
-    from accelerate import PartialState
-    from accelerate.state import AcceleratorState
-
     if home == "FSDP2":
         announce(cpu_ram_efficient_loading=True)
         force_fsdp_on_cpu()
-        return {"fsdp": True, "fsdp_config": {"version": 2}}
-    AcceleratorState._reset_state()
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
+        return FSDP2
+    join_as_launched()
     config = ds_config(torch.bfloat16)
     del config["optimizer"]
     return {"deepspeed": config | {"zero_allow_untested_optimizer": True}, "bf16": True, "use_cpu": True}
@@ -49,19 +44,7 @@ def announce_home(home: str) -> dict[str, Any]:
 
 def by_trainer(home: str, folder: Path, target: Path) -> Any:
     """A step, the checkpoint after it, and ``save_model``."""
-    arguments = transformers.TrainingArguments(
-        output_dir=str(target),
-        accelerator_config={"use_configured_state": True},
-        per_device_train_batch_size=1,
-        max_steps=1,
-        save_steps=1,
-        learning_rate=1e-2,
-        optim="adamw_torch",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **announce_home(home),
-    )
+    arguments = arguments_of(target, max_steps=1, save_steps=1, learning_rate=1e-2, **announce_home(home))
     model = load(folder)
     rows = [{name: value[0] for name, value in inputs(seed=seed).items()} for seed in range(8)]
     trainer = transformers.Trainer(model, arguments, train_dataset=rows)  # type: ignore[arg-type]
@@ -72,9 +55,6 @@ def by_trainer(home: str, folder: Path, target: Path) -> Any:
 
 def by_accelerate(home: str, folder: Path, target: Path) -> Any:
     """A step, and ``accelerator.save_model``."""
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin
-
     config = announce_home(home).get("deepspeed")
     accelerator = Accelerator(deepspeed_plugin=None if config is None else DeepSpeedPlugin(hf_ds_config=config))
     model = load(folder)
@@ -97,7 +77,7 @@ def save(home: str, saver: str, folder: Path, target: Path) -> tuple[dict[str, t
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
         model = SAVERS[saver](home, folder, target)
         values = whole_values(model)
-    return values, bool(different(values, dict(load(folder).state_dict())))
+    return values, bool(differing(values, dict(load(folder).state_dict())))
 
 
 @pytest.mark.sample(2)
@@ -111,9 +91,9 @@ def test_saved_as_plain(cluster: None, tmp_path: Path, saver: str, home: str, na
     saved = [tmp_path / "out" / "saved", *(tmp_path / "out").glob("checkpoint-*")]
     assert len(saved) == (2 if saver == "Trainer" else 1)
     for each in saved:
-        tensors = {key: it for path in each.glob("model*.safetensors") for key, it in load_file(path).items()}
+        tensors = tensors_of(each, "model*.safetensors")
         assert {tensor.dtype for tensor in tensors.values()} <= {torch.bfloat16, torch.float32}
         assert not [key for key in tensors if key.endswith(("_scale_inv", "_scales", "_blocks"))]
         assert "quantization_config" not in json.loads((each / "config.json").read_text())
         again = transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.bfloat16)
-        assert different(dict(again.state_dict()), values) == []
+        assert differing(dict(again.state_dict()), values) == []

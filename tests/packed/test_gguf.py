@@ -1,7 +1,5 @@
 """GGUF files under ZeRO-3: dequantised and partitioned where asked for, else left to stock with a reason."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantised checkpoints stay quantised under ZeRO-3: adapters train beside packed, partitioned weights."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 import math
@@ -18,6 +16,7 @@ import hf_zero_stream
 from hf_zero_stream.errors import ConfigError, UnsupportedError
 from tests import sampling
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.messages import message_of
 from tests.support.packed_training import (
     CONFIGS,
     TARGETS,
@@ -204,20 +203,12 @@ REFUSED_ADAPTERS: dict[str, dict[str, Any]] = {
 
 def refusals(folder: Path) -> dict[str, str]:
     found = {}
-
-    def note(name: str, call: Callable[[], Any]) -> None:
-        try:
-            call()
-            found[name] = "nothing was raised"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
     base = load(folder, ds_config(torch.bfloat16))
     for title, settings in REFUSED_ADAPTERS.items():
         config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_b_proj"], **settings})
-        note(title, lambda config=config: peft.get_peft_model(load(folder, ds_config(torch.bfloat16)), config))
-    note("load_into", lambda: hf_zero_stream.load_into(base, str(folder)))
-    note("train", lambda: base.requires_grad_(True))
+        found[title] = message_of(lambda: peft.get_peft_model(load(folder, ds_config(torch.bfloat16)), config))
+    found["load_into"] = message_of(lambda: hf_zero_stream.load_into(base, str(folder)))
+    found["train"] = message_of(lambda: base.requires_grad_(True))
     base.requires_grad_(False)
     return found
 

@@ -1,7 +1,5 @@
 """Quantised checkpoints stay quantised under FSDP2: each rank holds a chunk of the packed bytes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import hf_zero_stream
 from hf_zero_stream.holdings.introspection import packed_weights
 from tests import sampling
 from tests.packed.test_packed import FORMATS, make_folders
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import announce, count_lazy, force_fsdp_on_cpu, make_accelerator
 from tests.support.packed_models import MODELS, Folders
@@ -28,7 +29,6 @@ from tests.support.packed_training import (
     fill_adapters,
     inputs,
     packed_names,
-    tensors_of,
     with_adapters,
 )
 from tests.support.quantised_checkpoints import unquantised
@@ -417,9 +417,6 @@ def logits_of_replicas(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_replicas(folder: Path, offloads: bool) -> list[list[float]]:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-
     losses = []
     for keep in (True, False):
         announce()

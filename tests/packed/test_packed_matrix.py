@@ -5,12 +5,11 @@ ZeRO-3, bit for bit, in bf16 and fp32; in fp32 those of one process without Deep
 gradients at 1.0, as DeepSpeed does where `gradient_clipping` is not set; without that, losses of MXFP4 differ by 4e-5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,7 +89,6 @@ PADDING = 4
 
 
 def memory(folder: Path) -> dict[str, Any]:
-    import deepspeed
     from deepspeed.utils import z3_leaf_module
 
     config = one_module_at_a_time()

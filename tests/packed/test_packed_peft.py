@@ -3,12 +3,11 @@
 Each is compared with the same done to the dequantised model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
@@ -53,8 +52,6 @@ def adapted(base: Any, config: Any) -> Any:
 
 
 def losses_of_kinds(folder: Path, names: list[str]) -> dict[str, list[list[float]]]:
-    import deepspeed
-
     found: dict[str, list[list[float]]] = {}
     config = ds_config(torch.bfloat16)
     for name in names:
@@ -76,8 +73,6 @@ def test_kinds_of_adapters(cluster: None, folder: Path) -> None:
 
 def with_lora(folder: Path, keep_quantized: bool, change: Callable[[Any], Any] = lambda base: base) -> Any:
     """An engine with LoRA; `change` is made to the base model before."""
-    import deepspeed
-
     config = ds_config(torch.bfloat16)
     base = load(folder, config, keep_quantized)
     change(base)
@@ -119,8 +114,6 @@ def evaluated_between(folder: Path, keep_quantized: bool) -> Any:
 
 
 def with_several(folder: Path, keep_quantized: bool) -> Any:
-    import deepspeed
-
     config = ds_config(torch.bfloat16)
     model = peft.get_peft_model(load(folder, config, keep_quantized), peft.LoraConfig(r=3, target_modules=TARGETS))
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj", "q_proj"]))

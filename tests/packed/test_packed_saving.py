@@ -1,11 +1,10 @@
 """Packed models and ``save_pretrained`` of transformers alone, which would write bytes as if they were values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,9 +16,10 @@ from tests import sampling
 from tests.packed.test_packed import FORMATS, make_folders
 from tests.packed.test_packed_fsdp2 import load as load_lazily
 from tests.packed.test_packed_fsdp2 import load_native
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, make_accelerator
-from tests.support.packed_training import check_saved, load, packed_names, tensors_of, with_adapters
+from tests.support.packed_training import check_saved, load, packed_names, with_adapters
 from tests.support.parity import ds_config
 
 
@@ -35,8 +35,6 @@ def refused(save: Callable[[], Any], folder: Path) -> None:
 
 
 def save_zero3(folders: dict[str, Path], out: Path) -> None:
-    import deepspeed
-
     for name, folder in folders.items():
         model = load(folder, ds_config(torch.bfloat16))
         refused(lambda: model.save_pretrained(out / "partitioned"), out / "partitioned")

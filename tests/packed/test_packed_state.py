@@ -1,11 +1,10 @@
 """Training goes on where it stopped: states and checkpoints of adapters beside packed weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
@@ -16,6 +15,8 @@ from tests.support.cluster import run_ranks
 from tests.support.packed_training import inputs, load, packed_names, with_adapters
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import bitsandbytes, fp8
+from tests.support.trainers import ZERO_3, arguments_of
+from tests.support.trainings import Training
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
@@ -24,9 +25,11 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def engine_of(folder: Path) -> Any:
-    import deepspeed
+def batch(number: int) -> dict[str, torch.Tensor]:
+    return inputs()
 
+
+def engine_of(folder: Path) -> Any:
     config = ds_config(torch.bfloat16)
     model = with_adapters(load(folder, config))
     trainable = [param for param in model.parameters() if param.requires_grad]
@@ -34,26 +37,16 @@ def engine_of(folder: Path) -> Any:
     return engine
 
 
-def steps(engine: Any, count: int) -> list[float]:
-    losses = []
-    for _ in range(count):
-        loss = engine(**inputs()).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def resumed(folder: Path, target: Path) -> dict[str, list[float]]:
     """Losses of two steps after a save, and after each way to resume from it."""
     engine = engine_of(folder)
-    steps(engine, 3)
+    Training(engine, batch=batch).train(range(3))
     hf_zero_stream.save_state(engine, target / "ours")
     engine.save_checkpoint(str(target / "stock"))
     engine.save_checkpoint(str(target / "of adapters"), exclude_frozen_parameters=True)
     with hf_zero_stream.streaming():
         engine.save_checkpoint(str(target / "streaming"), exclude_frozen_parameters=True)
-    found = {"continued": steps(engine, 2)}
+    found = {"continued": Training(engine, batch=batch).train(range(2))}
     for name in ("stock", "of adapters", "streaming"):
         engine = engine_of(folder)
         if name == "streaming":
@@ -62,14 +55,14 @@ def resumed(folder: Path, target: Path) -> dict[str, list[float]]:
         else:
             engine.load_checkpoint(str(target / name), load_module_strict=name == "stock")
         assert packed_names(engine.module)
-        found[name] = steps(engine, 2)
+        found[name] = Training(engine, batch=batch).train(range(2))
     return found
 
 
 def resume_ours(folder: Path, source: Path) -> list[float]:
     engine = engine_of(folder)
     hf_zero_stream.load_state(engine, source)
-    return steps(engine, 2)
+    return Training(engine, batch=batch).train(range(2))
 
 
 @pytest.mark.slow
@@ -103,23 +96,10 @@ def train_by_trainer(folder: Path, target: Path, uses_hooks: bool) -> list[list[
     """Losses of steps 3 and 4: of a Trainer that went on, and of one that resumed."""
     found = []
     for resumes in (False, True):
-        arguments = transformers.TrainingArguments(
-            output_dir=str(target),
-            max_steps=4,
-            save_steps=2,
-            logging_steps=1,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            bf16=True,
-            use_cpu=True,
-            report_to=[],
-            deepspeed={
-                "train_micro_batch_size_per_gpu": "auto",
-                "zero_optimization": {"stage": 3},
-                "bf16": {"enabled": "auto"},
-                "zero_force_ds_cpu_optimizer": False,
-            },
-        )
+        config = {**ZERO_3["deepspeed"], "zero_force_ds_cpu_optimizer": False}
+        steps = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+        on_a_cpu = {"bf16": True, "use_cpu": True, "accelerator_config": None}
+        arguments = arguments_of(target, deepspeed=config, **steps, **on_a_cpu)
         with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
             model = with_adapters(transformers.AutoModelForCausalLM.from_pretrained(folder))
             assert packed_names(model)

@@ -1,7 +1,5 @@
 """Packed weights give the values that loading them dequantised gives, bit for bit, and hold the file's own bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import accumulate
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,6 +22,7 @@ from hf_zero_stream.plugins.packed import programs
 from hf_zero_stream.plugins.packed.weights import PackedWeight, sources
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
+from tests.support.checkpoint_files import tensors_of
 from tests.support.quantised_checkpoints import (
     SCHEMES,
     bitsandbytes,
@@ -215,8 +213,7 @@ def test_peak_of_dequantising(tmp_path: Path, name: str) -> None:
 
 def check(folder: Path, dtype: torch.dtype, expected: dict[str, torch.Tensor]) -> None:
     """What is packed of the checkpoint in `folder` has the `expected` values, in `dtype`, and the file's bytes."""
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        in_file = {key: file.get_tensor(key) for key in file.keys()}
+    in_file = tensors_of(folder)
     with lazy_model(folder, keep_quantized=True, dtype=dtype) as packed:
         held: dict[str, Any] = {}
         for prefix, module in packed.named_modules():

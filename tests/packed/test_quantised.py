@@ -1,18 +1,18 @@
 """Quantised checkpoints come out dequantised, bit for bit as in plain loading, and partitioned or sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 
+import hf_zero_stream
 from tests.packed.test_gguf import files as gguf_files  # noqa: F401
 from tests.support.allocations import AllocationWatch
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config, load_and_compare
 from tests.support.quantised_checkpoints import (
@@ -53,10 +53,6 @@ def test_dequantised_as_plain(cluster: None, tmp_path: Path, format_name: str, w
 
 
 def dequantised(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    import deepspeed
-
-    import hf_zero_stream
-
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(
         folder,
         quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
@@ -89,8 +85,6 @@ KIB = 2**10
 
 
 def load_watched(folder: Path, quantization_config: Any) -> dict[str, Any]:
-    import hf_zero_stream
-
     settings = hf_zero_stream.StreamingConfig(staging_bytes=2048 * KIB, progress=False)
     with hf_zero_stream.streaming(settings), AllocationWatch() as watch:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -120,8 +114,7 @@ def test_reads_the_quantised_bytes_once_in_bounded_memory(cluster: None, tmp_pat
     else:
         config_class = transformers.CompressedTensorsConfig
         compressed_tensors(tmp_path, format_name, width=512)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        in_file = sum(file.get_tensor(name).nbytes for name in file.keys())
+    in_file = sum(value.nbytes for value in tensors_of(tmp_path).values())
 
     for found in run_ranks(3, load_watched, tmp_path, config_class(dequantize=True)):
         # Beside the partitions, only what one request takes, and what it becomes: dequantised, in fp32 on the way.
@@ -134,8 +127,6 @@ def test_reads_the_quantised_bytes_once_in_bounded_memory(cluster: None, tmp_pat
 
 
 def load(folder: Path) -> None:
-    import hf_zero_stream
-
     hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(
         folder,
         quantization_config=transformers.CompressedTensorsConfig(dequantize=True),

@@ -1,7 +1,5 @@
 """Another plug-in may say how weights of a quant_method are dequantised; then they stay quantised as ours do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,21 +1,22 @@
 """Weights that bitsandbytes quantises while they are loaded: byte for byte what stock makes in one process."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 
 import hf_zero_stream
 from tests.support.allocations import AllocationWatch
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-from tests.support.packed_training import load, packed_names, plain_losses_of, tensors_of, trained
+from tests.support.packed_training import load, packed_names, plain_losses_of, trained
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import unquantised
 
@@ -213,8 +214,6 @@ def test_plan(folders: dict[str, Path], tmp_path: Path) -> None:
 
 
 def read_and_held(folder: Path, config: Any) -> dict[str, int]:
-    import torch.distributed as dist
-
     model = load(folder, ds_config(), quantization_config=config)
     return {
         "read": model.streaming_report.to_dict()["ranks"][dist.get_rank()]["bytes_read"],
@@ -255,8 +254,6 @@ def test_refused(cluster: None, folders: dict[str, Path]) -> None:
 
 
 def incomplete(folder: Path) -> dict[str, Any]:
-    import deepspeed
-
     model = load(folder, ds_config(torch.bfloat16), quantization_config=bitsandbytes_config("nf4"))
     lacking = model.model.layers[0].self_attn.q_proj
     with deepspeed.zero.GatheredParameters([lacking.weight]):

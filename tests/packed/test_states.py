@@ -1,11 +1,9 @@
 """States of models from quantised checkpoints, packed or dequantised, at another number of ranks, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,80 +11,57 @@ import transformers
 
 import hf_zero_stream
 from tests.state.test_state import different_states
-from tests.support.changed_models import different, whole_values
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.packed_training import dequantised, inputs, packed_names, with_adapters
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8, mxfp4
+from tests.support.trainings import Training
+from tests.support.whole import whole_values
 
 
 FORMATS: dict[str, Callable[[Path], None]] = {"fp8": fp8, "mxfp4": mxfp4}
 
 
-class Training:
+def training_of(folder: Path, home: str, is_packed: bool) -> Training:
     """Of adapters beside packed weights, or of all of a dequantised model; by a ZeRO-3 engine, or under FSDP2."""
+    config = ds_config(torch.bfloat16)
+    how = {"ds_config": config}
+    if home == "fsdp2":
+        how = {"distributed_config": {"fsdp_size": dist.get_world_size()}}
+    if not is_packed:
+        folder, wish = dequantised(folder)
+        how |= wish
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **how)
+    assert bool(packed_names(model)) == is_packed
+    model = with_adapters(model) if is_packed else model
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if home == "zero3":
+        engine = deepspeed.initialize(model=model, config=config, model_parameters=trained)[0]
+        return Training(engine, by="engine", batch=batch)
+    return Training(model, torch.optim.AdamW(trained, lr=1e-3), batch=batch)
 
-    def __init__(self, folder: Path, home: str, is_packed: bool) -> None:
-        config = ds_config(torch.bfloat16)
-        how = {"ds_config": config}
-        if home == "fsdp2":
-            how = {"distributed_config": {"fsdp_size": dist.get_world_size()}}
-        if not is_packed:
-            folder, wish = dequantised(folder)
-            how |= wish
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **how)
-        assert bool(packed_names(model)) == is_packed
-        self.model: Any = with_adapters(model) if is_packed else model
-        trained = [param for param in self.model.parameters() if param.requires_grad]
-        self.engine, self.optimizer = None, torch.optim.AdamW(trained, lr=1e-3)
-        if home == "zero3":
-            import deepspeed
 
-            self.engine, *_ = deepspeed.initialize(model=self.model, config=config, model_parameters=trained)
-
-    def train(self, *steps: int) -> list[float]:
-        losses = []
-        for number in steps:
-            loss = (self.engine or self.model)(**inputs(seed=number)).loss
-            if self.engine is not None:
-                self.engine.backward(loss)
-                self.engine.step()
-            else:
-                loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    def save(self, target: Path) -> None:
-        if self.engine is not None:
-            self.engine.save_checkpoint(str(target))
-        else:
-            hf_zero_stream.save_state(self.model, target, optimizer=self.optimizer)
-
-    def load(self, source: Path) -> None:
-        if self.engine is not None:
-            assert self.engine.load_checkpoint(str(source))[0] is not None
-        else:
-            hf_zero_stream.load_state(self.model, source, optimizer=self.optimizer)
+def batch(number: int) -> dict[str, torch.Tensor]:
+    return inputs(seed=number)
 
 
 def go_on(folder: Path, root: Path, home: str, is_packed: bool, first: int) -> tuple[list[float], list[float]]:
     """Load the state of step `first` and save it again; losses of two steps, after which it saves, and of two more."""
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
-        training = Training(folder, home, is_packed)
+        training = training_of(folder, home, is_packed)
         if first:
             training.load(root / f"{first}")
             training.save(root / f"{first} again")
-            found = whole_values(training.model)
+            found = whole_values(training.trains)
             if dist.get_rank() == 0:
-                assert different(found, torch.load(root / f"{first}.pt")) == []
-        losses = training.train(first, first + 1)
+                assert differing(found, torch.load(root / f"{first}.pt")) == []
+        losses = training.train((first, first + 1))
         training.save(root / f"{first + 2}")
-        found = whole_values(training.model)
+        found = whole_values(training.trains)
         if dist.get_rank() == 0:
             torch.save(found, root / f"{first + 2}.pt")
-        return losses, training.train(first + 2, first + 3)
+        return losses, training.train((first + 2, first + 3))
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """What needs the plug-in while it is gone is an error that names it, on all ranks, before anything is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,5 @@
 """Quantised checkpoints where packed weights are not taken: under tensor and expert parallelism."""
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,25 +10,16 @@ import transformers
 import hf_zero_stream
 from tests.cli.test_cli import run
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.messages import listen
 from tests.support.quantised_checkpoints import compressed_tensors, fp8
 
 
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
-
-
 def load_sharded(folder: Path, sizes: dict[str, int], **settings: Any) -> tuple[list[str], list[str]]:
-    messages = Messages()
-    transformers.utils.logging.get_logger("hf_zero_stream").addHandler(messages)
+    messages = listen()
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False, **settings)):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes)
     dtypes = sorted({str(param.dtype) for param in model.parameters()})
-    return dtypes, [text for text in messages.found if "keep_quantized" in text]
+    return dtypes, [text for text in messages if "keep_quantized" in text]
 
 
 def refuse(folder: Path, sizes: dict[str, int]) -> None:

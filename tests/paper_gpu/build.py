@@ -5,8 +5,6 @@
 This module imports no torch: the library must be loaded before torch is (see :mod:`.cuda`).
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.metadata
@@ -18,8 +16,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-
-__all__ = ["build", "why_not"]
 
 SOURCES = Path(__file__).parent / "csrc"
 

@@ -5,8 +5,6 @@ CUDA on a machine without a GPU); PAPER_GPU_MIB, the memory of each (4096); PAPE
 behind on average (100).
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

@@ -1,11 +1,10 @@
 """Trials of weights that stay quantised, on paper GPUs: adapters train beside them, under ZeRO-3 and under FSDP2."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
@@ -22,15 +21,10 @@ from tests.support.parity import differences
 from tests.support.sharded import sharded_differences
 
 
-__all__ = ["packed_resumed", "packed_states"]
-
-
 class Training:
     """Adapters on a model under ZeRO-3."""
 
     def __init__(self, model: Any) -> None:
-        import deepspeed
-
         self.model = with_adapters(model)
         trainable = [param for param in self.model.parameters() if param.requires_grad]
         config = zero_config(3, {})
@@ -68,8 +62,6 @@ class Training:
 
     @staticmethod
     def whole(param: Any) -> AbstractContextManager[None]:
-        import deepspeed
-
         return deepspeed.zero.GatheredParameters([param])
 
     @staticmethod

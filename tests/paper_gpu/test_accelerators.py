@@ -1,7 +1,5 @@
 """Which device a rank uses, what is left alone on it, and builds of torch for CUDA where there is no GPU."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys
@@ -12,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+import hf_zero_stream
 from hf_zero_stream import accelerators
-from tests.paper_gpu.trials import plain_model, zero_config, zero_model
+from hf_zero_stream.ranks.coordinator import Coordinator
+from tests.paper_gpu.trials import join_a_new_group, plain_model, zero_config, zero_model
 from tests.support.cluster import PAPER_GPUS, ROOT, SOON_S, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.forks import Forks
 from tests.support.sharded import even_model
@@ -67,11 +66,7 @@ def test_a_build_for_cuda_without_a_gpu(paper_gpus: None, even_checkpoint: Path)
 
 def load_unannounced(folder: Path) -> None:
     """As ranks do whom no launcher tells where they are, in a group that is bound to no device."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore("again", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+    join_a_new_group()
     del os.environ["LOCAL_RANK"]
     zero_model(folder, zero_config(2, {}), {})
 
@@ -101,8 +96,6 @@ def test_mistakes_in_collectives_show(paper_gpus: None, even_checkpoint: Path, m
 
 def peaks(folder: Path) -> list[int]:
     """The user's peak, far above what a load needs: before a load, after it, and what the load reports."""
-    import hf_zero_stream
-
     torch.empty(10**8, dtype=torch.uint8, device="cuda")
     model = plain_model(folder).to("cuda")
     before = torch.cuda.max_memory_allocated()
@@ -134,7 +127,6 @@ def test_digests_take_little_of_a_device(paper_gpus: None) -> None:
 
 def copies_in_an_agreement() -> int:
     """Bytes that come to the host when ranks tell each other something large."""
-    from hf_zero_stream.ranks.coordinator import Coordinator
     from tests.paper_gpu.cuda import paper
 
     coordinator = Coordinator.of_default_group()

@@ -1,13 +1,13 @@
 """A rank that dies in a collective on a GPU: NCCL's do not notice, and the others must name it within seconds."""
 
-from __future__ import annotations
-
+import importlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
+from hf_zero_stream.destinations import columns
+from hf_zero_stream.sources import local
 from tests.faults.test_dying_ranks import kill_this_process
 from tests.loading.test_odd_parameters import save, without
-from tests.paper_gpu.trials import COMMON, sharded_model, zero_config, zero_model
+from tests.paper_gpu.trials import COMMON, join_a_new_group, sharded_model, zero_config, zero_model
 from tests.sharded.test_load_into_sharded import with_both_ends
 from tests.sharded.test_models import OF_FSDP, Doubling
 from tests.support.cluster import PAPER_GPUS, SOON_S, run_ranks_expecting_errors
@@ -40,19 +42,12 @@ def load_together(folder: Path, target: Path, arm: Callable[[], None]) -> None:
 
 def load_in_a_new_group(folder: Path, target: Path, arm: Callable[[], None]) -> None:
     """Not bound to a device: its communicator is made by its first collective, in which NCCL blocks the thread."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore("again", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+    join_a_new_group()
     arm()
     sharded_model(folder, {"fsdp_size": 2}, {})
 
 
 def load_by_columns(folder: Path, target: Path, arm: Callable[[], None]) -> None:
-    from hf_zero_stream.destinations import columns
-    from hf_zero_stream.sources import local
-
     columns.WORTH_BYTES = 0  # the weights are tiny
     local.READS_PER_EXCHANGE = 1
     arm()
@@ -105,8 +100,6 @@ def load_missing_under_zero(folder: Path, target: Path, arm: Callable[[], None])
 
 
 def load_into_gathered(folder: Path, target: Path, arm: Callable[[], None]) -> None:
-    import deepspeed
-
     model = zero_model(folder, zero_config(3, {}), {})
     with deepspeed.zero.GatheredParameters(list(model.parameters())[:2]):
         arm()
@@ -130,8 +123,6 @@ def load_missing_shards(folder: Path, target: Path, arm: Callable[[], None]) -> 
 
 def outlive(folder: Path, target: Path, act: Any, places: list[tuple[str, str]], number: int, victim: int) -> Any:
     """What a survivor's call raised; the `victim` is killed when it makes that collective for the `number`-th time."""
-    import importlib
-
     calls = []
     os.environ["PAPER_GPU_SHUTDOWN_S"] = "0"  # what waits for the dead rank comes to no end
 

@@ -1,7 +1,5 @@
 """The GPU day, on paper GPUs; on a real one it is `python -m scripts.gpu`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

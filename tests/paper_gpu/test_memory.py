@@ -1,17 +1,15 @@
 """The memory that a plan says, against what the allocator of a paper GPU sees: in a load, at the start, in a step."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests.paper_gpu.trials import in_one_process, outcome, sharded_memory, zero_memory
 from tests.sampling import chosen
 from tests.support.cluster import PAPER_GPUS, run_ranks
-from tests.support.zoo import make_moe_checkpoint
 
 
 ON_THE_HOST = {"device": "cpu", "pin_memory": True}

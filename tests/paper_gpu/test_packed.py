@@ -1,7 +1,5 @@
 """Weights that stay quantised, on paper GPUs under NCCL: loaded, saved, resumed, and loaded into a plain model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,6 @@
 """What paper GPUs are strict about, and that mistakes of ours would show on them: each is made, and must be seen."""
 
-from __future__ import annotations
-
+import ctypes
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,8 @@ from torch import nn
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.engine import execute, lanes
+from hf_zero_stream.saving import host_copy
 from tests.paper_gpu.trials import COMMON, plain_model
 from tests.support.cluster import PAPER_GPUS, run_ranks, run_ranks_expecting_errors
 
@@ -63,8 +64,6 @@ def test_devices_work_beside_the_host() -> None:
 
 
 def touch_memory_of_a_device() -> None:
-    import ctypes
-
     ctypes.string_at(torch.ones(8, device="cuda").data_ptr(), 1)
 
 
@@ -134,8 +133,6 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def wrong_after_load_into(folder: Path, devices: int, mistake: str = "") -> list[str]:
-    from hf_zero_stream.engine import execute, lanes
-
     model = plain_model(folder)
     expected = values_of(model)
     with torch.no_grad():
@@ -174,7 +171,6 @@ def test_mistakes_in_lanes_show(even_checkpoint: Path, mistake: str) -> None:
 
 def saved_in_the_background(folder: Path, target: Path, devices: int, waited_for: int = 2) -> dict[str, Any]:
     """Save a model of so many `devices`, of which the last has much to do, and of which the first are `waited_for`."""
-    from hf_zero_stream.saving import host_copy
     from tests.paper_gpu.cuda import paper
 
     model = spread(plain_model(folder), devices)

@@ -1,7 +1,5 @@
 """Saves and training states on paper GPUs under NCCL, and going on at another number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import hf_zero_stream
 from tests.paper_gpu.trials import (
     in_one_process,
     outcome,
@@ -23,6 +22,7 @@ from tests.paper_gpu.trials import (
     zero_states,
 )
 from tests.sampling import chosen
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import PAPER_GPUS, run_ranks
 from tests.support.zoo import build_model
 
@@ -89,14 +89,10 @@ def test_saves(at_two: list[dict[str, Any]], even_checkpoint: Path, target: Path
     """In the background while training goes on; what is loaded again goes on as if nothing had been."""
     for rank in outcome(at_two, name):
         assert rank["again"] == rank["going on"] and len(set(rank["again"])) == 2
-    saved = tensors_in(target / name / "weights")
-    expected = tensors_in(even_checkpoint)
+    saved = tensors_of(target / name / "weights")
+    expected = tensors_of(even_checkpoint)
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[key], values) for key, values in expected.items())
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
 
 
 @pytest.mark.parametrize(
@@ -111,8 +107,6 @@ def test_resumes_at_four_ranks(at_two: list[dict[str, Any]], at_four: list[dict[
 
 def buffers_of_three_saves(checkpoint: Path, folder: Path) -> list[list[str]]:
     """What differs from the model's buffers, in the last of three saves and of three passes of a stream."""
-    import hf_zero_stream
-
     model = zero_model(checkpoint, zero_config(3, {}), {})
     stream = hf_zero_stream.weight_stream(model, "all")
     for number in range(3):

@@ -1,7 +1,5 @@
 """Weight streams of models on paper GPUs, under NCCL: buckets in device memory, with what a save holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

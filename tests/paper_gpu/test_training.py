@@ -1,7 +1,5 @@
 """Training on paper GPUs under NCCL: bits of a plain load, and stock's losses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -11,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from hf_zero_stream.destinations.deepspeed import flat
 from tests.paper_gpu.trials import by_accelerate, by_transformers, in_one_process, outcome, zero
 from tests.sampling import chosen
 from tests.support.cluster import PAPER_GPUS, run_ranks
@@ -68,8 +67,6 @@ def stock_of_sharded(name: str) -> str:
 
 def without_room(*arguments: Any) -> dict[str, Any]:
     """As :func:`zero`, with a model that stays in host memory until its engine takes it."""
-    from hf_zero_stream.destinations.deepspeed import flat
-
     with patch.object(flat, "free_bytes", lambda device: 0):
         return zero(*arguments)
 

@@ -1,7 +1,6 @@
 """What a GPU must not wait for, and where copies and collectives go: streams, pinned memory, backends."""
 
-from __future__ import annotations
-
+import os
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 import hf_zero_stream
+from hf_zero_stream.destinations import replicated
+from hf_zero_stream.ranks import coordinator
 from tests.paper_gpu.trials import plain_model, zero_config, zero_model
 from tests.support.cluster import PAPER_GPUS, run_ranks
 
@@ -147,9 +148,6 @@ def test_offloaded_partitions_are_pinned_once(even_checkpoint: Path) -> None:
 
 def where_collectives_go(backend: str) -> tuple[str, str]:
     """The device of the collectives of a group of this backend, and where an exchange of whole models is made."""
-    from hf_zero_stream.destinations import replicated
-    from hf_zero_stream.ranks import coordinator
-
     dist.get_backend_config = lambda group=None: str(dist.BackendConfig(backend))
     made: list[str] = []
     empty = torch.empty
@@ -180,8 +178,6 @@ def test_collectives_go_where_the_backend_serves_them(backend: str, expected: st
 
 def device_of_one_shown(local_rank: str) -> str:
     """Where ZeRO consumes parameters, where the launcher shows this rank one GPU and says that it is not the first."""
-    import os
-
     os.environ["LOCAL_RANK"] = local_rank
     from hf_zero_stream.holdings.deepspeed.partitions import local_device
 

@@ -1,7 +1,5 @@
 """What ranks on paper GPUs run: many trials one after the other in one process, and its set-ups of training."""
 
-from __future__ import annotations
-
 import gc
 import os
 import traceback
@@ -10,34 +8,23 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers.distributed import DistributedConfig
+from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from tests.support.fsdp2 import announce
 from tests.support.parity import differences, ds_config, unequal
 from tests.support.sharded import even_inputs, sharded_differences
 
-
-__all__ = [
-    "COMMON",
-    "FAULTS",
-    "Trial",
-    "by_accelerate",
-    "by_transformers",
-    "in_one_process",
-    "outcome",
-    "plain_model",
-    "sharded_memory",
-    "sharded_resumed",
-    "sharded_states",
-    "zero",
-    "zero_memory",
-    "zero_resumed",
-    "zero_states",
-]
 
 Trial = Callable[[], Any]
 
@@ -118,15 +105,11 @@ def streaming(settings: Mapping[str, Any] | None) -> AbstractContextManager[Any]
 
 
 def zero_engine(model: Any, config: dict[str, Any]) -> Any:
-    import deepspeed
-
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
 def zero_model(folder: Path, config: dict[str, Any], settings: Mapping[str, Any] | None) -> Any:
     """As a script of a user does it: transformers knows DeepSpeed's config, and no argument of ours is used."""
-    from transformers.integrations import HfDeepSpeedConfig
-
     torch.manual_seed(11)
     with streaming(settings):
         keep = HfDeepSpeedConfig(config)
@@ -199,8 +182,6 @@ def losses_of(model: Any, optimizer: Any, count: int = 3, first: int = 0) -> lis
 
 def sharded_model(folder: Path, sizes: Mapping[str, int], settings: Mapping[str, Any] | None) -> tuple[Any, Any]:
     """A model that ``distributed_config`` shards, and its optimizer."""
-    from transformers.distributed import DistributedConfig
-
     unset_hf_deepspeed_config()
     torch.manual_seed(11)
     with streaming(settings):
@@ -248,11 +229,6 @@ def sharded_resumed(folder: Path, sizes: Mapping[str, int], target: Path) -> lis
 
 def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """As :func:`zero`, by accelerate's FSDP2."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    from tests.support.fsdp2 import announce
-
     AcceleratorState._reset_state(reset_partial_state=True)
     announce(offload_params=offload, cpu_ram_efficient_loading=settings is not None, reshard_after_forward=True)
     plain = plain_model(folder)
@@ -319,3 +295,12 @@ def sharded_memory(folder: Path) -> dict[str, tuple[int, int]]:
         found["step"] = (footprint.step_peak["cuda"], torch.cuda.max_memory_allocated(device) - before)
     found["held"] = (footprint.held["cuda"], torch.cuda.memory_allocated(device) - before)
     return found
+
+
+def join_a_new_group() -> None:
+    """Of the same ranks, and bound to no device."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore("again", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)

@@ -1,7 +1,5 @@
 """Run the suites in both arms, compare them, and print a table."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

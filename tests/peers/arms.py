@@ -1,7 +1,5 @@
 """One suite in one arm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -15,8 +13,6 @@ from typing import NamedTuple
 
 from .compare import Result, read_results
 
-
-__all__ = ["ARMS", "Run", "run_arm"]
 
 ARMS = ("stock", "ours")
 

@@ -1,15 +1,11 @@
 """Two arms of a suite, compared test by test."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-
-__all__ = ["Result", "differences", "faults_of", "read_results"]
 
 _WORST = ("passed", "skipped", "failed")
 

@@ -1,15 +1,10 @@
 """Source distributions of installed packages, as pip finds them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-
-__all__ = ["Unavailable", "installed_to", "source_of"]
 
 
 class Unavailable(Exception):

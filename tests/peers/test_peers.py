@@ -1,7 +1,5 @@
 """Suites of others run in two arms (`make peers`): what counts as a difference, and a sample of the run itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

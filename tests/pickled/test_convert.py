@@ -1,25 +1,24 @@
 """Conversions of checkpoints on disk: what transformers would save of the model, or the same tensors elsewhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from hf_zero_stream.plugins.pickled import convert as converting
 from hf_zero_stream.plugins.pickled.convert import convert
 from tests.cli.test_cli import run, run_json
 from tests.hostile.test_odd_folders import link_all, promise_in_vain
+from tests.support.checkpoint_files import tensors_of
 from tests.support.saving import contents, different, save_stock
+from tests.support.zoo import Checkpoint
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -31,24 +30,20 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(converting, "CHUNK_BYTES", 4096)
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
-
-
 @pytest.mark.parametrize("dtype", [None, FP32], ids=["same_dtype", "fp32"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe", "t5", "deepseek_v3"])
 def test_hub_layout_is_what_transformers_saves(
-    zoo_checkpoint: Callable[..., Path], tmp_path: Path, name: str, dtype: torch.dtype | None
+    zoo_checkpoint: Checkpoint, tmp_path: Path, name: str, dtype: torch.dtype | None
 ) -> None:
     checkpoint = zoo_checkpoint(name, BF16)
     save_stock(name, checkpoint, tmp_path / "stock", BF16, cast=dtype)
     done = convert(checkpoint, tmp_path / "ours", layout="hub", max_shard_size="40KB", dtype=dtype)
     assert different(tmp_path / "ours", tmp_path / "stock") == []
-    assert done.bytes_written == sum(value.nbytes for value in tensors(tmp_path / "ours").values())
+    assert done.bytes_written == sum(value.nbytes for value in tensors_of(tmp_path / "ours").values())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "bert"])
-def test_model_layout(zoo_checkpoint: Callable[..., Path], tmp_path: Path, name: str) -> None:
+def test_model_layout(zoo_checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
     checkpoint = zoo_checkpoint(name, BF16)
     save_stock(name, checkpoint, tmp_path / "stock", BF16, save_original_format=False)
     convert(checkpoint, tmp_path / "ours", layout="model", max_shard_size="40KB")
@@ -59,14 +54,14 @@ def test_model_layout(zoo_checkpoint: Callable[..., Path], tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("size", ["10KB", "1GB"])
-def test_same_layout(zoo_checkpoint: Callable[..., Path], tmp_path: Path, size: str) -> None:
+def test_same_layout(zoo_checkpoint: Checkpoint, tmp_path: Path, size: str) -> None:
     """No class of transformers is needed, and everything beside the weights is copied."""
     source = tmp_path / "source"
     convert(zoo_checkpoint("qwen3_moe", BF16), source, max_shard_size="40KB")
     (source / "tokenizer.json").write_text("{}")
     (source / "config.json").write_text(json.dumps({"model_type": "nobody knows", "torch_dtype": "bfloat16"}))
     done = convert(source, tmp_path / "ours", max_shard_size=size, dtype=FP32)
-    before, after = tensors(source), tensors(tmp_path / "ours")
+    before, after = tensors_of(source), tensors_of(tmp_path / "ours")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], before[name].float()) for name in before)
     assert (len(done.files) > 3) == (size == "10KB")
@@ -88,8 +83,8 @@ def test_same_layout(zoo_checkpoint: Callable[..., Path], tmp_path: Path, size: 
 def pickled(source: Path, folder: Path, shards: int, zipped: bool = True) -> dict[str, torch.Tensor]:
     """The checkpoint `source` as files of ``torch.save`` in `folder`; its values, some of them in other strides."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    values = {name: value.clone().t().contiguous().t() for name, value in tensors(source).items() if value.dim() == 2}
-    values = {**tensors(source), **values}
+    values = tensors_of(source)
+    values |= {name: value.clone().t().contiguous().t() for name, value in values.items() if value.dim() == 2}
     if "lm_head.weight" in values:
         values["tied to lm_head.weight"] = values["lm_head.weight"]
     names = sorted(values)
@@ -107,10 +102,10 @@ def pickled(source: Path, folder: Path, shards: int, zipped: bool = True) -> dic
 
 
 @pytest.mark.parametrize(("shards", "zipped"), [(1, True), (1, False), (3, True), (3, False)])
-def test_files_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path, shards: int, zipped: bool) -> None:
+def test_files_of_torch_save(zoo_checkpoint: Checkpoint, tmp_path: Path, shards: int, zipped: bool) -> None:
     values = pickled(zoo_checkpoint("qwen3_moe", BF16), tmp_path / "bin", shards, zipped)
     done = convert(tmp_path / "bin", tmp_path / "ours", max_shard_size="40KB")
-    found = tensors(tmp_path / "ours")
+    found = tensors_of(tmp_path / "ours")
     assert found.keys() == values.keys() and all(torch.equal(found[name], values[name]) for name in values)
     assert done.bytes_written == sum(value.nbytes for value in values.values())
     assert not list((tmp_path / "ours").glob("*.bin*")) and (tmp_path / "ours" / "config.json").exists()
@@ -118,10 +113,10 @@ def test_files_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path
         assert shard.metadata() == {"format": "pt"}
     if shards == 1:
         convert(tmp_path / "bin" / "pytorch_model.bin", tmp_path / "file", dtype=FP32)
-        assert all(torch.equal(value, values[name].float()) for name, value in tensors(tmp_path / "file").items())
+        assert all(torch.equal(value, values[name].float()) for name, value in tensors_of(tmp_path / "file").items())
 
 
-def test_layouts_of_tied_weights_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_layouts_of_tied_weights_of_torch_save(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Two names of one storage, as ``torch.save(model.state_dict())`` writes them."""
     source = zoo_checkpoint("qwen3", BF16)
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
@@ -157,16 +152,16 @@ def test_what_is_refused_of_torch_save(tmp_path: Path) -> None:
     assert not (tmp_path / "ours").exists()
 
 
-def test_in_place(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_in_place(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe", BF16)
     convert(checkpoint, tmp_path, max_shard_size="40KB")
-    before = tensors(tmp_path)
+    before = tensors_of(tmp_path)
     convert(tmp_path, tmp_path)
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
-    assert all(torch.equal(before[name], value) for name, value in tensors(tmp_path).items())
+    assert all(torch.equal(before[name], value) for name, value in tensors_of(tmp_path).items())
 
 
-def test_what_is_refused(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_is_refused(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe", BF16)
     with pytest.raises(ConfigError, match='"same", "hub" or "model"; got \'gguf\''):
         convert(checkpoint, tmp_path / "ours", layout="gguf")  # type: ignore[arg-type]
@@ -185,7 +180,7 @@ def test_what_is_refused(zoo_checkpoint: Callable[..., Path], tmp_path: Path) ->
 
 
 def test_a_failure_leaves_what_was_there(
-    zoo_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert(zoo_checkpoint("qwen3_moe", BF16), tmp_path, max_shard_size="40KB")
     before = contents(tmp_path)
@@ -199,7 +194,7 @@ def test_a_failure_leaves_what_was_there(
     assert contents(tmp_path) == before
 
 
-def test_command(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_command(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     words = ["convert", str(zoo_checkpoint("bert", BF16)), str(tmp_path / "ours"), "--dtype", "float32"]
     found = run_json(*words)
     assert found["files"] == ["model.safetensors"] and found["bytes_written"] == 2 * found["bytes_read"]
@@ -207,7 +202,7 @@ def test_command(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     assert "int7" in run(*words, code=2).stderr
 
 
-def test_a_copy_does_not_lose_what_is_promised(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_copy_does_not_lose_what_is_promised(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """No model is known here that could say whether it is wanted."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     promise_in_vain(folder)
@@ -216,7 +211,7 @@ def test_a_copy_does_not_lose_what_is_promised(zoo_checkpoint: Callable[..., Pat
     assert not list((tmp_path / "copy").glob("**/*"))
 
 
-def test_the_copy_of_links_has_none(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_copy_of_links_has_none(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     link_all(folder)
     convert(folder, tmp_path / "copy", progress=False)

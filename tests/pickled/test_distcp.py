@@ -1,13 +1,12 @@
 """Folders of torch.distributed.checkpoint, written by FSDP2: as maps of bytes, beside what torch makes of them."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import hf_zero_stream
 from hf_zero_stream.checkpoint.contents import contents_of
 from hf_zero_stream.errors import CheckpointError, ReadError, UnsupportedError
 from hf_zero_stream.plugins.pickled.convert import convert
@@ -29,6 +29,7 @@ from tests.support.hosts import move_to_host
 from tests.support.parity import ds_config
 from tests.support.saving import different
 from tests.support.sharded import sharded_differences
+from tests.support.zoo import Checkpoint
 
 
 CAUSAL = transformers.AutoModelForCausalLM
@@ -55,7 +56,7 @@ def write(checkpoint: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(cluster: None, zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders by name, each with the model's config."""
     folder, checkpoint = tmp_path_factory.mktemp("distcp"), zoo_checkpoint("qwen3_moe")
     run_ranks(4, write, checkpoint, folder)
@@ -109,7 +110,7 @@ def test_fields_that_torch_does_not_write(tmp_path: Path, monkeypatch: pytest.Mo
         contents_of(tmp_path / "saved")
 
 
-def test_layout_of_the_hub(saved: Path, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_layout_of_the_hub(saved: Path, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     CAUSAL.from_pretrained(zoo_checkpoint("qwen3_moe")).save_pretrained(tmp_path / "stock")
     convert(saved / "three", tmp_path / "ours", layout="hub")
     assert different(tmp_path / "ours", tmp_path / "stock") == []
@@ -125,10 +126,6 @@ def test_what_is_left_out_is_named(saved: Path) -> None:
 
 def load(folder: Path) -> dict[str, Any]:
     """By `load_into` an FSDP2 model, without a config beside the checkpoint, and by `from_pretrained` under ZeRO-3."""
-    import deepspeed
-
-    import hf_zero_stream
-
     plain = CAUSAL.from_pretrained(folder / "stock")
     (folder / "alone").mkdir(exist_ok=True)
     model = build("fsdp", folder / "three").eval()
@@ -151,7 +148,7 @@ def load(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_each_rank_reads_its_own_bytes(saved: Path, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_each_rank_reads_its_own_bytes(saved: Path, zoo_checkpoint: Checkpoint) -> None:
     shutil.copytree(saved / "three", saved / "bare", ignore=shutil.ignore_patterns("*.json"))
     shutil.copytree(zoo_checkpoint("qwen3_moe"), saved / "stock")
     expected = {"differences": [], "needed": True, "unequal": [], "read": True}
@@ -160,8 +157,6 @@ def test_each_rank_reads_its_own_bytes(saved: Path, zoo_checkpoint: Callable[...
 
 def load_from_copies(folder: Path, scratch: Path) -> list[str]:
     """The errors where the copy on rank 1's host is the same, and where one of its files has another size."""
-    import hf_zero_stream
-
     seen, errors = folder, []
     if dist.get_rank():
         seen = shutil.copytree(folder, scratch / "copy")

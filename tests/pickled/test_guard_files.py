@@ -1,10 +1,7 @@
 """DeepSpeed's tools on states of ours: each says what a state is, and `zero_to_fp32.py` gives the values."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,8 @@ from hf_zero_stream import StreamingConfig
 from hf_zero_stream.plugins.pickled.convert import convert
 from tests.support.cluster import RankFailure, run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 MEETS = "hf_zero_stream training state, which DeepSpeed cannot load: go on inside .*: hf-zero-stream convert"
 

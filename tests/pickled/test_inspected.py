@@ -1,7 +1,5 @@
 """`inspect`, `verify` and `plan` of files of ``torch.save`` and of folders of torch.distributed.checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -10,12 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors.torch import load_file
 
 from tests.cli.test_cli import run, run_json
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def as_torch_files(source: Path, folder: Path) -> Path:
@@ -34,8 +31,6 @@ def as_torch_files(source: Path, folder: Path) -> Path:
 
 def as_distributed(source: Path, folder: Path) -> Path:
     """The model that the checkpoint in `source` becomes, saved by torch.distributed.checkpoint."""
-    import transformers
-
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)

@@ -1,8 +1,7 @@
 """Files of ``torch.save`` as maps of bytes, and what is not believed of them."""
 
-from __future__ import annotations
-
 import io
+import json
 import os
 import pickle
 import struct
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from hf_zero_stream.checkpoint.format import NotAMap
 from hf_zero_stream.checkpoint.formats import map_from_headers
@@ -27,6 +27,7 @@ from hf_zero_stream.plugins.pickled.zero_model_files import read_model_file
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.parity import load_and_compare
+from tests.support.zoo import Checkpoint
 
 
 BASE = torch.arange(60, dtype=torch.float32)
@@ -254,8 +255,6 @@ def test_small_files_that_are_large_inside(tmp_path: Path, monkeypatch: pytest.M
 
 def to_bin(folder: Path, target: Path, shards: int) -> None:
     """The same checkpoint as pickled files."""
-    from safetensors.torch import load_file
-
     target.mkdir()
     for name in ("config.json", "generation_config.json"):
         (target / name).write_bytes((folder / name).read_bytes())
@@ -268,13 +267,11 @@ def to_bin(folder: Path, target: Path, shards: int) -> None:
         torch.save(part, target / file)
         weight_map |= dict.fromkeys(part, file)
     index = io.StringIO()
-    import json
-
     json.dump({"metadata": {}, "weight_map": weight_map}, index)
     (target / "pytorch_model.bin.index.json").write_text(index.getvalue())
 
 
-def test_each_rank_reads_its_own_bytes(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_each_rank_reads_its_own_bytes(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "bin"
     to_bin(zoo_checkpoint("qwen3_moe"), folder, 3)
     arguments = ("AutoModelForCausalLM", folder, torch.float32, torch.float32)

@@ -1,7 +1,5 @@
 """ZeRO checkpoints that DeepSpeed wrote: read as maps of bytes, converted, and resumed from at any number of ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +12,6 @@ import torch
 import transformers
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from safetensors.torch import load_file
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
@@ -28,6 +25,7 @@ from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.local import LocalFiles
 from tests.cli.test_cli import run, run_json
 from tests.state.test_state import different_states
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.training_state import (
     Prepare,
@@ -41,9 +39,8 @@ from tests.support.training_state import (
     train_and_save,
     two_groups,
 )
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 CPU_ADAM: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -262,10 +259,6 @@ def test_what_modules_keep_beside(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"1 entries of modules are neither .*lm_head\._extra_state"):
         convert(folder, tmp_path / "out", config=trained.models["two groups"], progress=False)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("stage 3", torch.bfloat16), ("stage 1, fp32", None), ("frozen", None)])

@@ -1,18 +1,21 @@
 """A plug-in of somebody else, installed as a distribution of its own: nothing of this package is edited for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from tests.support.cluster import ROOT
+from tests.support.forks import Forks
+from tests.support.http_files import http_files
 from tests.support.saving import SHARD_SIZE, different
+from tests.support.zoo import Checkpoint
 
 
 DISTRIBUTION = Path(__file__).parent / "distribution"
@@ -49,16 +52,64 @@ model = torch.nn.Module()
 for name in ("first", "second"):
     model.register_buffer(name, torch.zeros(5, dtype=torch.uint8))
 assert "odd_things.raw" not in sys.modules and "odd_things.vault" not in sys.modules
-hf_zero_stream.load_tensors(model, [sys.argv[1], "vault://second.raw"])
+hf_zero_stream.load_tensors(model, [sys.argv[1], "vault://shelf/second.raw"])
 print(bytes(model.first.tolist()), bytes(model.second.tolist()))
 """
 
 
 def test_a_format_and_a_source(site: Path, tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        (tmp_path / f"{name}.raw").write_bytes(f"{name:5.5}".encode())
+    (tmp_path / "shelf").mkdir()
+    for name in ("first", "shelf/second"):
+        (tmp_path / f"{name}.raw").write_bytes(f"{Path(name).name:5.5}".encode())
     command = [sys.executable, "-c", FORMAT_AND_SOURCE, str(tmp_path / "first.raw")]
     assert run(site, *command, VAULT=str(tmp_path)) == "b'first' b'secon'\n"
+
+
+SCHEME = """\
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, transformers, hf_zero_stream
+from typer.testing import CliRunner
+from hf_zero_stream.cli import app
+from hf_zero_stream.errors import UrlError
+auto = transformers.AutoModelForCausalLM
+plain = auto.from_pretrained(sys.argv[2]).state_dict()
+with hf_zero_stream.streaming():
+    assert not [name for name in sys.modules if name.startswith("odd_things.")]
+    for url in sys.argv[3:]:
+        model = auto.from_pretrained(url)
+        assert model.streaming_report.ranks[0].bytes_read
+        assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items()), url
+for command in ("inspect", "verify"):
+    done = CliRunner().invoke(app, [command, "vault://shelf/moe"])
+    assert done.exit_code == 0 and "vault://shelf/moe" in done.stdout, done.output
+for wrong, says in (("vault://", "expected vault://shelf/name"), ("gcs://x/y", "vault://shelf/name")):
+    try:
+        hf_zero_stream.plan(wrong, world_size=2)
+    except (UrlError, hf_zero_stream.errors.MissingPluginError) as error:
+        assert says in str(error) or "needs the plug-in 'remote'" in str(error), error
+    else:
+        raise AssertionError(wrong)
+"""
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Processes that have imported nothing of ours, and so know of no plug-in yet."""
+    with Forks("import torch, transformers.modeling_utils") as forks:
+        yield forks
+
+
+@pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.plugin("remote"))])
+def test_a_scheme(site: Path, forks: Forks, zoo_checkpoint: Checkpoint, tmp_path: Path, beside: bool) -> None:
+    """Loads and commands read from its URLs, also beside one of ours that replaces the same function."""
+    (tmp_path / "shelf").mkdir()
+    (tmp_path / "shelf" / "moe").symlink_to(folder := zoo_checkpoint("qwen3_moe", torch.bfloat16))
+    with ExitStack() as stack:
+        urls = ["vault://shelf/moe/"]
+        if beside:
+            urls.append(stack.enter_context(http_files(folder)).address)
+        forks.run(SCHEME, str(site), str(folder), *urls, VAULT=str(tmp_path))
 
 
 DESTINATION = """\
@@ -74,7 +125,7 @@ with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(destination="column
 """
 
 
-def test_a_destination_and_what_saves_from_it(site: Path, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_destination_and_what_saves_from_it(site: Path, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, script = zoo_checkpoint("llama"), tmp_path / "script.py"
     script.write_text(DESTINATION.replace("SHARD_SIZE", repr(SHARD_SIZE)))
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -84,7 +135,7 @@ def test_a_destination_and_what_saves_from_it(site: Path, zoo_checkpoint: Callab
     assert different(tmp_path / "saved", tmp_path / "whole") == []
 
 
-def test_a_destination_that_nobody_brings(site: Path, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_destination_that_nobody_brings(site: Path, zoo_checkpoint: Checkpoint) -> None:
     code = DESTINATION.replace('dist.init_process_group("gloo")\n', "").replace('"columns"', '"rows"')
     command = [sys.executable, "-c", code, str(zoo_checkpoint("llama")), ""]
     with pytest.raises(subprocess.CalledProcessError) as error:

@@ -1,7 +1,5 @@
 """The ports for sources and formats: a checkpoint in memory, or in a format of our own, is read like any other."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import closing

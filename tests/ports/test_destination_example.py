@@ -1,9 +1,6 @@
 """The destination of the third party's plug-in, without the plug-in: given to a load, and its holder to the list."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from hf_zero_stream.settings.config import StreamingConfig
 from tests.plugins.distribution.odd_things.columns import Columns, held
 from tests.support.cluster import run_ranks
 from tests.support.saving import SHARD_SIZE, different, saves_with
+from tests.support.zoo import Checkpoint
 
 
 def loaded(folder: Path, rank: int, world_size: int) -> tuple[Any, LoadReport]:
@@ -38,7 +36,7 @@ def loaded(folder: Path, rank: int, world_size: int) -> tuple[Any, LoadReport]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_loading(zoo_checkpoint: Callable[..., Path], name: str) -> None:
+def test_loading(zoo_checkpoint: Checkpoint, name: str) -> None:
     folder = zoo_checkpoint(name)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     models, reports = zip(*(loaded(folder, rank, 3) for rank in range(3)), strict=True)
@@ -58,7 +56,7 @@ def save(folder: Path, target: Path, write_from: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_saving(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, name: str) -> None:
+def test_saving(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
     folder = zoo_checkpoint(name)
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
     whole.save_pretrained(tmp_path / "whole", max_shard_size=SHARD_SIZE)

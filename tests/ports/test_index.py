@@ -1,7 +1,5 @@
 """Safetensors headers: what is read from them, and every way in which they are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

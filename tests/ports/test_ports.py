@@ -1,7 +1,5 @@
 """What every source of bytes and every format must do, asked of all of them, the examples among the tests included."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What a load's reader counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

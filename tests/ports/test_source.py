@@ -1,7 +1,5 @@
 """Positional reads: every way of reading gives the same bytes, and says where it failed."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable
@@ -66,10 +64,7 @@ def test_many_buffers(shard: SourceFile) -> None:
 
 
 def test_past_the_end(shard: SourceFile) -> None:
-    with (
-        closing(LocalFiles([shard])) as files,
-        pytest.raises(ReadError, match="the file ends here") as e,
-    ):
+    with closing(LocalFiles([shard])) as files, pytest.raises(ReadError, match="the file ends here") as e:
         files.read_into(0, SIZE - 5, [memoryview(bytearray(5000))])
     assert shard.path in str(e.value)
 

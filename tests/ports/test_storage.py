@@ -1,7 +1,5 @@
 """Threads and request sizes follow the storage that a checkpoint lies on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

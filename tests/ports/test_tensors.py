@@ -1,12 +1,11 @@
 """`load_tensors` and `save_tensors`: any module, in any memory; a source, a format, a destination of one's own."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,8 +66,6 @@ def body(how: str) -> Any:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    import deepspeed
-
     with deepspeed.zero.GatheredParameters([*model.parameters()]):
         state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
         full = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}

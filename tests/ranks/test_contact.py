@@ -1,14 +1,11 @@
 """From its first contact on a rank is known, and its death told; one without contact is not taken for a slow one."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,16 @@ import torch.distributed as dist
 from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.distributed_c10d import _get_default_store
 
+import hf_zero_stream
+from hf_zero_stream.loading import integration
+from hf_zero_stream.ranks import rendezvous
+from hf_zero_stream.ranks.presence import Presence
 from tests.faults.test_dying_ranks import kill_this_process, load, look_as_on_other_hosts
 from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import SOON_S, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import command_environment
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.messages import message_of
+from tests.support.zoo import Checkpoint
 
 
 def forget_launcher() -> None:
@@ -34,16 +34,11 @@ def forget_launcher() -> None:
 
 def caught_in(folder: Path, zero: dict[str, Any] | None) -> tuple[str, float]:
     began = time.monotonic()
-    try:
-        load(folder, zero)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - began
-    return "nothing", time.monotonic() - began
+    return message_of(lambda: load(folder, zero)), time.monotonic() - began
 
 
 def slow_imports() -> None:
     """What `streaming()` needs for a load takes long to import, as from a network disk."""
-    from hf_zero_stream.loading import integration
 
     def sleep(*args: Any, **kwargs: Any) -> None:
         time.sleep(60)
@@ -53,8 +48,6 @@ def slow_imports() -> None:
 
 def load_or_die(folder: Path, victim: int, after_s: float, calls: bool, zero: dict[str, Any] | None) -> Any:
     """The victim is killed so long after it has entered ``streaming()``, where it calls ``from_pretrained`` or not."""
-    import hf_zero_stream
-
     forget_launcher()
     if dist.get_rank() == victim:
         slow_imports()
@@ -112,8 +105,6 @@ def test_a_rank_on_another_host_that_dies_before_any_load(cluster: None, zoo_che
 
 def make_groups_in_the_block(folder: Path) -> Any:
     """The process group is made later than the block is entered, twice, by a function that was imported before."""
-    import hf_zero_stream
-
     look_as_on_other_hosts()
     rank, store, found = dist.get_rank(), _get_default_store(), []
     with hf_zero_stream.streaming():
@@ -137,8 +128,6 @@ def test_contact_is_made_when_the_group_is(cluster: None, zoo_checkpoint: Checkp
 
 def make_contact_anew(port: int) -> list[bool | None]:
     """What rank 0 sees of rank 1, which is in a second process group with the store of the first, a little later."""
-    from hf_zero_stream.ranks.presence import Presence
-
     look_as_on_other_hosts()
     rank = dist.get_rank()
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=30))
@@ -211,8 +200,6 @@ def test_run_makes_contact_when_the_group_is_there(
 
 def wait_for_a_stranger(folder: Path, zero: dict[str, Any] | None) -> Any:
     """Rank 1 lives, and has not entered ``streaming()``."""
-    from hf_zero_stream.ranks import rendezvous
-
     rendezvous.STRANGER_S, rendezvous.STRANGERS_END_S = 1.0, 4.0
     for name in ("LOAD", "SHARED_LOAD"):
         object.__setattr__(getattr(rendezvous, name), "reminder_s", 1.5)

@@ -1,20 +1,21 @@
 """Under each launcher: ranks know who shares their host, and one that dies before a save is named within seconds."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_zero_stream import StreamingAutoModelForCausalLM
 from scripts.system_packages import MPICH
 from tests.conftest import skip_if_lacking
 from tests.support.cluster import SOON_S, free_port, run_ranks_expecting_errors
 from tests.support.commands import run_command
+from tests.support.zoo import Checkpoint
 
 
 RANK = """
@@ -83,7 +84,7 @@ subprocess.run(command)
 )
 def test_a_death_before_a_save(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     launcher: str,
     world_size: int,
@@ -108,11 +109,6 @@ def test_a_death_before_a_save(
 
 
 def load_without_a_launcher(folder: Path) -> None:
-    import deepspeed
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from hf_zero_stream import StreamingAutoModelForCausalLM
-
     dist.destroy_process_group()
     deepspeed.comm.comm.cdb = None
     sys.modules["mpi4py"] = None  # type: ignore[assignment]  # where it is installed

@@ -1,7 +1,5 @@
 """The kernel answers for a process that exists, whatever that does, and for no other."""
 
-from __future__ import annotations
-
 import errno
 import os
 import queue

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 import transformers
 
+from hf_zero_stream import StreamingAutoModelForCausalLM
 from hf_zero_stream.engine import opened
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
@@ -25,6 +26,7 @@ from hf_zero_stream.sources import local
 from hf_zero_stream.sources.local import WINDOW_BYTES, ReadAhead, drop_from_cache
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 MIDDLE = WINDOW_BYTES // 2
@@ -46,10 +48,7 @@ def is_cached(path: str, position: int) -> bool:
     """Asked of ``mincore(2)``: looking by a read, even with RWF_NOWAIT, would bring the page in."""
     resident = ctypes.c_ubyte()
     begin = position // mmap.PAGESIZE * mmap.PAGESIZE
-    with (
-        open(path, "r+b") as file,
-        mmap.mmap(file.fileno(), mmap.PAGESIZE, offset=begin) as page,
-    ):
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE, offset=begin) as page:
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))
         length = ctypes.c_size_t(mmap.PAGESIZE)
         assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), length, ctypes.byref(resident)) == 0
@@ -219,8 +218,6 @@ def test_only_where_it_is_of_use(
 
 def load(folder: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What was read ahead in a load, whether it still was while reading, where that began, and what is left of it."""
-    from hf_zero_stream import StreamingAutoModelForCausalLM
-
     kept: list[bool] = []
     begins: list[float] = []
     real = reading.execute_reads
@@ -248,9 +245,7 @@ def load(folder: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_ranks_of_one_host_read_ahead_together(
-    cluster: None, zoo_checkpoint: Callable[..., Path], world_size: int
-) -> None:
+def test_ranks_of_one_host_read_ahead_together(cluster: None, zoo_checkpoint: Checkpoint, world_size: int) -> None:
     folder = zoo_checkpoint("qwen3_moe")
     files = len(list(folder.glob("*.safetensors")))
     for result in run_ranks(world_size, load, folder, {}):
@@ -261,14 +256,14 @@ def test_ranks_of_one_host_read_ahead_together(
         assert result["error"] == ""
 
 
-def test_of_a_single_file_too(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_of_a_single_file_too(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It has no index, with which reading ahead begins elsewhere."""
     transformers.AutoModelForCausalLM.from_pretrained(zoo_checkpoint("qwen3_moe")).save_pretrained(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
     assert [result["asked"] for result in run_ranks(2, load, tmp_path, {})] == [[(1, 0, 2)], [(1, 1, 2)]]
 
 
-def test_not_for_a_part_of_the_files(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_not_for_a_part_of_the_files(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """A model that takes only some of the tensors: the rest of the files is not brought in."""
     for result in run_ranks(2, load, zoo_checkpoint("qwen3_moe"), {"num_hidden_layers": 1}):
         assert len(result["asked"]) == 1
@@ -277,7 +272,7 @@ def test_not_for_a_part_of_the_files(cluster: None, zoo_checkpoint: Callable[...
         assert result["left"] == 0
 
 
-def test_ends_with_a_load_that_fails(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_ends_with_a_load_that_fails(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "bad")
     shard = sorted(folder.glob("*.safetensors"))[0]
     os.truncate(shard, shard.stat().st_size - 100)

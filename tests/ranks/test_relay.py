@@ -1,10 +1,8 @@
 """One rank reads for the others, which need not see the shards at all."""
 
-from __future__ import annotations
-
 import errno
+import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +10,18 @@ import pytest
 import torch
 import transformers
 
+import hf_zero_stream
 from hf_zero_stream.sources import relay
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import run_command
 from tests.support.disk import failing, replace_reads
 from tests.support.hosts import move_to_host
 from tests.support.parity import differences, ds_config
+from tests.support.zoo import Checkpoint
 
 
 def load_elsewhere(folder: Path, scratch: Path) -> dict[str, Any]:
     """Load where every rank but 0 sees a folder without shards, in many chunks."""
-    import hf_zero_stream
-
     relay.CHUNK_BYTES = 1000
 
     rank = torch.distributed.get_rank()
@@ -43,7 +41,7 @@ def load_elsewhere(folder: Path, scratch: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
 def test_rank0_reads_for_all(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, name: str, world_size: int
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, name: str, world_size: int
 ) -> None:
     for result in run_ranks(world_size, load_elsewhere, zoo_checkpoint(name), tmp_path):
         assert result["differences"] == []
@@ -51,10 +49,6 @@ def test_rank0_reads_for_all(
 
 def load_with_local_readers(folder: Path, hosts: list[str]) -> dict[str, Any]:
     """Four ranks on two hosts: each host's first rank reads."""
-    import os
-
-    import hf_zero_stream
-
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     move_to_host(hosts[torch.distributed.get_rank()])
     opened: list[str] = []
@@ -73,7 +67,7 @@ def load_with_local_readers(folder: Path, hosts: list[str]) -> dict[str, Any]:
     ("hosts", "readers"), [("aabb", [0, 2]), ("abab", [0, 1]), ("abba", [0, 1])], ids=["by slot", "by node", "mixed"]
 )
 def test_one_rank_of_each_host_reads(
-    cluster: None, zoo_checkpoint: Callable[..., Path], hosts: str, readers: list[int]
+    cluster: None, zoo_checkpoint: Checkpoint, hosts: str, readers: list[int]
 ) -> None:
     """However the launcher numbers ranks, and whatever it says of a host in variables."""
     results = run_ranks(4, load_with_local_readers, zoo_checkpoint("qwen3_moe"), list(hosts))
@@ -102,7 +96,7 @@ print(f"rank {torch.distributed.get_rank()} of {model.streaming_report.world_siz
 
 
 @pytest.mark.slow
-def test_under_the_deepspeed_launcher(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_under_the_deepspeed_launcher(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It announces how many ranks a host has in a variable of its own."""
     (tmp_path / "script.py").write_text(SCRIPT)
     printed = run_command(f"deepspeed --num_accelerators 2 script.py {zoo_checkpoint('llama')}", tmp_path)
@@ -111,15 +105,13 @@ def test_under_the_deepspeed_launcher(cluster: None, zoo_checkpoint: Callable[..
 
 
 def load_with_a_failing_reader(folder: Path) -> Any:
-    import hf_zero_stream
-
     if torch.distributed.get_rank() == 0:
         replace_reads(failing(errno.EIO))
     config = {**ds_config(), "hf_zero_stream": {"read_from": "rank0"}}
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
 
 
-def test_a_failing_reader_fails_all(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_failing_reader_fails_all(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     outcomes = run_ranks_expecting_errors(3, load_with_a_failing_reader, zoo_checkpoint("qwen3_moe"), timeout=60)
     for outcome in outcomes:
         assert outcome.error_type == "ReadError"

@@ -1,7 +1,5 @@
 """Ranks that another one reads for get values through it while they plan, too, and need to see small files only."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -17,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers import conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
@@ -28,10 +25,12 @@ from hf_zero_stream.sources.relay import RelayServer
 from tests import sampling
 from tests.loading.test_odd_parameters import Normalises, ThroughNumpy
 from tests.support import odd_models
+from tests.support.checkpoint_files import rewritten
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.disk import failing, replace_reads
 from tests.support.parity import differences, ds_config, unequal
 from tests.support.quantised_checkpoints import compressed_tensors, fp8, mxfp4
+from tests.support.zoo import Checkpoint
 
 
 def own_view(folder: Path, reader: int = 0, hide: tuple[str, ...] = ("*.safetensors",)) -> Path:
@@ -103,12 +102,9 @@ def load_what_needs_values(folders: dict[str, Path]) -> dict[str, list[str]]:
     return found
 
 
-def test_values_that_planning_needs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_values_that_planning_needs(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folders = {}
-    for name, model_class in (
-        ("extra state", odd_models.ExtraState),
-        ("an op that looks at values", odd_models.Odd),
-    ):
+    for name, model_class in (("extra state", odd_models.ExtraState), ("an op that looks at values", odd_models.Odd)):
         folders[name] = tmp_path / name
         odd_models.fill(model_class(odd_models.OddConfig())).save_pretrained(folders[name], max_shard_size=300)
     folders["an op in numpy"] = folders["an op that looks at values"]
@@ -116,7 +112,7 @@ def test_values_that_planning_needs(cluster: None, zoo_checkpoint: Callable[...,
         folders[name] = shutil.copytree(zoo_checkpoint("llama"), tmp_path / name)
         config = json.loads((folders[name] / "config.json").read_text())
         (folders[name] / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
-    join_shards(folders["one file, no dtype"])
+    rewritten(folders["one file, no dtype"], folders["one file, no dtype"])
     assert_planned(folders)
 
 
@@ -139,14 +135,6 @@ def assert_planned(folders: dict[str, Path]) -> None:
         assert len(found) == 2 * len(folders) and not any(found.values()), {
             name: what for name, what in found.items() if what
         }
-
-
-def join_shards(folder: Path) -> None:
-    """One file in place of several and their index."""
-    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    for path in folder.glob("model*"):
-        path.unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 # ------------------------------------------------------------------------------------------------ every kind of load
@@ -176,7 +164,7 @@ def load_in_other_ways(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_other_ways_to_load(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_ways_to_load(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     for found in run_ranks(4, load_in_other_ways, folder):
         assert not any(found.values()), found
@@ -211,7 +199,7 @@ def errors_where_files_are_missing(sharded: Path, pickled: Path) -> dict[str, st
 
 
 @pytest.mark.plugin("pickled")
-def test_what_every_rank_must_see(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_every_rank_must_see(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The index, and files that are not safetensors: else all ranks say which rank lacks them, at once."""
     sharded = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     pickled = tmp_path / "bert"

@@ -1,11 +1,10 @@
 """Ranks that need not load together meet if they do, and else do not wait in vain; what all must do fails alike."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import logging.handlers
 import os
+import random
 import shutil
 import threading
 import time
@@ -19,13 +18,14 @@ import torch
 import torch.distributed as dist
 import transformers
 
+import hf_zero_stream
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.ranks import rendezvous
+from hf_zero_stream.ranks import presence, rendezvous
+from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.cluster import SOON_S, run_ranks
+from tests.support.messages import message_of
 from tests.support.parity import ds_config
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def digest(model: Any) -> str:
@@ -37,8 +37,6 @@ def digest(model: Any) -> str:
 
 def load(folder: Path, **kwargs: Any) -> dict[str, Any]:
     """How long a load inside ``streaming()`` takes, whether ranks shared it, if not why, and what it gives."""
-    import hf_zero_stream
-
     began = time.monotonic()
     with hf_zero_stream.streaming(), warnings_of("hf_zero_stream.loading.integration") as why:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs)
@@ -151,8 +149,6 @@ SCENES = (
 
 def play(folders: list[Path]) -> tuple[list[Any], dict[str, str]]:
     """What came of each scene, and what stock gives for each folder."""
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():  # first contact
         dist.barrier()
     results = []
@@ -209,8 +205,6 @@ def test_no_rank_waits_in_vain_for_long(cluster: None, zoo_checkpoint: Checkpoin
 
 def fail_before_entering(folder: Path, own: Path) -> list[tuple[str, str, float]]:
     """Rank 1 fails before it comes to a load under ZeRO-3, and to a save; the others are on their way to it."""
-    import hf_zero_stream
-
     auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
     bad, caught = dist.get_rank() == 1, []
     model = auto_class.from_pretrained(folder, ds_config=ds_config())
@@ -262,19 +256,13 @@ def test_a_rank_that_fails_before_it_enters(cluster: None, zoo_checkpoint: Check
 
 def never_come(folder: Path) -> str:
     """Rank 1 does not come to a load under ZeRO-3 before the others' time is over, but to the next."""
-    import hf_zero_stream
-    from hf_zero_stream.ranks import presence
-
     model = None
     auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
     with hf_zero_stream.streaming():  # first contact
         presence.Presence.in_default_group().group_timeout_s = 2.0
     message = ""
     if dist.get_rank() != 1:
-        try:
-            auto_class.from_pretrained(folder, ds_config=ds_config())
-        except RuntimeError as error:
-            message = f"{type(error).__name__}: {error}"
+        message = message_of(lambda: auto_class.from_pretrained(folder, ds_config=ds_config()), otherwise="")
     dist.barrier()
     presence.Presence.in_default_group().group_timeout_s = 60.0
     model = auto_class.from_pretrained(folder, ds_config=ds_config())
@@ -294,11 +282,6 @@ def test_those_who_do_not_come_are_named(cluster: None, zoo_checkpoint: Checkpoi
 
 def race(rounds: int) -> list[str]:
     """Ranks arrive at about the moment that the others' patience ends."""
-    import random
-
-    from hf_zero_stream.ranks import rendezvous
-    from hf_zero_stream.ranks.coordinator import Coordinator
-
     rendezvous.SHARING_PATIENCE_S = rendezvous.SHORT_PATIENCE_S = 0.01
     kind = rendezvous.MeetingKind("race", "", 0.01, is_optional=True)
     coordinator, found = Coordinator.of_default_group(), []

@@ -1,7 +1,5 @@
 """A shared disk, for which a FUSE file system stands: it is known as one, and what it gives is what the files hold."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import closing

@@ -1,11 +1,10 @@
 """Who shares a host is asked of the ranks; what launchers announce is for a process that has nobody to ask."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 
-from hf_zero_stream.ranks.presence import Location, Topology
+from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.ranks.presence import Location, Presence, Topology
 from hf_zero_stream.settings.config import LOCAL_RANKS, LOCAL_SIZES, announced_local_rank, announced_local_size
 from tests.support.cluster import run_ranks
 from tests.support.hosts import move_to_host
@@ -46,9 +45,6 @@ def test_announced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked() -> tuple[list[int], int, bool]:
     """Ranks on two hosts, one of which has two containers with networks of their own."""
-    from hf_zero_stream.ranks.coordinator import Coordinator
-    from hf_zero_stream.ranks.presence import Presence
-
     rank = dist.get_rank()
     move_to_host("abab"[rank])
     real = Location.here

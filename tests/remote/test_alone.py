@@ -1,7 +1,5 @@
 """Loads from URLs outside of sharded trainings: one process, ranks that load alone, and what lies beside a model."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

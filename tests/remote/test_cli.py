@@ -1,7 +1,5 @@
 """``inspect``, ``plan`` and ``verify`` of a URL say what they say of a folder with the same files."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a server may do wrong: what passes is tried again and counted, all else is an error that says what to check."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.checkpoint.formats import map_from_headers
@@ -27,7 +26,7 @@ from tests.support.cluster import SOON_S, run_ranks_expecting_errors
 from tests.support.http_files import Behaviour, http_files
 from tests.support.parity import ds_config
 from tests.support.plugins import without_plugin
-from tests.support.zoo import make_checkpoint
+from tests.support.zoo import Checkpoint
 
 
 TENSORS = {"a": torch.arange(60_000.0).view(200, 300), "b": torch.randn(7).bfloat16()}
@@ -199,17 +198,14 @@ def test_any_answer_gives_the_values_or_our_error(
 
 
 def load_remote(url: str) -> tuple[int, int]:
-    from transformers import AutoModelForCausalLM
-
     with streaming(StreamingConfig(staging_bytes=160_000, progress=False)):
         model = AutoModelForCausalLM.from_pretrained(url, ds_config=ds_config(torch.bfloat16), dtype=torch.bfloat16)
     return sum(rank.retries for rank in model.streaming_report.ranks), model.num_parameters()
 
 
-def test_all_ranks_alike(cluster: None, tmp_path: Path) -> None:
+def test_all_ranks_alike(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """Faults that pass are counted in the report; of one that does not, all ranks raise, in seconds."""
-    make_checkpoint("qwen3_moe", tmp_path, torch.bfloat16)
-    with http_files(tmp_path) as how:
+    with http_files(zoo_checkpoint("qwen3_moe", torch.bfloat16)) as how:
         how.fault = lambda path, number: "503" if "safetensors" in path and number % 10 == 9 else ""
         for outcome in run_ranks_expecting_errors(2, load_remote, how.address):
             assert outcome.error_type is None, outcome.traceback
@@ -227,9 +223,8 @@ def load_where_one_lacks_the_plugin(url: str) -> None:
         load_remote(url)
 
 
-def test_one_rank_without_the_plugin(cluster: None, tmp_path: Path) -> None:
-    make_checkpoint("qwen3_moe", tmp_path, torch.bfloat16)
-    with http_files(tmp_path) as how:
+def test_one_rank_without_the_plugin(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    with http_files(zoo_checkpoint("qwen3_moe", torch.bfloat16)) as how:
         outcomes = run_ranks_expecting_errors(2, load_where_one_lacks_the_plugin, how.address)
     assert [outcome.error_type for outcome in outcomes] == ["MissingPluginError"] * 2, outcomes
     assert all("needs the plug-in 'remote'" in str(outcome.error_message) for outcome in outcomes)

@@ -1,7 +1,5 @@
 """``hf://`` loads from a server that imitates the Hub, and redirects to a store by addresses with signatures."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests.cli.test_cli import run, run_json
-from tests.support.zoo import make_moe_checkpoint
 
 
 Store = Callable[[], str]

@@ -1,7 +1,5 @@
 """Loads from buckets and web servers equal plain loading of the same files, and leave no weights on disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

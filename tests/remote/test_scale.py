@@ -1,7 +1,5 @@
 """How much of a server's bytes a rank asks for: planned for DeepSeek-V3 at its true size, behind a URL."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

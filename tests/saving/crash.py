@@ -6,8 +6,6 @@ or the new one once the next to use the folder has finished it. After 237 trials
 166 times, the new one 28 times, the new one once it was finished 36 times; 7 times the save had ended before.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os
@@ -24,14 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
 from tqdm import tqdm
 
+import hf_zero_stream
 from hf_zero_stream.saving.files import UNFINISHED, finish_interrupted
+from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks_expecting_errors, warm_up
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.saving import SHARD_SIZE, contents
+from tests.support.saving import SHARD_SIZE
 from tests.support.zoo import make_checkpoint
 
 
@@ -43,12 +43,11 @@ FAULTS = {"killed": None, "no space": errno.ENOSPC, "i/o error": errno.EIO}
 def make_checkpoints(folder: Path) -> tuple[Path, Path, dict[str, bytes]]:
     """Two checkpoints with the same names and other values, and what the second is when it is saved."""
     first, second = (make_checkpoint(NAME, folder / name, torch.bfloat16) for name in ("first", "second"))
-    for path in second.glob("*.safetensors"):
-        save_file({name: value + 1 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    add_one(second)
     for checkpoint, name in ((first, "old"), (second, "new")):
         plain = load_with("plain", "AutoModelForCausalLM", checkpoint, {}, {"dtype": torch.bfloat16})
         plain.save_pretrained(folder / name, max_shard_size=SHARD_SIZE)
-    return folder / "old", second, contents(folder / "new")
+    return folder / "old", second, tree(folder / "new")
 
 
 def strike(step: int, fault: str) -> Callable[[], int]:
@@ -72,40 +71,40 @@ def strike(step: int, fault: str) -> Callable[[], int]:
 
 
 def save(model: Any, folder: Path) -> None:
-    import hf_zero_stream
-
     hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE)
 
 
-def check(folder: Path, old: dict[str, bytes], new: dict[str, bytes]) -> str:
-    """What a trial has left: ``"old"``, ``"new"``, or ``"finished"`` if it had to be.
+Tree = dict[str, bytes]
+
+
+def tree(folder: Path) -> Tree:
+    """Every file below a folder, by its path there, but for those of a save that is not complete."""
+    paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (folder / path).read_bytes() for path in paths if not path.parts[0].startswith(UNFINISHED)}
+
+
+def check(folder: Path, old: Tree, new: Tree) -> str:
+    """What a trial has left: ``"old"``, ``"new"``, or ``"finished"`` if the next to use the folder had to finish it.
 
     Raises:
         AssertionError: something else.
     """
-
-    def visible() -> dict[str, bytes]:
-        return {name: data for path in [folder] for name, data in _files(path).items()}
-
-    before = visible()
+    before = tree(folder)
     assert all(data in (old.get(name), new.get(name)) for name, data in before.items()), "a file that is not complete"
     finished = finish_interrupted(folder)
-    after = visible()
+    after = tree(folder)
     if after == new:
         return "finished" if finished or before != new else "new"
-    assert after == old, f"neither old nor new: {sorted(after)}"
+    unlike = [sorted(name for name in after.keys() | each if after.get(name) != each.get(name)) for each in (old, new)]
+    assert after == old, f"neither old nor new; differing from the one in {unlike[0]}, from the other in {unlike[1]}"
     return "old"
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if not entry.name.startswith(UNFINISHED)}
 
 
 def trials_of_one_rank(
     checkpoint: Path, old_folder: Path, new: dict[str, bytes], faults: list[str], stride: int = 1
 ) -> Counter[str]:
     """One rank, which fails in turn at each of its steps, or at each `stride`-th."""
-    old = contents(old_folder)
+    old = tree(old_folder)
     model = load_with("plain", "AutoModelForCausalLM", checkpoint, {}, {"dtype": torch.bfloat16})
     return at_each_step(old_folder, partial(save, model), partial(check, old=old, new=new), faults, stride)
 
@@ -143,9 +142,7 @@ def at_each_step(
     return found
 
 
-def save_with_fault(checkpoint: Path, folder: Path, rank: int, step: int, fault: str) -> None:
-    import torch.distributed as dist
-
+def save_with_fault(folder: Path, checkpoint: Path, rank: int, step: int, fault: str) -> None:
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(torch.bfloat16), {})
     if dist.get_rank() == rank:
         strike(step, fault)
@@ -155,14 +152,18 @@ def save_with_fault(checkpoint: Path, folder: Path, rank: int, step: int, fault:
 def trial_of_two_ranks(
     checkpoint: Path, old_folder: Path, new: dict[str, bytes], rank: int, step: int, fault: str
 ) -> str:
-    """Two ranks, one of which fails; the other raises an error of ours, in seconds."""
+    return one_of_two_fails(old_folder, new, rank, fault, save_with_fault, checkpoint, rank, step, fault)
+
+
+def one_of_two_fails(old_folder: Path, new: Tree, rank: int, fault: str, save: Callable[..., None], *args: Any) -> str:
+    """Two ranks `save` into a copy of `old_folder`, and one fails; the other raises an error of ours, in seconds."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(shutil.copytree(old_folder, Path(parent) / "saved"))
-        outcomes = run_ranks_expecting_errors(2, save_with_fault, checkpoint, folder, rank, step, fault)
-        left = check(folder, contents(old_folder), new)
+        outcomes = run_ranks_expecting_errors(2, save, folder, *args)
+        left = check(folder, tree(old_folder), new)
         other = outcomes[1 - rank]
         if outcomes[rank].error_type is None:
-            assert left == "new" and other.error_type is None
+            assert left == "new" and other.error_type is None, other.error_message
             return "the save had ended before"
         assert other.error_type in ("SaveError", "PeerError"), other.error_message
         assert other.seconds < 30

@@ -1,11 +1,8 @@
 """What a save cannot do is refused on all ranks, before anything is written; nothing is ignored."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,9 @@ from hf_zero_stream.errors import ConfigError, UnsupportedError, UrlError
 from hf_zero_stream.saving.arguments import refuse_url
 from tests.saving.test_hooks import prepared
 from tests.support.cluster import run_ranks
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
-Checkpoint = Callable[..., Path]
 URL = "s3://bucket/x"
 
 

@@ -1,7 +1,5 @@
 """Conversions whose reverse needs values: the parameter is gathered, the report names it, the bytes are stock's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
+import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.saving import different, saves_with
@@ -27,8 +26,10 @@ class Scaled(ConversionOps):
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         (values,) = input_dict.values()
-        tensor = values[0] if isinstance(values, list) else values
-        return {target_patterns[0]: tensor * self.factor}
+        return {target_patterns[0]: self.of(values[0] if isinstance(values, list) else values)}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * self.factor
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -38,12 +39,8 @@ class Scaled(ConversionOps):
 class Sorted(Scaled):
     """A function of all elements at once."""
 
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, Any]:
-        (values,) = input_dict.values()
-        tensor = values[0] if isinstance(values, list) else values
-        return {target_patterns[0]: tensor.flatten().sort().values.view(tensor.shape)}
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten().sort().values.view(tensor.shape)
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -75,8 +72,6 @@ CONVERSIONS = [
 
 
 def save_odd(checkpoint: Path, folder: Path, write_from: str) -> list[dict[str, Any]]:
-    import hf_zero_stream
-
     register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
     if dist.get_rank() == 0:
         torch.manual_seed(3)
@@ -102,8 +97,6 @@ def test_reversed_by_value(cluster: None, tmp_path: Path, world_size: int, write
 
 
 def test_in_one_process_without_a_group(tmp_path: Path) -> None:
-    import hf_zero_stream
-
     assert not dist.is_initialized()
     register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
     OddModel(OddConfig()).save_pretrained(tmp_path / "odd")

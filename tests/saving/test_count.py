@@ -1,10 +1,10 @@
 """What ranks hold goes into the files, all of it: a plan with less is an error before anything has its name."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import hf_zero_stream
+from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import Stored, View
 from hf_zero_stream.checkpoint.safetensors import NotedShard, lay_out_shard
 from hf_zero_stream.errors import SaveError
@@ -30,11 +31,16 @@ def tiny(**more: Any) -> transformers.PreTrainedModel:
     return transformers.LlamaForCausalLM(config)
 
 
-def save_halves(folder: Path, of_equal_values: bool) -> None:
-    """Each rank has half of the head, as tensor parallelism by hand leaves it."""
+def halved(of_equal_values: bool) -> transformers.PreTrainedModel:
     model = tiny()
     half = model.lm_head.weight.detach().chunk(2)[0 if of_equal_values else dist.get_rank()]
     model.lm_head.weight = nn.Parameter(half.clone())
+    return model
+
+
+def save_halves(folder: Path, of_equal_values: bool) -> None:
+    """Each rank has half of the head, as tensor parallelism by hand leaves it."""
+    model = halved(of_equal_values)
     hf_zero_stream.save_pretrained(model, folder)
 
 
@@ -46,48 +52,40 @@ def save_new_head(folder: Path) -> None:
     hf_zero_stream.save_pretrained(model, folder)
 
 
+def assert_refused(call: Callable[..., Any], *args: Any) -> None:
+    outcomes = run_ranks_expecting_errors(2, call, *args)
+    assert [outcome.error_type for outcome in outcomes] == ["SaveError"] * 2
+    assert all("lm_head.weight: (20, 16) of (40, 16)" in str(outcome.error_message) for outcome in outcomes)
+
+
 def test_halves(cluster: None, tmp_path: Path) -> None:
     """Halves were saved as the whole, with a warning that said that each rank held it in full."""
-    outcomes = run_ranks_expecting_errors(2, save_halves, tmp_path, False)
-    assert [outcome.error_type for outcome in outcomes] == ["SaveError"] * 2
-    for outcome in outcomes:
-        assert "lm_head.weight: (20, 16) of (40, 16)" in str(outcome.error_message)
+    assert_refused(save_halves, tmp_path, False)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def stream_halves(of_equal_values: bool) -> int:
-    model = tiny()
-    half = model.lm_head.weight.detach().chunk(2)[0 if of_equal_values else dist.get_rank()]
-    model.lm_head.weight = nn.Parameter(half.clone())
-    return len(hf_zero_stream.weight_stream(model, to="all").metadata)
+    return len(hf_zero_stream.weight_stream(halved(of_equal_values), to="all").metadata)
 
 
 @pytest.mark.plugin("stream")
 def test_streamed_halves(cluster: None) -> None:
     """A stream gave rank 0's half, and compared nothing."""
-    outcomes = run_ranks_expecting_errors(2, stream_halves, False)
-    assert [outcome.error_type for outcome in outcomes] == ["SaveError"] * 2
-    assert all("lm_head.weight: (20, 16) of (40, 16)" in str(outcome.error_message) for outcome in outcomes)
+    assert_refused(stream_halves, False)
     assert all(run_ranks(2, stream_halves, True))
 
 
 def partition_halves(folder: Path) -> None:
     """Each rank has half of the head, and ZeRO-3 has all of that on this rank alone."""
-    import deepspeed
-
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    model = tiny()
-    half = model.lm_head.weight.detach().chunk(2)[dist.get_rank()]
-    model.lm_head.weight = nn.Parameter(half.clone())
+    model = halved(False)
     deepspeed.zero.Init(module=model, data_parallel_group=alone, config_dict_or_path=ds_config(torch.float32))
     hf_zero_stream.save_pretrained(model, folder)
 
 
 def test_partitions_of_halves(cluster: None, tmp_path: Path) -> None:
     """Nothing compared the partitions of ZeRO-3, of which a file had those of one half."""
-    outcomes = run_ranks_expecting_errors(2, partition_halves, tmp_path)
-    assert [outcome.error_type for outcome in outcomes] == ["SaveError"] * 2
-    assert all("lm_head.weight: (20, 16) of (40, 16)" in str(outcome.error_message) for outcome in outcomes)
+    assert_refused(partition_halves, tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -114,9 +112,7 @@ class Unlike(transformers.LlamaForCausalLM):
 
 def test_compared_with_what_was_loaded(cluster: None, tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "checkpoint")
-    outcomes = run_ranks_expecting_errors(2, save_loaded, tmp_path / "checkpoint", tmp_path / "halves", "halves")
-    assert [outcome.error_type for outcome in outcomes] == ["SaveError"] * 2
-    assert all("lm_head.weight: (20, 16) of (40, 16)" in str(outcome.error_message) for outcome in outcomes)
+    assert_refused(save_loaded, tmp_path / "checkpoint", tmp_path / "halves", "halves")
     run_ranks(2, save_loaded, tmp_path / "checkpoint", tmp_path / "unchanged", "")
 
 
@@ -173,8 +169,6 @@ def test_a_part_of_a_parameter() -> None:
     whole = {name: View.whole(Stored((4, 3), torch.float32, name)) for name in "ab"}
 
     def elements(tensors: dict[str, View]) -> Any:
-        from hf_zero_stream.checkpoint.lazy import LazyTensor
-
         lazy = {name: LazyTensor.of(view, lambda view: torch.zeros(view.sizes)) for name, view in tensors.items()}
         shard = lay_out_shard(NotedShard("model.safetensors", lazy, {}))
         return make_save_plan([shard], sources, rank=1, world_size=2, single_writer=False)

@@ -1,7 +1,5 @@
 """A sample of ``python -m tests.saving.crash``: saves that die, or whose disk fails, at their single steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,21 +1,20 @@
 """Output folders that not all ranks see: the folder is whole where rank 0 is, as stock leaves it."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import hf_zero_stream
 from tests.saving.test_hooks import with_trainer
 from tests.support.cluster import run_ranks
 from tests.support.hosts import can_mount, give_own_disk
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different
+from tests.support.zoo import Checkpoint
 
 
 pytestmark = pytest.mark.skipif(not can_mount(), reason="mounting in a namespace of its own is not allowed here")
@@ -23,8 +22,6 @@ pytestmark = pytest.mark.skipif(not can_mount(), reason="mounting in a namespace
 
 def save_on_own_disks(checkpoint: Path, folder: Path, others: Path) -> list[list[int]]:
     """Rank 1 has a disk of its own; bytes that each rank wrote, by setting."""
-    import hf_zero_stream
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     written = []
 
@@ -52,7 +49,7 @@ def save_on_own_disks(checkpoint: Path, folder: Path, others: Path) -> list[list
     return written
 
 
-def test_ranks_that_do_not_see_the_folder(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_that_do_not_see_the_folder(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     found = run_ranks(2, save_on_own_disks, zoo_checkpoint("qwen3_moe"), folder, tmp_path / "others")
@@ -71,7 +68,7 @@ def train_on_own_disks(checkpoint: Path, folder: Path, name: str) -> dict[str, A
 
 
 @pytest.mark.slow
-def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     for name in ("stock", "ours"):
         folder = tmp_path / name
         folder.mkdir()

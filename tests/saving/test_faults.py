@@ -1,7 +1,5 @@
 """Saves that fail: the same error on all ranks, and what was there before is still there, whole."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -12,17 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+import hf_zero_stream
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving.files import UNFINISHED, Publication, finish_interrupted
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, contents, saves_with
+from tests.support.zoo import Checkpoint
 
 
 NAME = "qwen3_moe"
@@ -34,7 +35,6 @@ def streamed(checkpoint: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 def save_over(checkpoint: Path, folder: Path, fault: str) -> str:
     """Save once, then again with a fault on one rank, then once more; the error's text."""
-    import hf_zero_stream
     from hf_zero_stream.saving import files
 
     model = streamed(checkpoint)
@@ -105,7 +105,7 @@ def inject(fault: str, files: Any) -> Callable[[], None]:
     ],
 )
 def test_one_rank_cannot_write(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, fault: str, words: list[str]
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, fault: str, words: list[str]
 ) -> None:
     errors = run_ranks(3, save_over, zoo_checkpoint(NAME, torch.bfloat16), tmp_path / "saved", fault)
     for error in errors:
@@ -116,7 +116,6 @@ def test_one_rank_cannot_write(
 
 
 def save_with_a_death(checkpoint: Path, folder: Path) -> None:
-    import hf_zero_stream
     from hf_zero_stream.saving import files
 
     model = streamed(checkpoint)
@@ -126,7 +125,7 @@ def save_with_a_death(checkpoint: Path, folder: Path) -> None:
     hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE, dtype=torch.float32)
 
 
-def test_a_rank_is_killed(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_rank_is_killed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     first, killed, last = run_ranks_expecting_errors(
         3, save_with_a_death, zoo_checkpoint(NAME, torch.bfloat16), folder, timeout=60
@@ -139,8 +138,6 @@ def test_a_rank_is_killed(cluster: None, zoo_checkpoint: Callable[..., Path], tm
 
 
 def save_to(checkpoint: Path, folder: Path) -> str:
-    import hf_zero_stream
-
     model = streamed(checkpoint)
     try:
         hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE)
@@ -149,7 +146,7 @@ def save_to(checkpoint: Path, folder: Path) -> str:
     return ""
 
 
-def test_a_disk_that_is_really_full(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A file system of 64 KiB, where one can be mounted; nobody but root can, and the test above stands in for it."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True, check=False
@@ -165,7 +162,7 @@ def test_a_disk_that_is_really_full(cluster: None, zoo_checkpoint: Callable[...,
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_it_may_be_read_from(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_it_may_be_read_from(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Saving over the checkpoint that the model came from, and that others have mapped, changes only the names."""
     (folder,) = run_ranks(1, save_over_its_own, zoo_checkpoint(NAME, torch.bfloat16), tmp_path / "own")
     assert folder == "same"
@@ -173,8 +170,6 @@ def test_it_may_be_read_from(cluster: None, zoo_checkpoint: Callable[..., Path],
 
 def save_over_its_own(checkpoint: Path, folder: Path) -> str:
     from safetensors import safe_open
-
-    import hf_zero_stream
 
     shutil.copytree(checkpoint, folder)
     mapped = {path: safe_open(path, "pt") for path in folder.glob("*.safetensors")}
@@ -189,17 +184,12 @@ def save_over_its_own(checkpoint: Path, folder: Path) -> str:
 def load_after_a_death(folder: Path) -> list[str]:
     """A save that died between the list of renames and the renames: its checkpoint is loaded."""
     model = streamed(folder)
-    import deepspeed
-
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return [str(param.flatten()[0].item()) for param in model.parameters()]
 
 
 def test_loading_finishes_a_save(
-    cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "saved"
     shutil.copytree(zoo_checkpoint(NAME, torch.bfloat16), folder)

@@ -1,10 +1,7 @@
 """accelerate's and the Trainer's ways to save FSDP2 models, inside ``streaming()``: stock's files, and no gather."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
-from torch.distributed.checkpoint import state_dict as torch_state_dict
+from transformers import Trainer
 
+import hf_zero_stream
 from tests.support import fsdp2
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.live_sharded import evaluated, gathered, plain_model
-from tests.support.saving import SHARD_SIZE, contents, different
+from tests.support.saving import SHARD_SIZE, contents, different, gathers_counted, save_both_ways
 from tests.support.sharded import Sizes, load_sharded
-from tests.support.zoo import ZOO
-
-
-Checkpoint = Callable[..., Path]
-
-
-@contextmanager
-def gathers_counted() -> Iterator[list[str]]:
-    """Every time that torch gathers the state dict of a whole model."""
-    calls: list[str] = []
-    original = torch_state_dict.get_model_state_dict
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append("gathered")
-        return original(*args, **kwargs)
-
-    torch_state_dict.get_model_state_dict = counted
-    try:
-        yield calls
-    finally:
-        torch_state_dict.get_model_state_dict = original
+from tests.support.trainers import FSDP2, arguments_of
+from tests.support.zoo import ZOO, Checkpoint
 
 
 def prepared(accelerator: Any, model: Any) -> Any:
@@ -53,26 +32,6 @@ def prepared(accelerator: Any, model: Any) -> Any:
     accelerator.backward(model(**ZOO["llama"].inputs()).loss)
     optimizer.step()
     return evaluated(model)
-
-
-def save_both_ways(accelerator: Any, model: Any, folder: Path) -> dict[str, int]:
-    """As scripts do it, without streaming and with; how often the model was gathered."""
-    import hf_zero_stream
-
-    found = {}
-    for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
-        with context, gathers_counted() as gathers:
-            accelerator.unwrap_model(model).save_pretrained(
-                folder / name / "state dict",
-                is_main_process=accelerator.is_main_process,
-                save_function=accelerator.save,
-                state_dict=accelerator.get_state_dict(model),
-                max_shard_size=SHARD_SIZE,
-            )
-            accelerator.save_model(model, folder / name / "save_model", max_shard_size=SHARD_SIZE)
-        accelerator.wait_for_everyone()
-        found[name] = len(gathers)
-    return found
 
 
 def with_accelerate(checkpoint: Path, folder: Path) -> dict[str, dict[str, int]]:
@@ -113,13 +72,10 @@ def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, n
 
 def tensors(folder: Path) -> dict[str, Any]:
     """Names and bytes of tensors. Stock gathers them in another order, so that its shards may be others."""
-    values = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-    return {name: (value.dtype, value.shape, value.numpy().tobytes()) for name, value in values.items()}
+    return {name: (it.dtype, it.shape, it.numpy().tobytes()) for name, it in tensors_of(folder).items()}
 
 
 def of_distributed_config(checkpoint: Path, folder: Path) -> None:
-    import hf_zero_stream
-
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     accelerator = accelerate.Accelerator(cpu=True)
     model = load_sharded(transformers.AutoModelForCausalLM, checkpoint, {"fsdp_size": 2})
@@ -145,8 +101,6 @@ def test_a_distributed_config_model_and_accelerate(cluster: None, zoo_checkpoint
 
 
 def with_adapters(checkpoint: Path, folder: Path) -> None:
-    import hf_zero_stream
-
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     for name, in_peft in (("transformers", False), ("peft", True)):
         fsdp2.announce(cpu_ram_efficient_loading=False)
@@ -177,10 +131,6 @@ def test_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> 
 
 def with_trainer(checkpoint: Path, folder: Path, sizes: Sizes | None, fsdp_config: dict[str, Any]) -> dict[str, int]:
     """Train with stock's saves and with ours; how often the model was gathered."""
-    from transformers import Trainer, TrainingArguments
-
-    import hf_zero_stream
-
     found = {}
     sharded = fsdp_config.get("state_dict_type") == "SHARDED_STATE_DICT"
     streaming = hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(training_state=not sharded))
@@ -188,17 +138,11 @@ def with_trainer(checkpoint: Path, folder: Path, sizes: Sizes | None, fsdp_confi
         if sizes is None:
             fsdp2.announce(cpu_ram_efficient_loading=False)
             fsdp2.force_fsdp_on_cpu()
-        arguments = TrainingArguments(
-            output_dir=str(folder / who / "run"),
-            max_steps=2,
-            save_steps=2,
-            per_device_train_batch_size=1,
-            report_to=[],
-            accelerator_config={"use_configured_state": True} if sizes is None else None,
-            use_cpu=sizes is not None,
-            save_only_model=not sharded,
-            **({"fsdp": True, "fsdp_config": dict(fsdp_config)} if sizes is None else {}),
-        )
+        settings: dict[str, Any] = {"accelerator_config": None, "use_cpu": True}
+        if sizes is None:
+            settings = {"fsdp": True, "fsdp_config": dict(fsdp_config)}
+        how = {"max_steps": 2, "save_steps": 2, "save_only_model": not sharded}
+        arguments = arguments_of(folder / who / "run", **how, **settings)
         with context, gathers_counted() as gathers:
             if sizes is None:
                 model = plain_model(checkpoint)
@@ -236,9 +180,6 @@ def test_trainer_with_sharded_state_dicts(cluster: None, zoo_checkpoint: Checkpo
 
 def with_own_save_model(checkpoint: Path, folder: Path) -> dict[str, int]:
     """A Trainer that asks for the state dict itself, and saves on rank 0 alone."""
-    from transformers import Trainer, TrainingArguments
-
-    import hf_zero_stream
 
     class OwnTrainer(Trainer):
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -248,16 +189,7 @@ def with_own_save_model(checkpoint: Path, folder: Path) -> dict[str, int]:
 
     fsdp2.announce(cpu_ram_efficient_loading=False)
     fsdp2.force_fsdp_on_cpu()
-    arguments = TrainingArguments(
-        output_dir=str(folder / "run"),
-        max_steps=1,
-        save_strategy="no",
-        per_device_train_batch_size=1,
-        report_to=[],
-        accelerator_config={"use_configured_state": True},
-        fsdp=True,
-        fsdp_config={"version": 2},
-    )
+    arguments = arguments_of(folder / "run", max_steps=1, save_strategy="no", **FSDP2)
     ids = torch.arange(16) * 37 % 300
     samples = [{"input_ids": ids, "labels": ids}] * 8
     trainer = OwnTrainer(model=plain_model(checkpoint), args=arguments, train_dataset=samples)

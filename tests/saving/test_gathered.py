@@ -1,22 +1,25 @@
 """Inside ``GatheredParameters`` the gathered values are saved, rank 0's where ranks differ, by one rank or by all."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 
+import hf_zero_stream
 from hf_zero_stream.errors import SaveError
+from hf_zero_stream.saving import save as saving
 from tests.saving.test_hooks import INDEX, prepared
+from tests.support.checkpoint_files import add_one, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, unequal
 from tests.support.saving import SHARD_SIZE, different, saves_with
+from tests.support.zoo import Checkpoint, make_checkpoint
 
 
 CHANGED = ("model.embed_tokens.weight", "model.norm.weight")
@@ -26,8 +29,6 @@ CHANGED = ("model.embed_tokens.weight", "model.norm.weight")
 @contextmanager
 def merged(model: Any, *, everything: bool = True) -> Iterator[None]:
     """Two parameters have other values on rank 0, as after merging an adapter; afterwards all is as before."""
-    import deepspeed
-
     params = [param for name, param in model.named_parameters() if everything or name in CHANGED]
     with deepspeed.zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
         before = {}
@@ -42,11 +43,6 @@ def merged(model: Any, *, everything: bool = True) -> Iterator[None]:
 
 
 def save_in_many_ways(checkpoint: Path, folder: Path) -> dict[str, str]:
-    import deepspeed
-
-    import hf_zero_stream
-    from hf_zero_stream.saving import save as saving
-
     accelerator, engine = prepared(checkpoint, stage3_param_persistence_threshold=1000)
     model, rank = engine.module, dist.get_rank()
     with merged(model):
@@ -95,7 +91,7 @@ def save_in_many_ways(checkpoint: Path, folder: Path) -> dict[str, str]:
     return errors
 
 
-def test_gathered_values_are_saved(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_gathered_values_are_saved(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     errors = run_ranks(2, save_in_many_ways, checkpoint, tmp_path)
     saved = {path.name for path in tmp_path.iterdir()} - {"nothing"}
@@ -106,25 +102,16 @@ def test_gathered_values_are_saved(cluster: None, zoo_checkpoint: Callable[..., 
     for name in as_stock:
         assert set(different(tmp_path / name, tmp_path / "stock")) <= {INDEX}, name
     assert set(different(tmp_path / "not changed", tmp_path / "after")) <= {INDEX}
-    stock, after, of_accelerate = (weights(tmp_path / name) for name in ("stock", "after", "save_model"))
+    stock, after, of_accelerate = (tensors_of(tmp_path / name) for name in ("stock", "after", "save_model"))
     assert {name for name in stock if not torch.equal(stock[name], after[name])} == set(CHANGED)
     assert all(torch.equal(stock[name], of_accelerate[name]) for name in CHANGED)
     assert "model.layers.0." in errors[0]["one rank, some gathered"]
     assert all("fp32" in error["fp32"] and "model.embed_tokens.weight" in error["fp32"] for error in errors)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
-
-
 def merge_an_adapter(checkpoint: Path, folder: Path, name: str) -> None:
     """The usual export after LoRA: gather, merge, save on rank 0."""
-    import deepspeed
     from peft import LoraConfig, get_peft_model
-
-    import hf_zero_stream
 
     base = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     torch.manual_seed(0)
@@ -136,22 +123,18 @@ def merge_an_adapter(checkpoint: Path, folder: Path, name: str) -> None:
                 whole.save_pretrained(folder / name, max_shard_size=SHARD_SIZE)
 
 
-def test_a_merged_adapter(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_merged_adapter(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe")
     for name in ("stock", "ours"):
         run_ranks(2, merge_an_adapter, checkpoint, tmp_path, name)
     assert different(tmp_path / "ours", tmp_path / "stock") == []
-    merged, before = weights(tmp_path / "ours"), weights(checkpoint)
+    merged, before = tensors_of(tmp_path / "ours"), tensors_of(checkpoint)
     changed = {name for name in before if not torch.equal(before[name], merged[name])}
     assert changed and all("q_proj" in name or "v_proj" in name for name in changed)
 
 
 def load_while_gathered(first: Path, second: Path, modifier_rank: int | None) -> list[str]:
     """Names of what is not the second checkpoint's, inside the context and after it."""
-    import deepspeed
-
-    import hf_zero_stream
-
     plain = load_with("plain", "AutoModelForCausalLM", second, {}, {})
     model = load_with("streamed", "AutoModelForCausalLM", first, ds_config(), {})
     params = list(model.parameters())
@@ -167,13 +150,8 @@ def load_while_gathered(first: Path, second: Path, modifier_rank: int | None) ->
 
 @pytest.mark.parametrize("modifier_rank", [None, 0])
 def test_loading_while_gathered(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, modifier_rank: int | None
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, modifier_rank: int | None
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
-    from tests.support.zoo import make_checkpoint
-
     second = make_checkpoint("qwen3_moe", tmp_path / "second", torch.float32)
-    for path in second.glob("*.safetensors"):
-        save_file({key: tensor + 1 for key, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    add_one(second)
     assert run_ranks(2, load_while_gathered, zoo_checkpoint("qwen3_moe"), second, modifier_rank) == [[], []]

@@ -1,11 +1,7 @@
 """Inside ``streaming()`` the usual ways to save give what they give without it, and gather nothing."""
 
-from __future__ import annotations
-
 import json
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,87 +10,45 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hf_zero_stream
 from hf_zero_stream.errors import SaveError
+from hf_zero_stream.saving import save as saving
 from hf_zero_stream.saving.calls import run_on_leader
 from tests import sampling
 from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config
-from tests.support.saving import SHARD_SIZE, different, trainer_arguments
+from tests.support.saving import SHARD_SIZE, different, gathers_counted, save_both_ways
+from tests.support.trainers import by_deepspeed, join_as_launched, trainer_arguments
+from tests.support.zoo import Checkpoint
 
 
 INDEX = "model.safetensors.index.json"
 
 
-@contextmanager
-def gathers_counted() -> Iterator[list[str]]:
-    """Every time that DeepSpeed gathers the parameters of a whole model to save it."""
-    from deepspeed import DeepSpeedEngine
-
-    calls: list[str] = []
-    original = DeepSpeedEngine._zero3_consolidated_16bit_state_dict
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append("gathered")
-        return original(self, *args, **kwargs)
-
-    DeepSpeedEngine._zero3_consolidated_16bit_state_dict = counted
-    try:
-        yield calls
-    finally:
-        DeepSpeedEngine._zero3_consolidated_16bit_state_dict = original
-
-
-def join_as_launched() -> None:
-    """accelerate finds the ranks that the tests' cluster has made, as it would find a launcher's."""
-    from accelerate import PartialState
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-
-
 def prepared(checkpoint: Path, stage: int = 3, **zero: Any) -> tuple[Any, Any]:
     """An accelerator and the engine that it made, as a training script has them."""
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin
-
-    import hf_zero_stream
-
-    join_as_launched()
     config = ds_config(torch.bfloat16, stage=stage, stage3_gather_16bit_weights_on_model_save=True, **zero)
-    config["gradient_accumulation_steps"] = 1
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = by_deepspeed(config)
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     return accelerator, accelerator.prepare(model)
 
 
 def with_accelerate(checkpoint: Path, folder: Path, stage: int) -> dict[str, Any]:
-    import hf_zero_stream
-
     accelerator, engine = prepared(checkpoint, stage)
-    found = {}
-    for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
-        with context, gathers_counted() as gathers:
-            accelerator.unwrap_model(engine).save_pretrained(
-                folder / name / "state dict",
-                is_main_process=accelerator.is_main_process,
-                save_function=accelerator.save,
-                state_dict=accelerator.get_state_dict(engine),
-                max_shard_size=SHARD_SIZE,
-            )
-            accelerator.save_model(engine, folder / name / "save_model", max_shard_size=SHARD_SIZE)
-            if stage == 3 and name == "ours":
-                engine.module.save_pretrained(folder / "alone", max_shard_size=SHARD_SIZE)
-        accelerator.wait_for_everyone()
-        found[name] = len(gathers)
+    found = save_both_ways(accelerator, engine, folder)
+    if stage == 3:
+        with hf_zero_stream.streaming(), gathers_counted() as gathers:
+            engine.module.save_pretrained(folder / "alone", max_shard_size=SHARD_SIZE)
+        found["alone"] = len(gathers)
     return found
 
 
 @pytest.mark.parametrize("stage", [3, 2])
-def test_accelerate(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, stage: int) -> None:
+def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     found = run_ranks(2, with_accelerate, checkpoint, tmp_path, stage)
-    assert found == [{"stock": 2 if stage == 3 else 0, "ours": 0}] * 2
+    assert found == [{"stock": 2, "ours": 0, "alone": 0} if stage == 3 else {"stock": 0, "ours": 0}] * 2
     for name in ("state dict", "save_model"):
         differing = different(tmp_path / "ours" / name, tmp_path / "stock" / name)
         if stage == 3 and differing == [INDEX]:
@@ -109,8 +63,6 @@ def test_accelerate(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path
 
 def with_values_of_one(checkpoint: Path, folder: Path) -> None:
     """All ranks call, rank 0 with the values that DeepSpeed has gathered, the others with the None that it gave."""
-    import hf_zero_stream
-
     accelerator, engine = prepared(checkpoint)
     for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
         values = engine._zero3_consolidated_16bit_state_dict()
@@ -122,7 +74,7 @@ def with_values_of_one(checkpoint: Path, folder: Path) -> None:
         accelerator.wait_for_everyone()
 
 
-def test_values_that_rank_0_has(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_values_that_rank_0_has(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Nobody waits for a save by all ranks."""
     run_ranks(2, with_values_of_one, zoo_checkpoint("llama", torch.bfloat16), tmp_path)
     assert different(tmp_path / "ours", tmp_path / "stock") == []
@@ -131,8 +83,6 @@ def test_values_that_rank_0_has(cluster: None, zoo_checkpoint: Callable[..., Pat
 
 
 def with_trainer(checkpoint: Path, folder: Path, name: str) -> dict[str, Any]:
-    import hf_zero_stream
-
     if name != "ours, Trainer imported late":
         import transformers.trainer  # noqa: F401
     with hf_zero_stream.streaming() if name != "stock" else nullcontext(), gathers_counted() as gathers:
@@ -150,7 +100,7 @@ def with_trainer(checkpoint: Path, folder: Path, name: str) -> dict[str, Any]:
     return {"gathers": len(gathers), "restored": "hf_zero_stream" not in Trainer.save_model.__code__.co_filename}
 
 
-def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint("qwen3_moe")
     gathers = {"stock": 2, "ours": 0, **({} if sampling.is_sample else {"ours, Trainer imported late": 0})}
     for name, count in gathers.items():
@@ -163,9 +113,6 @@ def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: P
 
 
 def saved_by_one(checkpoint: Path, folder: Path) -> None:
-    import hf_zero_stream
-    from hf_zero_stream.saving import save as saving
-
     saving.ARRIVAL_S = 1.0
     accelerator, engine = prepared(checkpoint)
     with hf_zero_stream.streaming():
@@ -178,15 +125,13 @@ def saved_by_one(checkpoint: Path, folder: Path) -> None:
         accelerator.unwrap_model(engine).save_pretrained(folder / "together", state_dict=state_dict)
 
 
-def test_saving_is_for_all_ranks(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_saving_is_for_all_ranks(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     run_ranks(2, saved_by_one, zoo_checkpoint("qwen3_moe", torch.bfloat16), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["together"]
 
 
 def by_rank_0_alone(checkpoint: Path, folder: Path, stage: int) -> None:
     """What needs no other rank, while these train on."""
-    import hf_zero_stream
-
     accelerator, engine = prepared(checkpoint, stage)
     for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
         with context:
@@ -199,7 +144,7 @@ def by_rank_0_alone(checkpoint: Path, folder: Path, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_rank_0_alone(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, stage: int) -> None:
+def test_rank_0_alone(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     """At stages 1 and 2 each rank has the whole model, and its state dict has values."""
     run_ranks(2, by_rank_0_alone, zoo_checkpoint("llama", torch.bfloat16), tmp_path, stage, timeout=60)
     for name in ("", "save_model"):
@@ -210,9 +155,6 @@ def test_rank_0_alone(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_pa
 
 def reminded(checkpoint: Path, folder: Path) -> str:
     """What rank 0 says when it begins to wait for a save that ranks must make together."""
-    import hf_zero_stream
-    from hf_zero_stream.saving import save as saving
-
     saving.ARRIVAL_S = 3.0
     saving.SAVE = replace(saving.SAVE, reminder_s=0.5)
     accelerator, engine = prepared(checkpoint)
@@ -225,17 +167,13 @@ def reminded(checkpoint: Path, folder: Path) -> str:
     return "".join(said)
 
 
-def test_the_first_reminder_says_what_to_change(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_first_reminder_says_what_to_change(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     said, _ = run_ranks(2, reminded, zoo_checkpoint("llama", torch.bfloat16), tmp_path)
     assert "for rank 1 to save. All of them must call save_pretrained" in said
     assert "take it out of `if accelerator.is_main_process:`" in said
 
 
 def values_of_a_state_dict(checkpoint: Path) -> str:
-    import hf_zero_stream
-
     accelerator, engine = prepared(checkpoint)
     with hf_zero_stream.streaming():
         state_dict = accelerator.get_state_dict(engine)
@@ -245,7 +183,7 @@ def values_of_a_state_dict(checkpoint: Path) -> str:
     return str(caught.value)
 
 
-def test_a_state_dict_has_no_values(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_state_dict_has_no_values(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     run_ranks(2, values_of_a_state_dict, zoo_checkpoint("qwen3_moe", torch.bfloat16))
 
 
@@ -258,9 +196,7 @@ def saved_while_leading(checkpoint: Path, folder: Path) -> None:
         run_on_leader(engine, lambda: accelerator.save_model(engine, folder / "led"))
 
 
-def test_save_model_in_a_save_that_rank_0_leads(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_save_model_in_a_save_that_rank_0_leads(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     first, second = run_ranks_expecting_errors(2, saved_while_leading, zoo_checkpoint("llama"), tmp_path)
     assert first.error_type == second.error_type == "UnsupportedError"
     assert "only rank 0 runs this code" in (first.error_message or "")

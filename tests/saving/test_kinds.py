@@ -3,17 +3,15 @@
 What is refused is refused before the first byte, with an error of this package's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.nn.utils.prune
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -21,6 +19,7 @@ import hf_zero_stream
 from hf_zero_stream.errors import LoadError, UnsupportedError
 from hf_zero_stream.holdings import holder
 from hf_zero_stream.holdings.holding import Holding, held_replicas
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.odd_models import WIDTH, Odd, OddConfig
 from tests.support.parity import ds_config
@@ -170,10 +169,6 @@ def odd(change: Change) -> Any:
     return model
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: it for path in folder.glob("*.safetensors") for name, it in load_file(path).items()}
-
-
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -184,13 +179,13 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 def save(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     hf_zero_stream.save_pretrained(model, folder)
-    return tensors(folder)
+    return tensors_of(folder)
 
 
 def save_state(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     trained = [param for param in model.parameters() if param.requires_grad]
     hf_zero_stream.save_state(model, folder, optimizer=torch.optim.SGD(trained, lr=0.1))
-    return tensors(folder)
+    return tensors_of(folder)
 
 
 def stream(model: Any, folder: Path) -> dict[str, torch.Tensor]:
@@ -211,7 +206,7 @@ def test_known(tmp_path: Path, kind: str, way: Any) -> None:
         with pytest.raises(UnsupportedError, match="float8|Float8"):
             way(model, tmp_path / "ours")
         return
-    assert_same(way(model, tmp_path / "ours"), tensors(tmp_path / "stock"))
+    assert_same(way(model, tmp_path / "ours"), tensors_of(tmp_path / "stock"))
 
 
 SCATTERED: dict[str, Change] = {
@@ -265,7 +260,7 @@ def test_names_of_state_dicts(tmp_path: Path) -> None:
 
     model = odd(change)
     model.save_pretrained(tmp_path / "stock")
-    assert_same(save(model, tmp_path / "ours"), tensors(tmp_path / "stock"))
+    assert_same(save(model, tmp_path / "ours"), tensors_of(tmp_path / "stock"))
     with pytest.raises(UnsupportedError, match="shift"):
         save_state(model, tmp_path / "state")
 
@@ -292,8 +287,6 @@ def test_held_by_users(tmp_path: Path, held_by_users: None) -> None:
 
 def save_by_engine(kind: str, folder: Path) -> None:
     """What cannot be saved in our way is DeepSpeed's, and comes back."""
-    import deepspeed
-
     model = odd(UNKNOWN[kind])
     config = ds_config(torch.float32)
     config["zero_optimization"] = {"stage": 1}

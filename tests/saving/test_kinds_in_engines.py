@@ -3,20 +3,20 @@
 What DeepSpeed does not train, or does not save or load itself, is compared with its error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
-from tests.saving.test_kinds import KNOWN, UNKNOWN, Wrapping, assert_same, odd, save, tensors
+from tests.saving.test_kinds import KNOWN, UNKNOWN, Wrapping, assert_same, odd, save
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 
@@ -33,8 +33,6 @@ SAMPLE = ["complex64", "an expanded buffer", "a buffer that is a weight", "a spa
 
 def engine_of(kind: str, stage: int, *, is_new: bool = False) -> Any:
     """An engine around a model with a tensor of this kind; of a new one, all values are zeros."""
-    import deepspeed
-
     model = odd({**KNOWN, **UNKNOWN}[kind])
     for tensor in [*model.parameters(), *model.buffers()] if is_new else ():
         with suppress(RuntimeError, ValueError), torch.no_grad():  # there are kinds that nobody can change
@@ -46,8 +44,6 @@ def engine_of(kind: str, stage: int, *, is_new: bool = False) -> Any:
 
 def values_of(engine: Any) -> dict[str, torch.Tensor]:
     """The whole state dict, as DeepSpeed gathers it; an error is one of all ranks."""
-    import deepspeed
-
     shared = [param for param in engine.module.parameters() if hasattr(param, "ds_id")]
     with deepspeed.zero.GatheredParameters(shared, enabled=bool(shared)):
         return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
@@ -87,7 +83,7 @@ def saved(engine: Any, values: dict[str, torch.Tensor], folder: Path) -> str:
         return refused(folder)
     assert failed is None, failed
     if dist.get_rank() == 0:
-        assert_same(found, tensors(stock))
+        assert_same(found, tensors_of(stock))
     return SAVED
 
 

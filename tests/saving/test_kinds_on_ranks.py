@@ -3,8 +3,6 @@
 What torch does not shard, it refuses before anything is saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from hf_zero_stream.errors import UnsupportedError
-from tests.saving.test_kinds import KNOWN, UNKNOWN, WAYS, Wrapping, assert_same, odd, save_state, tensors
+from tests.saving.test_kinds import KNOWN, UNKNOWN, WAYS, Wrapping, assert_same, odd, save_state
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
 
 
@@ -27,7 +26,7 @@ def values_of(kind: str, folder: Path) -> dict[str, torch.Tensor]:
     model = odd({**KNOWN, **UNKNOWN}[kind])
     if kind in KNOWN:
         model.save_pretrained(folder)
-        return tensors(folder)
+        return tensors_of(folder)
     values = {name: it.inner if isinstance(it, Wrapping) else it for name, it in model.state_dict().items()}
     return {name: it.resolve_conj().clone() for name, it in values.items()}
 

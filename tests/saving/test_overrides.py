@@ -1,26 +1,28 @@
 """Users' own code around a save: overridden methods of the Trainer and of model classes, callbacks, lazy values."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from transformers import Qwen3MoeForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Qwen3MoeForCausalLM, Trainer, TrainerCallback
 
+import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
-from tests.saving.test_hooks import gathers_counted, join_as_launched
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
+from tests.support.messages import message_of
 from tests.support.parity import ds_config
-from tests.support.saving import SHARD_SIZE, different, trainer_arguments
+from tests.support.saving import SHARD_SIZE, different, gathers_counted
+from tests.support.trainers import arguments_of, join_as_launched, trainer_arguments
+from tests.support.zoo import Checkpoint
 
 
 class WithMetadata(Qwen3MoeForCausalLM):
@@ -94,13 +96,9 @@ class Looking(TrainerCallback):
 
 
 def train(checkpoint: Path, folder: Path, model_class: Any, trainer_class: Any, name: str) -> dict[str, Any]:
-    import deepspeed
-
-    import hf_zero_stream
-
     join_as_launched()
     with hf_zero_stream.streaming() if name == "ours" else nullcontext(), gathers_counted() as gathers:
-        arguments = trainer_arguments(folder / name, max_steps=1, save_steps=1, disable_tqdm=True)
+        arguments = trainer_arguments(folder / name, max_steps=1, save_steps=1)
         model = model_class.from_pretrained(checkpoint, dtype=torch.float32)
         ids = torch.arange(16) * 37 % 300
         data = [{"input_ids": ids, "labels": ids}] * 4
@@ -135,12 +133,7 @@ def train(checkpoint: Path, folder: Path, model_class: Any, trainer_class: Any, 
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_overridden(
-    cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    model_class: Any,
-    trainer_class: Any,
-    gathers: int,
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, model_class: Any, trainer_class: Any, gathers: int
 ) -> None:
     for name in ("stock", "ours"):
         found = run_ranks(2, train, zoo_checkpoint("qwen3_moe"), tmp_path, model_class, trainer_class, name)
@@ -156,15 +149,13 @@ def test_overridden(
             assert ours.keys() == stock.keys() and all(torch.equal(ours[name], stock[name]) for name in stock)
 
 
-def test_values_are_asked_for(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_values_are_asked_for(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """By a model class, on rank 0 alone: all ranks say so at once."""
     found = run_ranks(2, train, zoo_checkpoint("qwen3_moe"), tmp_path, ReadingValues, Trainer, "ours")
     assert all("GatheredParameters" in of_rank["error"] for of_rank in found)
 
 
 def save_with_metadata(checkpoint: Path, folder: Path, stage: int) -> None:
-    import hf_zero_stream
-
     if stage == 3:
         with hf_zero_stream.streaming():
             model = WithMetadata.from_pretrained(checkpoint, ds_config=ds_config())
@@ -189,18 +180,13 @@ class Failing(Qwen3MoeForCausalLM):
 
 
 def save_by_own_code(checkpoint: Path, folder: Path) -> dict[str, Any]:
-    import hf_zero_stream
-
     found: dict[str, Any] = {}
     with hf_zero_stream.streaming():
         model = Renaming.from_pretrained(checkpoint, ds_config=ds_config())
         failing = Failing.from_pretrained(checkpoint, ds_config=ds_config())
     hf_zero_stream.save_pretrained(model, folder / "left out")
     hf_zero_stream.save_pretrained(model, folder / "left out, fp32", dtype=torch.float32)
-    try:
-        hf_zero_stream.save_pretrained(failing, folder / "fails")
-    except Exception as error:
-        found["fails"] = f"{type(error).__name__}: {error}"
+    found["fails"] = message_of(lambda: hf_zero_stream.save_pretrained(failing, folder / "fails"))
     model.save_pretrained = lambda folder, **_: hf_zero_stream.save_pretrained(model.model, folder)
     try:
         hf_zero_stream.save_pretrained(model, folder / "a part")
@@ -214,12 +200,11 @@ def save_by_own_code(checkpoint: Path, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_own_code_in_an_explicit_save(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_own_code_in_an_explicit_save(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It is given a lazy state dict; an error in it is everyone's, whatever it does about it; a part may be saved."""
     checkpoint = zoo_checkpoint("qwen3_moe")
     found = run_ranks(2, save_by_own_code, checkpoint, tmp_path)
-    shards = checkpoint.glob("*.safetensors")
-    whole = {name: value for shard in shards for name, value in safetensors.torch.load_file(shard).items()}
+    whole = tensors_of(checkpoint)
     for name in ("left out", "left out, fp32"):
         saved = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
         assert whole.keys() - saved.keys() == {"model.norm.weight"}
@@ -230,9 +215,7 @@ def test_own_code_in_an_explicit_save(cluster: None, zoo_checkpoint: Callable[..
     assert all("got none" in of_rank["empty"] for of_rank in found)
 
 
-def test_a_model_class_that_opens_the_files(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_model_class_that_opens_the_files(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     for stage in (0, 3):
         run_ranks(2, save_with_metadata, zoo_checkpoint("qwen3_moe"), tmp_path, stage)
     for name in ("streaming", "explicit 3", "explicit 0"):
@@ -242,26 +225,13 @@ def test_a_model_class_that_opens_the_files(
 
 def each_node(checkpoint: Path, folder: Path, stage: int) -> str:
     """Two nodes of one rank each, both of which are to save."""
-    import hf_zero_stream
-
     os.environ["LOCAL_RANK"] = "0"
     join_as_launched()
     config = ds_config(torch.float32, stage=stage, stage3_gather_16bit_weights_on_model_save=True)
     del config["optimizer"]
     with hf_zero_stream.streaming():
-        arguments = TrainingArguments(
-            output_dir=str(folder / str(dist.get_rank())),
-            deepspeed=config,
-            bf16=False,
-            max_steps=1,
-            per_device_train_batch_size=1,
-            report_to=[],
-            accelerator_config={"use_configured_state": True},
-            optim="adamw_torch",
-            save_on_each_node=True,
-            save_strategy="no",
-            disable_tqdm=True,
-        )
+        settings = {"deepspeed": config, "max_steps": 1, "save_strategy": "no", "save_on_each_node": True}
+        arguments = arguments_of(folder / str(dist.get_rank()), **settings)
         model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         ids = torch.arange(16) * 37 % 300
         trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 4)
@@ -274,7 +244,7 @@ def each_node(checkpoint: Path, folder: Path, stage: int) -> str:
 
 
 @pytest.mark.slow
-def test_save_on_each_node(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_save_on_each_node(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert run_ranks(2, each_node, zoo_checkpoint("qwen3_moe"), tmp_path, 2) == ["", ""]
     assert safetensors.torch.load_file(tmp_path / "0" / "model.safetensors")
     errors = run_ranks(2, each_node, zoo_checkpoint("qwen3_moe"), tmp_path, 3)

@@ -1,7 +1,5 @@
 """Save plans on integers: every element goes to its place, once, from a rank that holds it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -1,47 +1,33 @@
 """Where every rank has all of a tensor, and values differ, rank 0's are saved, if nothing has made them equal."""
 
-from __future__ import annotations
-
-import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.saving.lazy_parameters import digest
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
+from tests.support.messages import listen
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different, saves_with
-
-
-class Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+from tests.support.zoo import Checkpoint
 
 
 def save_replicas(checkpoint: Path, folder: Path) -> dict[str, Any]:
     """Without ZeRO: one parameter and one buffer are of each rank's own, and a transposed one (in stock's layout)."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    import hf_zero_stream
-
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    listener = Listener()
-    transformers_logging.get_logger("hf_zero_stream").addHandler(listener)
+    messages = listen()
     report = hf_zero_stream.save_pretrained(model, folder / "same", max_shard_size=SHARD_SIZE)
-    assert listener.messages == []
+    assert messages == []
     torch.manual_seed(dist.get_rank())
     with torch.no_grad():
         for param in model.parameters():
@@ -54,11 +40,11 @@ def save_replicas(checkpoint: Path, folder: Path) -> dict[str, Any]:
     for write_from in ("all", "rank0"):
         with saves_with(chunk_bytes=512, write_from=write_from, verify="full"):
             hf_zero_stream.save_pretrained(model, folder / write_from, max_shard_size=SHARD_SIZE)
-    return {"messages": listener.messages, "written": [rank.bytes_written for rank in report.ranks]}
+    return {"messages": messages, "written": [rank.bytes_written for rank in report.ranks]}
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_rank_0s_values(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, name: str) -> None:
+def test_rank_0s_values(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
     found = run_ranks(2, save_replicas, zoo_checkpoint(name), tmp_path)
     for folder in ("all", "rank0"):
         assert different(tmp_path / folder, tmp_path / "stock") == []
@@ -69,8 +55,6 @@ def test_rank_0s_values(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_
 
 def save_with_a_head(checkpoint: Path, folder: Path) -> None:
     """A head that was added after a streamed load, with another seed on every rank."""
-    import hf_zero_stream
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     torch.manual_seed(dist.get_rank())
     model.score = nn.Linear(16, 300)
@@ -81,7 +65,7 @@ def save_with_a_head(checkpoint: Path, folder: Path) -> None:
         torch.save({"weight": model.score.weight, "bias": model.score.bias}, folder / "head.pt")
 
 
-def test_a_head_with_other_seeds(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_head_with_other_seeds(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     run_ranks(3, save_with_a_head, zoo_checkpoint("qwen3_moe"), tmp_path)
     saved, head = load_file(tmp_path / "model.safetensors"), torch.load(tmp_path / "head.pt")
     assert torch.equal(saved["score.weight"], head["weight"]) and torch.equal(saved["score.bias"], head["bias"])
@@ -90,8 +74,6 @@ def test_a_head_with_other_seeds(cluster: None, zoo_checkpoint: Callable[..., Pa
 
 def save_moments_that_differ(folder: Path) -> str:
     """A training in which one moment of one parameter is another on the last rank."""
-    import hf_zero_stream
-
     torch.manual_seed(0)
     model = nn.Linear(64, 48)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -112,10 +94,6 @@ def test_moments_that_differ(cluster: None, tmp_path: Path) -> None:
 
 def save_engine_that_differs(checkpoint: Path, folder: Path) -> str:
     """After deepspeed.initialize, which makes ranks equal, code of some rank changes a parameter."""
-    import deepspeed
-
-    import hf_zero_stream
-
     config = ds_config(torch.float32, stage=1)
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
     model.score = nn.Linear(16, 300)
@@ -132,7 +110,7 @@ def save_engine_that_differs(checkpoint: Path, folder: Path) -> str:
     return messages[0]
 
 
-def test_an_engine_that_differs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_engine_that_differs(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     messages = run_ranks(3, save_engine_that_differs, zoo_checkpoint("qwen3_moe"), tmp_path)
     assert all("DeepSpeedEngine" in message and "score.bias (rank 1)" in message for message in messages), messages
     assert list((tmp_path / "different").rglob("*.safetensors")) == []

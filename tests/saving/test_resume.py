@@ -1,21 +1,20 @@
 """Going on from what was saved: by us at another number of ranks, and by DeepSpeed as ever."""
 
-from __future__ import annotations
-
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
+import hf_zero_stream
 from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses
-from tests.support.zoo import ZOO
+from tests.support.trainers import by_deepspeed
+from tests.support.zoo import ZOO, Checkpoint
 
 
 NAME = "qwen3_moe"
@@ -23,15 +22,11 @@ CAUSAL = "AutoModelForCausalLM"
 
 
 def engine_of(how: str, checkpoint: Path, config: dict[str, Any]) -> Any:
-    import deepspeed
-
     engine, *_ = deepspeed.initialize(model=load_with(how, CAUSAL, checkpoint, config, {}), config=config)
     return engine
 
 
 def train_and_save(checkpoint: Path, folder: Path, config: dict[str, Any], dtype: torch.dtype | None) -> list[float]:
-    import hf_zero_stream
-
     engine = engine_of("streamed", checkpoint, config)
     losses = three_losses(engine, ZOO[NAME].inputs)
     hf_zero_stream.save_pretrained(engine, folder, dtype=dtype)
@@ -39,8 +34,6 @@ def train_and_save(checkpoint: Path, folder: Path, config: dict[str, Any], dtype
 
 
 def go_on(how: str, checkpoint: Path, saved: Path, config: dict[str, Any]) -> list[float]:
-    import hf_zero_stream
-
     if how == "load_into":
         engine = engine_of("streamed", checkpoint, config)
         hf_zero_stream.load_into(engine, saved)
@@ -52,7 +45,7 @@ def go_on(how: str, checkpoint: Path, saved: Path, config: dict[str, Any]) -> li
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["16_bit", "fp32_masters"])
 def test_at_another_world_size(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, dtype: torch.dtype | None
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, dtype: torch.dtype | None
 ) -> None:
     config = ds_config(torch.bfloat16)
     checkpoint = zoo_checkpoint(NAME, torch.bfloat16)
@@ -71,8 +64,6 @@ def masters_survive(checkpoint: Path, folder: Path, config: dict[str, Any]) -> l
     """Saved in fp32 and loaded into a new engine, masters are what they were, to the last bit."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    import hf_zero_stream
-
     engine = engine_of("streamed", checkpoint, config)
     three_losses(engine, ZOO[NAME].inputs)
     trained = {name: safe_get_full_fp32_param(param).clone() for name, param in engine.module.named_parameters()}
@@ -86,19 +77,14 @@ def masters_survive(checkpoint: Path, folder: Path, config: dict[str, Any]) -> l
     ]
 
 
-def test_masters(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_masters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = zoo_checkpoint(NAME, torch.bfloat16)
     assert run_ranks(2, masters_survive, checkpoint, tmp_path / "saved", ds_config(torch.bfloat16)) == [[], []]
 
 
 def deepspeeds_own(checkpoint: Path, folder: Path, config: dict[str, Any]) -> dict[str, list[float]]:
     """DeepSpeed's checkpoint of a streamed model, through accelerate, into another one."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DeepSpeedPlugin
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config}))
+    accelerator = by_deepspeed(config)
     engine = accelerator.prepare(load_with("streamed", CAUSAL, checkpoint, config, {}))
     three_losses(engine, ZOO[NAME].inputs)
     accelerator.save_state(str(folder))
@@ -107,7 +93,7 @@ def deepspeeds_own(checkpoint: Path, folder: Path, config: dict[str, Any]) -> di
     return {"uninterrupted": uninterrupted, "resumed": three_losses(engine, ZOO[NAME].inputs)}
 
 
-def test_deepspeeds_own_checkpoints(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_deepspeeds_own_checkpoints(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = {**ds_config(torch.bfloat16), "gradient_accumulation_steps": 1}
     for found in run_ranks(2, deepspeeds_own, zoo_checkpoint(NAME, torch.bfloat16), tmp_path / "state", config):
         assert found["resumed"] == found["uninterrupted"]

@@ -1,28 +1,32 @@
 """What we save of a partitioned model is, byte for byte, what transformers saves of the whole one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
 from tests.support.saving import different, save_loaded, save_stock, save_trained, saves_with
-from tests.support.zoo import ZOO, make_moe_checkpoint
+from tests.support.zoo import ZOO, Checkpoint
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(scope="module")
-def stock(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stock(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What transformers saves of every model of the zoo."""
     folder = tmp_path_factory.mktemp("stock")
     for name in ZOO:
@@ -38,12 +42,7 @@ def stock(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
     ],
 )
 def test_every_architecture(
-    cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    stock: Path,
-    tmp_path: Path,
-    world_size: int,
-    write_from: str,
+    cluster: None, zoo_checkpoint: Checkpoint, stock: Path, tmp_path: Path, world_size: int, write_from: str
 ) -> None:
     checkpoints = [zoo_checkpoint(name, BF16) for name in ZOO]
     found = run_ranks(world_size, save_with, list(ZOO), checkpoints, tmp_path, {}, {"write_from": write_from})
@@ -59,7 +58,7 @@ def test_every_architecture(
 
 
 @pytest.mark.slow
-def test_in_another_dtype(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_in_another_dtype(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Tied weights stay tied when they are cast."""
     checkpoints = [zoo_checkpoint(name, BF16) for name in ZOO]
     for name, checkpoint in zip(ZOO, checkpoints, strict=True):
@@ -83,10 +82,6 @@ def save_with(
 
 def without_zero(names: list[str], checkpoints: list[Path], folder: Path) -> Any:
     """Without DeepSpeed every rank has everything, and writes its share."""
-    import transformers
-
-    import hf_zero_stream
-
     reports = []
     for name, checkpoint in zip(names, checkpoints, strict=True):
         model = getattr(transformers, ZOO[name].auto_class).from_pretrained(checkpoint, dtype=BF16)
@@ -97,9 +92,7 @@ def without_zero(names: list[str], checkpoints: list[Path], folder: Path) -> Any
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_replicas(
-    cluster: None, zoo_checkpoint: Callable[..., Path], stock: Path, tmp_path: Path, world_size: int
-) -> None:
+def test_replicas(cluster: None, zoo_checkpoint: Checkpoint, stock: Path, tmp_path: Path, world_size: int) -> None:
     names = ["qwen3_moe", "qwen3_vl_moe", "t5"]
     checkpoints = [zoo_checkpoint(name, BF16) for name in names]
     for written in run_ranks(world_size, without_zero, names, checkpoints, tmp_path)[0]:
@@ -133,7 +126,7 @@ OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "
 )
 def test_after_training(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     world_size: int,
     zero: dict[str, Any],
@@ -149,7 +142,7 @@ def test_after_training(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
-def test_from_swap_files(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_from_swap_files(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint = make_moe_checkpoint(tmp_path / "moe", 4e7, num_layers=4, num_experts=32)
     offload = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "swap"), "buffer_size": 2**23}}
     found = run_ranks(2, save_swapped, checkpoint, tmp_path, ds_config(BF16, **offload))
@@ -158,11 +151,6 @@ def test_from_swap_files(cluster: None, zoo_checkpoint: Callable[..., Path], tmp
 
 
 def save_swapped(checkpoint: Path, folder: Path, config: dict[str, Any]) -> int:
-    import torch.distributed as dist
-    from transformers import AutoModelForCausalLM
-
-    import hf_zero_stream
-
     if dist.get_rank() == 0:
         plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=BF16)
         plain.save_pretrained(folder / "stock", max_shard_size="20MB")
@@ -173,10 +161,7 @@ def save_swapped(checkpoint: Path, folder: Path, config: dict[str, Any]) -> int:
 
 def save_trained_from_swap_files(checkpoint: Path, folder: Path, config: dict[str, Any]) -> list[str]:
     """Names of parameters that are not saved as DeepSpeed itself gives them, in 16 bit and in fp32."""
-    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
-
-    import hf_zero_stream
 
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, ds_config=config)
     engine, *_ = deepspeed.initialize(model=model, config=config)

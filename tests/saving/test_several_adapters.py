@@ -1,11 +1,9 @@
 """One model, several adapters, such as DPO's policy and its frozen reference: each is saved as it is."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
@@ -15,10 +13,10 @@ from safetensors.torch import load_file
 import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
+from tests.support.trainers import arguments_of
 from tests.support.training_state import state_config, train
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.whole import whole_values
+from tests.support.zoo import Checkpoint
 
 
 def adapted(folder: Path, **kwargs: Any) -> Any:
@@ -36,19 +34,11 @@ def adapted(folder: Path, **kwargs: Any) -> Any:
 
 def in_full(model: Any) -> dict[str, torch.Tensor]:
     """The values of both adapters."""
-    import deepspeed
-
-    found = {}
-    for name, param in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            if "lora_" in name:
-                found[name] = getattr(param, "full_tensor", lambda param=param: param)().detach().clone()
-    return found
+    return {name: value for name, value in whole_values(model).items() if "lora_" in name}
 
 
 def by_engine(folder: Path, target: Path, stage: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """Train, save, train on; and the losses after a resume."""
-    import deepspeed
 
     def engine_of() -> Any:
         config = state_config(stage, torch.float32)
@@ -85,25 +75,14 @@ def by_trainer(folder: Path, target: Path, stage: int) -> dict[str, torch.Tensor
         sharding: dict[str, Any] = {
             "deepspeed": {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero},
             "use_cpu": True,
+            "accelerator_config": None,
         }
     else:
         announce(cpu_ram_efficient_loading=False)
         force_fsdp_on_cpu()
-        sharding = {
-            "fsdp": True,
-            "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-            "accelerator_config": {"use_configured_state": True},
-        }
+        sharding = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     with hf_zero_stream.streaming():
-        arguments = transformers.TrainingArguments(
-            output_dir=str(target / "trainer"),
-            max_steps=2,
-            save_steps=2,
-            per_device_train_batch_size=1,
-            report_to=[],
-            optim="adamw_torch",
-            **sharding,
-        )
+        arguments = arguments_of(target / "trainer", max_steps=2, save_steps=2, **sharding)
         model = adapted(folder)
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Tokens())
         trainer.train()

@@ -1,8 +1,5 @@
 """Models of DTensors are saved as the whole model is, byte for byte, whatever training has left them in."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +12,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
+import hf_zero_stream
 from tests.support import live_sharded as live
 from tests.support.allocations import AllocationWatch
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.live_sharded import save_live
 from tests.support.saving import SHARD_SIZE, contents, different
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 ON_TWO = [
     live.fully_sharded,
@@ -91,8 +88,6 @@ def watched_save(checkpoint: Path, folder: Path) -> tuple[int, int, int, list[in
 
     Bytes that pass from one rank to another do so in rounds.
     """
-    import hf_zero_stream
-
     model = live.fully_sharded(checkpoint)
     with AllocationWatch() as ours:
         report = hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE)
@@ -110,8 +105,6 @@ def test_no_parameter_is_gathered(cluster: None, zoo_checkpoint: Checkpoint, tmp
 
 
 def save_in_and_outside(checkpoint: Path, folder: Path) -> None:
-    import hf_zero_stream
-
     model = live.by_transformers(checkpoint)
     model.save_pretrained(folder / "outside", max_shard_size=SHARD_SIZE)
     model.save_pretrained(folder / "dcp outside", distributed_checkpoint=True)
@@ -173,8 +166,6 @@ def on_one_rank(checkpoint: Path) -> Any:
 
 
 def save_refused(checkpoint: Path, folder: Path, way: live.Way) -> None:
-    import hf_zero_stream
-
     hf_zero_stream.save_pretrained(way(checkpoint), folder)
 
 

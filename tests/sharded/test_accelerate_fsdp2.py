@@ -4,8 +4,6 @@ accelerate has FSDP on accelerators only. What is not the CPU's own here is in
 ``tests/support/fsdp2.py::force_fsdp_on_cpu``.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -24,18 +22,16 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests import sampling
-from tests.bindings.test_trl import make_tokenizer
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-from tests.support.fsdp2 import Training, announce, count_lazy, force_fsdp_on_cpu, load, make_accelerator, train
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.fsdp2 import ZooTraining, announce, count_lazy, force_fsdp_on_cpu, load, make_accelerator, train
+from tests.support.trainers import FSDP2, arguments_of, losses_of, make_tokenizer
+from tests.support.zoo import Checkpoint
 
 
 def with_adapters(model: Any) -> Any:
@@ -73,22 +69,22 @@ def written(model: Any) -> Any:
 
 
 TRAININGS = {
-    "plain": Training("llama"),
-    "tied": Training("qwen3"),
-    "mixture": Training("qwen3_moe"),
-    "mixed precision, activation checkpointing": Training(
+    "plain": ZooTraining("llama"),
+    "tied": ZooTraining("qwen3"),
+    "mixture": ZooTraining("qwen3_moe"),
+    "mixed precision, activation checkpointing": ZooTraining(
         "llama", "bf16", {"activation_checkpointing": True}, {"dtype": torch.bfloat16}
     ),
-    "frozen, cast, gradient checkpointing": Training("llama", change=frozen_and_cast),
-    "resized": Training("llama", change=resized),
+    "frozen, cast, gradient checkpointing": ZooTraining("llama", change=frozen_and_cast),
+    "resized": ZooTraining("llama", change=resized),
     # Stock gives the optimizers of all but rank 0 one of the missing parameters in place of each of them.
-    "missing": Training("llama", kwargs={"num_hidden_layers": 3}, stock_is_efficient=False),
+    "missing": ZooTraining("llama", kwargs={"num_hidden_layers": 3}, stock_is_efficient=False),
     # Stock raises: a buffer that is saved is no DTensor.
-    "saved buffers": Training("deepseek_v3", stock_is_efficient=False),
+    "saved buffers": ZooTraining("deepseek_v3", stock_is_efficient=False),
     # Without its efficient loading, stock shards what each rank has; with the same seed that is the same.
-    "written": Training("llama", change=written),
-    "adapters": Training("llama", change=with_adapters),
-    "ignored": Training("llama", settings={"ignored_modules": r"model\.layers\.0"}),
+    "written": ZooTraining("llama", change=written),
+    "adapters": ZooTraining("llama", change=with_adapters),
+    "ignored": ZooTraining("llama", settings={"ignored_modules": r"model\.layers\.0"}),
 }
 
 
@@ -121,7 +117,7 @@ def use_unprepared(folder: Path) -> dict[str, Any]:
     announce(cpu_ram_efficient_loading=True)
     make_accelerator()
     plain = transformers.AutoModelForCausalLM.from_config(load("llama", folder).config)
-    plain.load_state_dict(load_file_of(folder))
+    plain.load_state_dict(tensors_of(folder))
     tokens = torch.tensor([[5, 6, 7]])
 
     def trained(model: Any) -> torch.Tensor:
@@ -184,10 +180,6 @@ def use_unprepared(folder: Path) -> dict[str, Any]:
     gc.collect()
     is_restored = not isinstance(accelerate.accelerator.fsdp2_prepare_model, functools.partial)
     return {"unequal": unequal, "messages": messages, "restored": is_restored}
-
-
-def load_file_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 @pytest.mark.slow
@@ -265,26 +257,13 @@ def fine_tune(folder: Path, output: Path) -> list[Any]:
     found: list[Any] = []
     for streams in (True, False):
         force_fsdp_on_cpu()
-        args = transformers.TrainingArguments(
-            output_dir=str(output),
-            fsdp=True,
-            fsdp_config={"version": 2},
-            accelerator_config={"use_configured_state": True},
-            max_steps=3,
-            per_device_train_batch_size=1,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
-        )
+        args = arguments_of(output, max_steps=3, save_strategy="no", **FSDP2)
         model = load("llama", folder, streams=streams)
         lazy = count_lazy(model)
         data = [{"input_ids": [5 + row, 6, 7], "labels": [5 + row, 6, 7]} for row in range(8)]
         trainer = transformers.Trainer(model, args, train_dataset=data)
         trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found.append((losses, bool(lazy), count_lazy(model)))
+        found.append((losses_of(trainer), bool(lazy), count_lazy(model)))
     return found
 
 
@@ -302,28 +281,14 @@ def fine_tune_by_trl(folder: Path, output: Path) -> list[Any]:
     found: list[Any] = []
     for streams in (True, False):
         force_fsdp_on_cpu()
-        args = SFTConfig(
-            output_dir=str(output),
-            fsdp=True,
-            fsdp_config={"version": 2},
-            bf16=False,
-            accelerator_config={"use_configured_state": True},
-            max_steps=3,
-            per_device_train_batch_size=1,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"},
-        )
+        settings = {"max_steps": 3, "save_strategy": "no", "model_init_kwargs": {"dtype": "float32"}}
+        args = arguments_of(output, SFTConfig, **settings, **FSDP2)
         data = Dataset.from_dict({"text": ["a small model learns words"] * 8})
         with hf_zero_stream.streaming() if streams else nullcontext():
             trainer = SFTTrainer(model=str(folder), args=args, train_dataset=data)
         lazy = count_lazy(trainer.model)
         trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found.append((losses, bool(lazy), count_lazy(trainer.model)))
+        found.append((losses_of(trainer), bool(lazy), count_lazy(trainer.model)))
     return found
 
 

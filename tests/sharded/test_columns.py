@@ -1,8 +1,6 @@
 """Ranks of tensor parallelism read what they hold columns of together: the same values, and each byte once."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,8 @@ from tests.faults.test_one_faulty_rank import fail_then_load, in_a_read, raising
 from tests.sharded.test_plan_sharded import plan_of
 from tests.support.cluster import run_ranks
 from tests.support.sharded import Sizes, compare_sharded, load_sharded
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 TP = {"tp_size": 2}
 

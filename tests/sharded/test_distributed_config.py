@@ -1,8 +1,5 @@
 """``from_pretrained(distributed_config=...)``: each rank reads its local shards, into the storage that FSDP2 owns."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +10,14 @@ import transformers
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+import hf_zero_stream
 from tests import sampling
 from tests.support.cluster import run_ranks
-from tests.support.loading import Messages
+from tests.support.messages import Messages
 from tests.support.saving import SHARD_SIZE, different
 from tests.support.sharded import Sizes, compare_sharded, load_sharded
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 FSDP, TP, HSDP = {"fsdp_size": 2}, {"tp_size": 2}, {"dp_replicate_size": 2, "fsdp_size": 2}
 EP = {"fsdp_size": 2, "ep_size": 2}
@@ -52,8 +48,6 @@ def test_several_dimensions(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 
 def save_sharded(folder: Path, of_sizes: list[Sizes], target: Path) -> None:
-    import hf_zero_stream
-
     for number, sizes in enumerate(of_sizes):
         model = load_sharded(transformers.AutoModelForCausalLM, folder, sizes)
         hf_zero_stream.save_pretrained(model, target / f"ours {number}", max_shard_size=SHARD_SIZE)
@@ -82,7 +76,6 @@ def load_beside_stock(folder: Path, sizes: Sizes, pieces: Path | None = None) ->
 
     If `pieces` is given, it is a folder to make with ``distributed_checkpoint=True``, and to load.
     """
-    import hf_zero_stream
 
     def load() -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
@@ -110,10 +103,14 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def test_pipelines_are_left_to_stock(cluster: None, zoo_checkpoint: Checkpoint) -> None:
-    first, second = run_ranks(2, load_beside_stock, zoo_checkpoint("llama"), {"pp_size": 2})
+    found = run_ranks(2, load_beside_stock, zoo_checkpoint("llama"), {"pp_size": 2})
+    assert_left_to_stock(*found, "with pp_size=2 ranks hold different models")
+
+
+def assert_left_to_stock(first: dict[str, Any], second: dict[str, Any], why: str) -> None:
     for found in (first, second):
         assert found["equal"] and found["names"] and not found["streamed"]
-    assert len(first["said"]) == 1 and "with pp_size=2 ranks hold different models" in first["said"][0]
+    assert len(first["said"]) == 1 and why in first["said"][0]
     assert second["said"] == []
 
 
@@ -123,12 +120,9 @@ def test_pieces_of_ranks_are_left_to_stock(
 ) -> None:
     """A folder of ``save_pretrained(distributed_checkpoint=True)``."""
     pieces = tmp_path / "pieces"
-    first, second = run_ranks(2, load_beside_stock, zoo_checkpoint("llama"), sizes, pieces)
+    found = run_ranks(2, load_beside_stock, zoo_checkpoint("llama"), sizes, pieces)
     assert list(pieces.glob("shard-*.safetensors"))
-    for found in (first, second):
-        assert found["equal"] and found["names"] and not found["streamed"]
-    assert len(first["said"]) == 1 and "in pieces of safetensors" in first["said"][0]
-    assert second["said"] == []
+    assert_left_to_stock(*found, "in pieces of safetensors")
 
 
 def test_missing_parameters_are_those_of_a_plain_load(cluster: None, zoo_checkpoint: Checkpoint) -> None:

@@ -1,9 +1,6 @@
 """Faults in the middle of a load into shards: all ranks raise, nobody hangs, and the next load succeeds."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
+import hf_zero_stream
+from hf_zero_stream.holdings import fsdp
 from tests.faults import test_dying_ranks, test_one_faulty_rank
 from tests.faults.test_dying_ranks import kill_in_first_read, load_with_a_victim
 from tests.faults.test_one_faulty_rank import (
@@ -24,14 +23,10 @@ from tests.faults.test_one_faulty_rank import (
     truncated,
 )
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def load(folder: Path, *args: Any, **settings: Any) -> Any:
-    import hf_zero_stream
-
     config = hf_zero_stream.StreamingConfig(reader_threads=2, staging_bytes=8 * 4096, **settings)
     with hf_zero_stream.streaming(config):
         return transformers.AutoModelForCausalLM.from_pretrained(
@@ -41,7 +36,6 @@ def load(folder: Path, *args: Any, **settings: Any) -> Any:
 
 def no_memory(folder: Path) -> Any:
     """As torch's allocator on a CPU says it, for the storage that FSDP2 owns."""
-    from hf_zero_stream.holdings import fsdp
 
     class Torch:
         def __getattr__(self, name: str) -> Any:

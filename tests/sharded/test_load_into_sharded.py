@@ -1,8 +1,5 @@
 """`load_into` of models that DTensor shards, whoever sharded them: new values in the same memory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +14,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import hf_zero_stream
+from hf_zero_stream.errors import LoadError
 from hf_zero_stream.holdings.introspection import local_of
 from tests import sampling
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.sharded import Sizes, even_inputs, even_model, load_sharded, sharded_differences
+from tests.support.zoo import Checkpoint
 
 
 CAUSAL = transformers.AutoModelForCausalLM
-Checkpoint = Callable[..., Path]
 
 
 def build(how: str, folder: Path) -> Any:
@@ -61,8 +60,6 @@ def addresses(model: nn.Module) -> list[int]:
 
 def fill(hows: list[str], folder: Path) -> dict[str, Any]:
     """What of a model that was filled is not as in plain loading."""
-    import hf_zero_stream
-
     plain, found = CAUSAL.from_pretrained(folder), {}
     for how in hows:
         model = build(how, folder).eval()
@@ -90,8 +87,6 @@ def test_two_dimensions(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 def train_and_fill(first: Path, second: Path, of_sizes: list[Sizes]) -> list[Any]:
     """Train on `first`, load `second`, look, and train on; the same of a model that began with `second`."""
-    import hf_zero_stream
-
     inputs = even_inputs()
     plain, found = CAUSAL.from_pretrained(second), []
 
@@ -152,9 +147,6 @@ def with_both_ends(folder: Path, difference: float) -> Path:
 
 
 def fill_tied(same: Path, different: Path) -> list[Any]:
-    import hf_zero_stream
-    from hf_zero_stream.errors import LoadError
-
     found: list[Any] = []
     for folder in (same, different):
         model = build("fsdp", folder)
@@ -177,8 +169,6 @@ def test_both_ends_of_a_tie(cluster: None, tmp_path: Path) -> None:
 
 
 def fill_without_memory(folder: Path) -> None:
-    import hf_zero_stream
-
     with torch.device("meta"):
         model = CAUSAL.from_config(transformers.AutoConfig.from_pretrained(folder))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -192,8 +182,6 @@ def test_a_model_without_memory(cluster: None, zoo_checkpoint: Checkpoint) -> No
 
 def fill_with_another(folder: Path, another: Path, how: str) -> Any:
     """The error, which comes before anything is read, and whether the model is as it was."""
-    import hf_zero_stream
-
     model = build("fsdp", folder)
     before = [local.clone() for local in map(local_of, model.parameters())]
     path = another if how == "another" or dist.get_rank() == 1 else folder

@@ -1,8 +1,5 @@
 """Models and checkpoints of unusual kinds, loaded into shards, equal plain loading, as they do under ZeRO-3."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,6 @@ from tests.support.sharded import Case, Sizes, compare_sharded, even_model, wron
 
 
 CAUSAL = "AutoModelForCausalLM"
-Checkpoint = Callable[..., Path]
 
 SCALARS = (odd_models.ParameterLists, odd_models.Scalars)
 """``fully_shard`` refuses them, in stock too; and a model whose root has a parameter that is kept in fp32."""

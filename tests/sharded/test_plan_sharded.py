@@ -1,7 +1,5 @@
 """Plans of models that DTensor shards are what real loads of all ranks read and hold."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable
@@ -25,10 +23,9 @@ from hf_zero_stream.planning.sharded_footprint import HeldShard, sharded_footpri
 from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.support.cluster import run_ranks
 from tests.support.sharded import Sizes, load_sharded
+from tests.support.zoo import Checkpoint
 from tests.zero.test_footprint import assert_close, give_back_what_is_freed
 
-
-Checkpoint = Callable[..., Path]
 
 TWO: list[Sizes] = [{"fsdp_size": 2}, {"tp_size": 2}, {"fsdp_size": 2, "ep_size": 2}]
 FOUR: list[Sizes] = [

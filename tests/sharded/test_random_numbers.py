@@ -1,10 +1,7 @@
 """A load leaves each rank the random numbers that its reference leaves: stock's, or under ZeRO-3 a plain load's."""
 
-from __future__ import annotations
-
 import gc
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,12 @@ import transformers
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
-from tests.support.changed_models import whole_values
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, count_lazy, make_accelerator
 from tests.support.parity import ds_config
+from tests.support.whole import whole_values
+from tests.support.zoo import Checkpoint
 from tests.sweep.loads import generators
-
-
-Checkpoint = Callable[..., Path]
 
 
 def seed(number: int) -> None:

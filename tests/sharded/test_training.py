@@ -1,8 +1,5 @@
 """Models that were streamed into shards train as plain ones do, and as those of stock do."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +11,16 @@ import transformers
 from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.sharded import Sizes, even_inputs, even_model, load_sharded
+from tests.support.trainings import Training
+from tests.support.zoo import Checkpoint
 
 
 CAUSAL = transformers.AutoModelForCausalLM
 
 
 def three_losses(model: Any) -> list[float]:
-    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for _ in range(3):
-        loss = model(**even_inputs()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
+    return Training(model, optimizer, batch=lambda _: even_inputs()).train(range(3))
 
 
 def losses_or_error(model_or_call: Any) -> Any:
@@ -86,7 +77,7 @@ def test_policies(cluster: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tied_head_of_odd_sizes(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_a_tied_head_of_odd_sizes(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """It stays one parameter. Of stock's, which FSDP2 pads, the two ends part in the first step, without a word."""
     for found in run_ranks(2, train, zoo_checkpoint("qwen3"), [{"fsdp_size": 2}]):
         ((_, plain, stock, ours),) = found

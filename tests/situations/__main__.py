@@ -5,8 +5,6 @@ Examples:
     python -m tests.situations --one home=zero3,optimizer=none_entry
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 
 
-__all__ = ["AXES", "Situation", "contradiction", "draw", "simpler"]
-
 AXES: dict[str, tuple[str, ...]] = {
     "model": ("llama", "even", "tied", "gpt2", "moe", "bert_classifier"),
     "change": (

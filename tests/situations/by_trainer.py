@@ -1,7 +1,5 @@
 """Situations that the Trainer trains: it saves and resumes by itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,6 @@ from tests.situations.axes import Situation
 from tests.situations.models import inputs_of, load
 from tests.situations.observed import values_of
 from tests.situations.optimizers import optimizer_of
-
-
-__all__ = ["first", "resumed"]
 
 
 class Watch(TrainerCallback):

@@ -1,16 +1,11 @@
 """Models that a script cuts itself: as Megatron-DeepSpeed does, with an `mpu`; or in the stages of a pipeline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.support.mpu import Mpu
-
-
-__all__ = ["cut_in_halves", "in_stages"]
 
 
 class _SumBackward(torch.autograd.Function):

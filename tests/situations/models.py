@@ -1,23 +1,21 @@
 """The models of situations: tiny, and changed as users change them after they have loaded them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import peft
 import torch
 import torch.distributed as dist
 import transformers
 import transformers.distributed
+from peft import LoraConfig
 from torch import nn
 
 from tests.situations.axes import Situation
 
-
-__all__ = ["MODELS", "inputs_of", "load", "make"]
 
 ROWS = 77
 """An odd vocabulary."""
@@ -173,8 +171,6 @@ def _adapt_by(kind: str, **more: Any) -> Any:
     """Adapters of another kind than LoRA."""
 
     def adapt(model: Any) -> Any:
-        import peft
-
         is_classifier = "Classification" in type(model).__name__
         task = "SEQ_CLS" if is_classifier else "CAUSAL_LM"
         return peft.get_peft_model(model, getattr(peft, kind)(task_type=task, **more))
@@ -240,8 +236,6 @@ def _add_extra_state(model: Any) -> Any:
 
 
 def _second_adapter(model: Any) -> Any:
-    from peft import LoraConfig
-
     model.add_adapter("second", LoraConfig(target_modules=model.peft_config["default"].target_modules, r=3))
     return model
 

@@ -1,14 +1,10 @@
 """What a rank sees of a training: a digest of each value, and the structure of the optimizer's state."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
 import torch
-
-
-__all__ = ["optimizer_structure", "values_of"]
+from torch.distributed.tensor import DTensor
 
 
 def values_of(model: Any) -> dict[str, str]:
@@ -20,8 +16,6 @@ def values_of(model: Any) -> dict[str, str]:
 
 
 def _whole(param: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
     if hasattr(param, "ds_id"):
         import deepspeed
 

@@ -1,14 +1,9 @@
 """Optimizers that keep what optimizers of others keep: each kind of entry, and each habit, that a save must know."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
-
-
-__all__ = ["OPTIMIZERS", "optimizer_of"]
 
 
 class Momentum(torch.optim.Optimizer):

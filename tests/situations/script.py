@@ -1,13 +1,9 @@
 """A small script that shows one finding, to run without the generator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.situations.axes import Situation
 
-
-__all__ = ["write_script"]
 
 TEMPLATE = '''\
 """{kinds}

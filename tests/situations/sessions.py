@@ -3,14 +3,18 @@
 `arm` says whether that happens inside `streaming()` ("ours") or without it ("stock").
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from tests.situations.axes import Situation
@@ -19,9 +23,6 @@ from tests.situations.models import inputs_of, load
 from tests.situations.optimizers import optimizer_of
 from tests.support.autoep import let_autoep_run
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
-
-
-__all__ = ["SESSIONS", "Session", "announce_home", "ds_config"]
 
 
 def ds_config(situation: Situation, folder: Path) -> dict[str, Any]:
@@ -53,8 +54,6 @@ def ds_config(situation: Situation, folder: Path) -> dict[str, Any]:
 
 def announce_home(situation: Situation, arm: str) -> None:
     """Set what a launcher sets, and begin the process group."""
-    from accelerate import PartialState
-
     if situation.home == "fsdp2":
         # Stock's ranks above 0 have no values of a new head with it.
         announce(cpu_ram_efficient_loading=arm == "ours", state_dict_type="SHARDED_STATE_DICT")
@@ -81,9 +80,6 @@ class Session:
         self.prepare(checkpoints)
 
     def prepare(self, checkpoints: Path) -> None:
-        import deepspeed
-        from transformers.integrations import HfDeepSpeedConfig
-
         config = ds_config(self.situation, checkpoints)
         self._config = HfDeepSpeedConfig(config)  # transformers keeps a weak reference
         self.model = load(self.situation, checkpoints)
@@ -210,9 +206,6 @@ class Accelerated(Session):
     """accelerate, with DeepSpeed or FSDP2."""
 
     def prepare(self, checkpoints: Path) -> None:
-        from accelerate import Accelerator
-        from accelerate.utils import DeepSpeedPlugin
-
         arguments: dict[str, Any] = {"gradient_accumulation_steps": int(self.situation.accumulation)}
         if self.situation.precision == "bf16":
             arguments["mixed_precision"] = "bf16"
@@ -289,8 +282,6 @@ class OwnLoop(Session):
     """A loop of one's own, around what `fully_shard` or a load has sharded, or replicas. Stock's arm saves nothing."""
 
     def prepare(self, checkpoints: Path) -> None:
-        from torch.distributed.fsdp import fully_shard
-
         self.model = load(self.situation, checkpoints)
         if self.situation.home == "fsdp2":
             bare = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -335,8 +326,6 @@ class OwnLoop(Session):
         return super().save_weights(folder, "save_pretrained" if is_stock else how)  # all ranks write there
 
     def whole_state_dict(self) -> dict[str, Any] | None:
-        from torch.distributed.tensor import DTensor
-
         state = self.model.state_dict()
         return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 

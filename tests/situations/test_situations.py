@@ -1,7 +1,5 @@
 """Some situations beside stock, and the generator itself: what it draws, finds, and makes simpler."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

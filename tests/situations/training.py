@@ -1,9 +1,8 @@
 """What each rank runs of a situation: some steps with a save, or a resume of it in new processes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from tests.situations import by_trainer
 from tests.situations.axes import Situation
 from tests.situations.observed import optimizer_structure, values_of
 from tests.situations.sessions import SESSIONS, Session, announce_home
-
-
-__all__ = ["first", "resumed"]
+from tests.support.checkpoint_files import tensors_of
 
 
 def _scope(arm: str) -> Any:
@@ -96,8 +93,6 @@ def resumed(situation: Situation, arm: str, folder: Path, checkpoints: Path) -> 
 @contextlib.contextmanager
 def _errors(found: dict[str, Any]) -> Any:
     """Put an error into what is found: the ranks' end is the same then."""
-    import traceback
-
     try:
         yield
     except Exception as error:
@@ -118,11 +113,7 @@ def _weights(session: Session, folder: Path, how: str) -> dict[str, Any] | None:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    values: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        values |= load_file(path)
+    values = tensors_of(folder)
     for path in folder.glob("*.pt"):
         values |= torch.load(path, weights_only=False)
     return values

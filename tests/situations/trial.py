@@ -1,7 +1,5 @@
 """One situation tried: ours beside stock, each trained, saved, and resumed in new processes; and what differs."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil
@@ -14,8 +12,6 @@ from tests.situations.axes import Situation, simpler
 from tests.situations.training import first, resumed
 from tests.support.cluster import Outcome, RankTimeout, run_ranks_expecting_errors
 
-
-__all__ = ["Finding", "shrunk", "trial"]
 
 TIMEOUT_S = 45.0
 """Less than ranks wait for each other, and much more than the steps of a situation take."""

@@ -5,8 +5,6 @@ or the newer one, each with its weights, byte for byte. 318 trials at every seco
 states and 84 newer ones, 36 of which the next to use the folder had to finish.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import shutil
@@ -18,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import set_seed
 
-from hf_zero_stream.checkpoint.formats import UNFINISHED
-from hf_zero_stream.saving.files import finish_interrupted
-from tests.saving.crash import FAULTS, at_each_step, strike
-from tests.support.cluster import run_ranks, run_ranks_expecting_errors, warm_up
+import hf_zero_stream
+from tests.saving.crash import FAULTS, at_each_step, check, one_of_two_fails, strike, tree
+from tests.support.cluster import run_ranks, warm_up
 from tests.support.training_state import all_in_one_group, engine_of, plain_training, state_config, train, train_plain
 from tests.support.zoo import make_checkpoint
 
@@ -32,35 +30,8 @@ NAME = "llama"
 SETTINGS = {"max_shard_size": "100KB"}
 WAYS = {"waited": False, "background": True}
 
-Tree = dict[str, bytes]
-
-
-def tree(folder: Path) -> Tree:
-    """Every file below a folder, by its path there, but for those of a save that is not complete."""
-    paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    return {str(path): (folder / path).read_bytes() for path in paths if not path.parts[0].startswith(UNFINISHED)}
-
-
-def check(folder: Path, old: Tree, new: Tree) -> str:
-    """What a trial has left: ``"old"``, ``"new"``, or ``"finished"`` if the next to use the folder had to finish it.
-
-    Raises:
-        AssertionError: something else.
-    """
-    before = tree(folder)
-    assert all(data in (old.get(name), new.get(name)) for name, data in before.items()), "a file that is not complete"
-    finished = finish_interrupted(folder)
-    after = tree(folder)
-    if after == new:
-        return "finished" if finished or before != new else "new"
-    unlike = [sorted(name for name in after.keys() | each if after.get(name) != each.get(name)) for each in (old, new)]
-    assert after == old, f"neither old nor new; differing from the one in {unlike[0]}, from the other in {unlike[1]}"
-    return "old"
-
 
 def save(trained: Any, folder: Path, asynchronous: bool, **arguments: Any) -> None:
-    import hf_zero_stream
-
     set_seed(0)  # random numbers are part of a state
     saved = hf_zero_stream.save_state(trained, folder, asynchronous=asynchronous, **arguments, **SETTINGS)
     if isinstance(saved, hf_zero_stream.PendingSave):
@@ -84,10 +55,6 @@ def trials_of_one_rank(parent: Path, way: str, faults: list[str], stride: int = 
 
 def train_and_save(checkpoint: Path, old: Path, new: Path) -> None:
     """The older state, and the newer one in a copy of its folder."""
-    import torch.distributed as dist
-
-    import hf_zero_stream
-
     engine = engine_of(checkpoint, state_config(3), all_in_one_group)
     train(engine, (0,))
     save(engine, old, asynchronous=False)
@@ -99,12 +66,8 @@ def train_and_save(checkpoint: Path, old: Path, new: Path) -> None:
 
 
 def save_with_fault(
-    checkpoint: Path, old: Path, folder: Path, rank: int, step: int, fault: str, asynchronous: bool
+    folder: Path, checkpoint: Path, old: Path, rank: int, step: int, fault: str, asynchronous: bool
 ) -> None:
-    import torch.distributed as dist
-
-    import hf_zero_stream
-
     engine = engine_of(checkpoint, state_config(3), all_in_one_group)
     hf_zero_stream.load_state(engine, old)
     train(engine, (1,))
@@ -121,19 +84,10 @@ def make_states(parent: Path) -> Path:
 
 
 def trial_of_two_ranks(states: Path, rank: int, step: int, fault: str, way: str) -> str:
-    """Two ranks, one of which fails; the other raises an error of ours, in seconds."""
-    old, new = tree(states / "old"), tree(states / "new")
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(shutil.copytree(states / "old", Path(place) / "saved"))
-        arguments = (states / "model", states / "old", folder, rank, step, fault, WAYS[way])
-        outcomes = run_ranks_expecting_errors(2, save_with_fault, *arguments)
-        left = check(folder, old, new)
-        other = outcomes[1 - rank]
-        if outcomes[rank].error_type is None:
-            assert left == "new" and other.error_type is None, other.error_message
-            return f"{way}, the save had ended before"
-        assert other.error_type in ("SaveError", "PeerError"), other.error_message
-        return f"{way}, {fault}: {left}"
+    arguments = (states / "model", states / "old", rank, step, fault, WAYS[way])
+    return f"{way}, " + one_of_two_fails(
+        states / "old", tree(states / "new"), rank, fault, save_with_fault, *arguments
+    )
 
 
 def main() -> None:

@@ -5,8 +5,6 @@ in new processes by as many ranks and by others, and its losses are compared wit
 and with those of DeepSpeed's own resume. What we refuse under FSDP2 is saved and resumed by accelerate.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
@@ -26,7 +24,8 @@ from hf_zero_stream.errors import UnsupportedError
 from tests.support.cluster import RankFailure, RankTimeout, run_ranks
 from tests.support.fsdp2 import announce, load, make_accelerator
 from tests.support.parity import ds_config
-from tests.support.training_state import accelerated_steps, train
+from tests.support.training_state import accelerated_steps
+from tests.support.trainings import Training
 from tests.support.zoo import VOCAB, make_checkpoint
 
 
@@ -152,43 +151,16 @@ OPTIMIZERS: dict[str, Make | str] = {
 
 
 @dataclass
-class Trained:
+class Trained(Training):
     """A model in a home, and what trains it."""
 
-    home: str
-    engine: Any
-    optimizer: Any
-
-    def steps(self, numbers: Sequence[int]) -> list[float]:
-        if self.home in ZERO:
-            return train(self.engine, numbers)
-        self.engine.train()
-        losses = []
-        for number in numbers:
-            tokens = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(number))
-            loss = self.engine(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+    home: str = ""
 
     @property
     def inner(self) -> Any:
         """The optimizer itself."""
-        wrapper = self.engine.optimizer if self.home in ZERO else self.optimizer
+        wrapper = self.optimizer or self.trains.optimizer
         return getattr(wrapper, "optimizer", wrapper)
-
-    def save(self, folder: Path) -> None:
-        """By us, or an UnsupportedError."""
-        hf_zero_stream.save_state(self.engine, folder, **self._own)
-
-    def load(self, folder: Path) -> None:
-        hf_zero_stream.load_state(self.engine, folder, **self._own)
-
-    @property
-    def _own(self) -> dict[str, Any]:
-        return {} if self.home in ZERO else {"optimizer": self.optimizer}
 
 
 def training_in(home: str, folder: Path, make: Make | str, dtype: torch.dtype = torch.float32) -> Trained:
@@ -208,7 +180,7 @@ def training_in(home: str, folder: Path, make: Make | str, dtype: torch.dtype = 
         optimizer = None if isinstance(make, str) else make(model)
         params = parameters_of(model) if optimizer is None else None
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
-        made = Trained(home, engine, engine.optimizer)
+        made = Trained(engine, home=home)
     else:
         if isinstance(make, str):
             raise UnsupportedError("it belongs to DeepSpeed's engines")
@@ -219,7 +191,7 @@ def training_in(home: str, folder: Path, make: Make | str, dtype: torch.dtype = 
             sizes["distributed_config"] = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
         with hf_zero_stream.streaming():
             model = load(**sizes)
-        made = Trained(home, model, make(model))
+        made = Trained(model, make(model), home=home)
     if hasattr(made.inner, "train"):  # schedule-free
         made.inner.train()
     return made
@@ -246,18 +218,18 @@ def save_rows(folder: Path, target: Path, rows: Sequence[tuple[str, str]]) -> li
     def row(name: str, home: str) -> Any:
         place = _place(target, name, home)
         training = training_in(home, folder, OPTIMIZERS[name])
-        training.steps(range(3))
+        training.train(range(3))
         refused = _tried(lambda: training.save(place / "ours"))
-        stock = _tried(lambda: training.engine.save_checkpoint(str(place / "stock"))) if home in ZERO else None
+        stock = _tried(lambda: training.trains.save_checkpoint(str(place / "stock"))) if home in ZERO else None
         left = None
         if isinstance(refused, str) and home in ZERO:
             with hf_zero_stream.streaming():
-                left = _tried(lambda: training.engine.save_checkpoint(str(place / "left")))
+                left = _tried(lambda: training.trains.save_checkpoint(str(place / "left")))
         return {
             "refused": refused if isinstance(refused, str) else "",
             "stock": stock,
             "left": left if isinstance(left, str) else "",
-            "losses": training.steps((3, 4)),
+            "losses": training.train((3, 4)),
         }
 
     return [_tried(partial(row, *each)) for each in rows]
@@ -270,11 +242,11 @@ def resume_rows(folder: Path, target: Path, rows: Sequence[tuple[str, str]], aga
         place = _place(target, name, home)
         training = training_in(home, folder, OPTIMIZERS[name])
         if whose == "stock":
-            training.engine.load_checkpoint(str(place / "stock"))
+            training.trains.load_checkpoint(str(place / "stock"))
         else:
             training.load(place / "ours")
             training.save(place / again)
-        return training.steps((3, 4))
+        return training.train((3, 4))
 
     def whose(home: str) -> tuple[str, ...]:
         return ("ours", "stock") if again == "same" and home in ZERO else ("ours",)

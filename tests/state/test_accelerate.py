@@ -1,14 +1,12 @@
 """accelerate inside ``streaming()``: all that ``save_state`` saves of a script comes back, as without us."""
 
-from __future__ import annotations
-
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from torch.utils.data import DataLoader
 
 import hf_zero_stream
@@ -17,9 +15,9 @@ from tests.state.test_engines import decayed_or_not
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
 from tests.support.parity import ds_config
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.trainers import by_deepspeed, own_optimizer
+from tests.support.trainings import Training
+from tests.support.zoo import Checkpoint
 
 
 class Position:
@@ -36,21 +34,12 @@ class Position:
 
 def accelerator_of(kind: str, project: Path) -> Any:
     """One that names its checkpoints itself, and keeps two; `kind`: FSDP2, or the stage of ZeRO."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
-
     naming = ProjectConfiguration(project_dir=str(project), automatic_checkpoint_naming=True, total_limit=2)
     if kind == "FSDP2":
         announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
         force_fsdp_on_cpu()
         return Accelerator(project_config=naming)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    config = {**ds_config(torch.float32), "gradient_accumulation_steps": 1}
-    config["zero_optimization"]["stage"] = int(kind)
-    del config["optimizer"]
-    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    return Accelerator(project_config=naming, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    return by_deepspeed(own_optimizer(ds_config(stage=int(kind))), project_config=naming)
 
 
 def train(folder: Path, project: Path, kind: str, resumes: bool, config: StreamingConfig) -> dict[str, Any]:
@@ -105,8 +94,6 @@ def test_what_a_script_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path
 
 def train_two(folder: Path, target: Path) -> dict[str, Any]:
     """Two models that one accelerator has prepared, under FSDP2: two steps, and two more, twice."""
-    from accelerate import Accelerator
-
     announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
     force_fsdp_on_cpu()
     accelerator = Accelerator()
@@ -116,20 +103,11 @@ def train_two(folder: Path, target: Path) -> dict[str, Any]:
             model = load("llama", folder)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 / number)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-            trained.append(accelerator.prepare(model, optimizer, scheduler))
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+            trained.append(Training(model, optimizer, accelerator, scheduler))
 
         def steps(numbers: range) -> list[Any]:
-            found = []
-            for number in numbers:
-                ids = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(number))
-                for model, optimizer, scheduler in trained:
-                    loss = model(input_ids=ids, labels=ids).loss
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                    found.append((loss.item(), scheduler.get_last_lr()))
-            return found
+            return [(each.train([n]), each.scheduler.get_last_lr()) for n in numbers for each in trained]
 
         steps(range(2))
         accelerator.save_state(str(target))

@@ -1,15 +1,12 @@
 """Accumulation of gradients by accelerate: states are saved after any step, and not saved or loaded within one."""
 
-from __future__ import annotations
-
-import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import hf_zero_stream
 from hf_zero_stream.state import foreign
@@ -17,27 +14,19 @@ from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
 from tests.support.parity import ds_config
+from tests.support.trainers import by_deepspeed, own_optimizer
 from tests.support.training_state import accelerated_steps
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def accelerator_of(zero: bool) -> Any:
     """One that accumulates two batches."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DeepSpeedPlugin
-
     if not zero:
         announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
         force_fsdp_on_cpu()
         return Accelerator(gradient_accumulation_steps=2)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    config = {**ds_config(torch.float32), "gradient_accumulation_steps": 2}
-    del config["optimizer"]
-    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    return Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    config = own_optimizer(ds_config()) | {"gradient_accumulation_steps": 2}
+    return by_deepspeed(config, gradient_accumulation_steps=2)
 
 
 def accumulate(folder: Path, target: Path, zero: bool) -> dict[str, Any]:

@@ -1,16 +1,15 @@
 """Training states of PEFT's models: the adapter, its masters and moments; the base is what it was."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
@@ -19,9 +18,7 @@ from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, load, make_accelerator
 from tests.support.training_state import state_config, train
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def with_adapter(model: Any) -> Any:
@@ -30,8 +27,6 @@ def with_adapter(model: Any) -> Any:
 
 
 def adapted_engine(folder: Path, stage: int) -> Any:
-    import deepspeed
-
     config = state_config(stage)
     with hf_zero_stream.streaming():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, ds_config=config)
@@ -182,8 +177,6 @@ PROMPTS = {
 
 def save_sharded_prompts(folder: Path, target: Path, kind: str) -> str:
     """Save under FSDP2; what PEFT's file has must be what the ranks hold. Returns our error, if there is one."""
-    from torch.distributed.fsdp import fully_shard
-
     model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), PROMPTS[kind])
     fully_shard(model)
     trained = [param for param in model.parameters() if param.requires_grad]

@@ -1,11 +1,9 @@
 """``save_state(asynchronous=True)``: the files of a synchronous save, errors on all ranks, one save at a time."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,11 @@ from hf_zero_stream.saving.host_copy import HostMemory
 from tests import sampling
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.saving import saves_with
+from tests.support.trainers import losses_of
 from tests.support.training_state import all_in_one_group, engine_of, plain_training, state_config, train, train_plain
-from tests.zero.test_upstream_training import losses_of, make_trainer
+from tests.support.zoo import Checkpoint
+from tests.zero.test_upstream_training import make_trainer
 
-
-Checkpoint = Callable[..., Path]
 
 SHARDS = {"max_shard_size": "40KB"}
 CONFIGS = {

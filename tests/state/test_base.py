@@ -1,9 +1,6 @@
 """States of adapters have all of the base that its checkpoint has not, and are refused on another base."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,7 @@ from hf_zero_stream.errors import ConfigError
 from tests.state.test_changed import train_here
 from tests.support.changed_bases import CHANGES, OWN, AdapterTraining, in_state, resume, train_and_save
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 @pytest.fixture

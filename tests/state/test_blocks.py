@@ -1,8 +1,6 @@
 """Optimizers of 8 bits in blocks: as many ranks go on as stock does, to the last bit; others are refused."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,8 @@ from tests.state.optimizers import FSDP2, ONE, ZERO, of_module, parameters_of, t
 from tests.state.test_entries import of_this_rank
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 STAGE_0 = "DeepSpeed, stage 0"
 HOMES = ["ZeRO-3", "ZeRO-2", STAGE_0, FSDP2]
@@ -66,15 +63,15 @@ def saved(folder: Path, target: Path, homes: Sequence[str]) -> list[Any]:
     found = []
     for home in homes:
         training = training_in(home, folder, make(home))
-        training.steps(range(3))
+        training.train(range(3))
         training.save(target / home)
         for _ in range(2):  # the second by the plan of the first
             hf_zero_stream.save_state(
-                training.engine, target / f"{home} later", asynchronous=True, **training._own
+                training.trains, target / f"{home} later", asynchronous=True, **training.own
             ).wait()
         if home in ZERO:
-            training.engine.save_checkpoint(str(target / f"{home} stock"))
-        found.append((of_this_rank(training.inner), training.steps((3, 4))))
+            training.trains.save_checkpoint(str(target / f"{home} stock"))
+        found.append((of_this_rank(training.inner), training.train((3, 4))))
     return found
 
 
@@ -83,10 +80,10 @@ def resumed(folder: Path, target: Path, homes: Sequence[str], whose: str) -> lis
     for home in homes:
         training = training_in(home, folder, make(home))
         if whose == "stock":
-            training.engine.load_checkpoint(str(target / f"{home} stock"))
+            training.trains.load_checkpoint(str(target / f"{home} stock"))
         else:
             training.load(target / home)
-        found.append((of_this_rank(training.inner), training.steps((3, 4))))
+        found.append((of_this_rank(training.inner), training.train((3, 4))))
     return found
 
 
@@ -97,9 +94,9 @@ def resumed_by_others(folder: Path, target: Path, homes: Sequence[str]) -> list[
         training = training_in(home, folder, make(home))
         if home == STAGE_0:
             training.load(target / home)
-            found.append(training.steps((3, 4)))
+            found.append(training.train((3, 4)))
             continue
-        training.steps([7])
+        training.train([7])
         before = of_this_rank(training.inner), [param.clone() for param in _trained(training)]
         try:
             training.load(target / home)
@@ -114,8 +111,8 @@ def resumed_by_others(folder: Path, target: Path, homes: Sequence[str]) -> list[
 def _trained(training: Any) -> list[torch.Tensor]:
     masters = {"ZeRO-3": "fp32_partitioned_groups_flat", "ZeRO-2": "single_partition_of_fp32_groups"}
     if training.home in masters:
-        return [*getattr(training.engine.optimizer, masters[training.home])]
-    return [param.to_local() for param in parameters_of(training.engine)]
+        return [*getattr(training.trains.optimizer, masters[training.home])]
+    return [param.to_local() for param in parameters_of(training.trains)]
 
 
 def test_as_stock(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -148,16 +145,16 @@ def test_one_process(zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: py
     """Small parameters are kept in 32 bit, of all elements; a record and files that do not fit are errors."""
     folder = zoo_checkpoint("llama")
     training = training_in(ONE, folder, make(ONE))
-    training.steps(range(3))
+    training.train(range(3))
     kept = of_this_rank(training.inner)
     assert {state["state1"].dtype for state in kept} == {torch.uint8, torch.float32}
     training.save(tmp_path)
-    losses = training.steps((3, 4))
+    losses = training.train((3, 4))
     again = training_in(ONE, folder, make(ONE))
     for each in (training, again):  # in a training that has gone on, and in a new one
         each.load(tmp_path)
         assert is_same(of_this_rank(each.inner), kept)
-        assert each.steps((3, 4)) == losses
+        assert each.train((3, 4)) == losses
     held = blocks._held
     monkeypatch.setattr(blocks, "_held", lambda *args: dict([*held(*args).items()][1:]))
     with pytest.raises(SaveError, match="expected .* elements in blocks of this rank in the files"):

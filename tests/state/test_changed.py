@@ -1,7 +1,5 @@
 """A state and what goes on from it do not fit, or something in between has changed: nothing is lost in silence."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -23,10 +21,8 @@ from hf_zero_stream.state import refusals
 from hf_zero_stream.state.record import StateRecord
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
-from tests.support.zoo import VOCAB
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.trainings import Training, tokens_of
+from tests.support.zoo import Checkpoint
 
 
 def made(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.optim.Optimizer]:
@@ -37,17 +33,13 @@ def made(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.o
 
 def train_here(model: Any, optimizer: Any, steps: Sequence[int], all_since: int = 0) -> list[float]:
     """Losses of steps; before step `all_since` only the embeddings have gradients."""
-    losses = []
+    training, losses = Training(model, optimizer), []
     for step in steps:
-        tokens = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
         if step < all_since:
-            loss = model.get_input_embeddings()(tokens).square().mean()
+            loss = model.get_input_embeddings()(tokens_of(step)["input_ids"]).square().mean()
         else:
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+            loss = model(**tokens_of(step)).loss
+        losses.append(training.step(loss))
     return losses
 
 
@@ -336,10 +328,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a field twice": (lambda it: '{"version": 1, "version": 1}', "occurs twice"),
     "groups": (lambda it: it.update(groups="abc"), "entries are not those of a training state"),
     "options": (lambda it: it["groups"][0].update(options=3), r"groups\[0\].options"),
-    "a rate": (
-        lambda it: it["groups"][0]["options"].update(lr="fast"),
-        "lr: expected something like 0.01",
-    ),
+    "a rate": (lambda it: it["groups"][0]["options"].update(lr="fast"), "lr: expected something like 0.01"),
     "betas": (lambda it: it["groups"][0]["options"].update(betas=[1]), "betas: expected something like"),
     "parameters": (lambda it: it["groups"][0].update(parameters="abc"), r"groups\[0\].parameters"),
     "numbers": (lambda it: it["groups"][0].update(numbers=[]), r"groups\[0\].numbers"),

@@ -1,21 +1,19 @@
 """A sample of ``python -m tests.state.crash``: saves of training states that die, or whose disk fails."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving.files import Publication, finish_interrupted
-from tests.state.crash import make_states, tree, trial_of_two_ranks, trials_of_one_rank
+from tests.saving.crash import tree
+from tests.state.crash import make_states, trial_of_two_ranks, trials_of_one_rank
 from tests.support.training_state import plain_training
-from tests.support.zoo import make_checkpoint
+from tests.support.zoo import Checkpoint
 
 
 @pytest.mark.parametrize(
@@ -31,10 +29,11 @@ def test_one_rank(tmp_path: Path, way: str, fault: str, stride: int) -> None:
     assert found.keys() >= {f"{fault}: old", f"{fault}: new"}
 
 
-def test_weights_that_cannot_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_read_again(
+    zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A state without a fingerprint would go on with any weights."""
-    checkpoint = make_checkpoint("llama", tmp_path / "model", torch.float32)
-    model, optimizer, _ = plain_training(checkpoint, None)
+    model, optimizer, _ = plain_training(zoo_checkpoint("llama"), None)
     hf_zero_stream.save_state(model, tmp_path / "state", optimizer=optimizer)
     before, original = tree(tmp_path / "state"), os.open
 

@@ -1,8 +1,5 @@
 """What neither we nor the checkpoints of DeepSpeed or accelerate bring back is an error, and no checkpoint."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +12,7 @@ from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, load, make_accelerator
 from tests.support.training_state import accelerated_steps
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 class KeepsText(torch.optim.SGD):
@@ -50,14 +45,14 @@ def by_engines(folder: Path, target: Path, homes: list[str]) -> list[Any]:
     for kind in KINDS:
         for home in homes:
             training = training_in(home, folder, lambda model, kind=kind: kind(parameters_of(model), lr=1e-2))
-            training.steps(range(2))
+            training.train(range(2))
             with hf_zero_stream.streaming():
-                message = message_of(lambda: training.engine.save_checkpoint(str(target / f"ours {kind} {home}")))
-            training.engine.save_checkpoint(str(target / f"stock {kind} {home}"))
+                message = message_of(lambda: training.trains.save_checkpoint(str(target / f"ours {kind} {home}")))
+            training.trains.save_checkpoint(str(target / f"stock {kind} {home}"))
             training = training_in(home, folder, lambda model, kind=kind: kind(parameters_of(model), lr=1e-2))
-            training.engine.load_checkpoint(str(target / f"stock {kind} {home}"))
+            training.trains.load_checkpoint(str(target / f"stock {kind} {home}"))
             modes = [entries["mode"][0] for entries in training.inner.state.values() if "mode" in entries]
-            training.steps([2])
+            training.train([2])
             kept = training.inner.param_groups[0].get("state", {})
             found.append((kind, message, modes[:1], [entries["steps"] for entries in kept.values()]))
     return found

@@ -1,7 +1,5 @@
 """Programs that end while a state is saved in the background: the save comes to its end, or says that it did not."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

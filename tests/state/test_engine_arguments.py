@@ -1,24 +1,22 @@
 """Arguments and config of an engine's ``save_checkpoint`` and ``load_checkpoint`` inside ``streaming()``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
 from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed
+from hf_zero_stream.state import foreign
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def outcome(work: Callable[[], Any]) -> Any:
@@ -63,10 +61,6 @@ def test_as_deepspeed_does(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: 
 
 
 def ours_alone(folder: Path, target: Path) -> dict[str, Any]:
-    import deepspeed
-
-    from hf_zero_stream.state import foreign
-
     said: list[str] = []
     foreign.logger.warning_once = said.append  # type: ignore[method-assign]
     found: dict[str, Any] = {}

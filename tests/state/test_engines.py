@@ -1,7 +1,5 @@
 """One training that goes from engine to engine, with other ranks each time: what arrives is what was saved first."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.training_state import engine_of, state_config, train, train_plain
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def decayed_or_not(model: Any, freezes: bool) -> list[dict[str, Any]]:
@@ -54,8 +51,6 @@ def by_zero(folder: Path, stage: int, prepare: Prepare, source: Path | None, tar
 
 
 def by_fsdp2(folder: Path, prepare: Prepare, source: Path, target: Path, size: int) -> list[float]:
-    from transformers.distributed import DistributedConfig
-
     with hf_zero_stream.streaming():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, distributed_config=DistributedConfig(fsdp_size=size)

@@ -1,9 +1,7 @@
 """Whatever an optimizer keeps of a parameter comes back as it was, with its types, in every home."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,8 @@ from tests.state.optimizers import FSDP2, ONE, ZERO, training_in
 from tests.state.test_changed import load, made, save, train_here
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.trainings import Training
+from tests.support.zoo import Checkpoint
 
 
 class KeepsAll(torch.optim.Optimizer):
@@ -110,13 +107,13 @@ def saved_in(folder: Path, target: Path, homes: Sequence[str]) -> Any:
     found = []
     for home in homes:
         training = training_in(home, folder, keeps_all)
-        training.steps(range(3))
+        training.train(range(3))
         kept = of_this_rank(training.inner)
         training.save(target / home)
         assert is_same(of_this_rank(training.inner), kept)
         if home in ZERO:
-            training.engine.save_checkpoint(str(target / f"{home} stock"))
-        found.append((kept, training.steps((3, 4))))
+            training.trains.save_checkpoint(str(target / f"{home} stock"))
+        found.append((kept, training.train((3, 4))))
     return found
 
 
@@ -126,7 +123,7 @@ def resumed_in(folder: Path, target: Path, homes: Sequence[str]) -> Any:
         training = training_in(home, folder, keeps_all)
         training.load(target / home)
         kept = of_this_rank(training.inner)
-        found.append((kept, training.steps((3, 4))))
+        found.append((kept, training.train((3, 4))))
     return found
 
 
@@ -162,15 +159,15 @@ def test_every_home(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -
 def test_one_process(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = zoo_checkpoint("llama")
     training = training_in(ONE, folder, keeps_all)
-    training.steps(range(3))
+    training.train(range(3))
     kept = of_this_rank(training.optimizer)
     training.save(tmp_path)
-    losses = training.steps((3, 4))
+    losses = training.train((3, 4))
     again = training_in(ONE, folder, keeps_all)
     for resumed in (training, again):  # in a training that has gone on, and in a new one
         resumed.load(tmp_path)
         assert is_same(of_this_rank(resumed.optimizer), kept)
-        assert resumed.steps((3, 4)) == losses
+        assert resumed.train((3, 4)) == losses
 
 
 class OnlyNew(torch.optim.Optimizer):
@@ -223,28 +220,18 @@ def test_a_parameter_that_is_one_number(zoo_checkpoint: Checkpoint, tmp_path: Pa
         assert model.logit_scale.shape == ()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def steps(model: Any, optimizer: Any, numbers: Sequence[int]) -> list[float]:
-        losses = []
-        for number in numbers:
-            generator = torch.Generator().manual_seed(number)
-            ids, pixels = (
-                torch.randint(5, 50, (2, 9), generator=generator),
-                torch.randn(2, 3, 8, 8, generator=generator),
-            )
-            loss = model(input_ids=ids, pixel_values=pixels, return_loss=True).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+    def batch(number: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(5, 50, (2, 9), generator=generator)
+        return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8, generator=generator), "return_loss": True}
 
-    model, optimizer = clip()
-    steps(model, optimizer, range(2))
-    save(model, tmp_path, optimizer)
-    losses = steps(model, optimizer, (2, 3))
-    model, optimizer = clip()
-    load(model, tmp_path, optimizer)
-    assert steps(model, optimizer, (2, 3)) == losses
+    training = Training(*clip(), batch=batch)
+    training.train(range(2))
+    training.save(tmp_path)
+    losses = training.train((2, 3))
+    training = Training(*clip(), batch=batch)
+    training.load(tmp_path)
+    assert training.train((2, 3)) == losses
 
 
 def test_moments_wider_than_what_is_trained(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -348,7 +335,7 @@ def own_state_dicts(folder: Path, target: Path) -> Any:
     found: dict[str, str] = {}
     for home in ("ZeRO-3", "ZeRO-2", FSDP2):
         training = training_in(home, folder, lambda model: OwnStateDict(list(model.parameters()), lr=1e-3))
-        training.steps(range(2))
+        training.train(range(2))
         for adds in ("an error", "a name", "an option", "an entry"):
             training.inner.adds = adds
             try:
@@ -357,10 +344,10 @@ def own_state_dicts(folder: Path, target: Path) -> Any:
                 found[f"{home} {adds}"] = str(error)
         training.inner.adds = ""
         training.save(target / home)
-        losses = training.steps((3, 4))
+        losses = training.train((3, 4))
         again = training_in(home, folder, lambda model: OwnStateDict(list(model.parameters()), lr=1e-3))
         again.load(target / home)
-        assert again.steps((3, 4)) == losses
+        assert again.train((3, 4)) == losses
     return found
 
 
@@ -376,8 +363,8 @@ def test_a_state_dict_of_its_own(cluster: None, zoo_checkpoint: Checkpoint, tmp_
 
 def saved_by_deepspeed(folder: Path, target: Path) -> None:
     training = training_in("ZeRO-3", folder, lambda model: OnlyNew(model.parameters()))
-    training.steps(range(2))
-    training.engine.save_checkpoint(str(target))
+    training.train(range(2))
+    training.trains.save_checkpoint(str(target))
 
 
 def loaded_from_deepspeeds(folder: Path, source: Path) -> list[Any]:

@@ -3,13 +3,12 @@
 DeepSpeed refuses fp16 on a CPU, which computes it all the same: here it is told that the CPU can.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
@@ -18,16 +17,13 @@ import hf_zero_stream
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.training_state import state_config, two_groups
-from tests.support.zoo import VOCAB
+from tests.support.zoo import VOCAB, Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 STAGES = (3, 2, 1, 0)
 
 
 def engine_of(folder: Path, stage: int) -> Any:
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     type(get_accelerator()).is_fp16_supported = lambda self: True  # type: ignore[method-assign]

@@ -1,9 +1,5 @@
 """Checkpoints of the Trainer and of accelerate under FSDP2 inside ``streaming()``: any number of ranks goes on."""
 
-from __future__ import annotations
-
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +15,15 @@ from hf_zero_stream.state.callers import Caller, entered
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load, make_accelerator
 from tests.support.parity import ds_config
+from tests.support.trainers import arguments_of, join_as_launched
 from tests.support.training_state import TrainerRun
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def trainer_of(folder: Path, output: Path, run: TrainerRun) -> tuple[transformers.Trainer, list[list[int]]]:
     """A Trainer under FSDP2 or ZeRO-3, or of one rank alone, and the samples that it takes, batch by batch."""
     if run.zero:
-        from accelerate import PartialState
-
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        PartialState(backend="gloo")
+        join_as_launched()
         config = ds_config(torch.float32)
         del config["optimizer"]
         settings: dict[str, Any] = {"deepspeed": {**config, "train_micro_batch_size_per_gpu": "auto"}}
@@ -41,9 +33,8 @@ def trainer_of(folder: Path, output: Path, run: TrainerRun) -> tuple[transformer
     else:
         force_fsdp_on_cpu()
         settings = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": run.state_dict_type}}
-    args = transformers.TrainingArguments(
-        output_dir=str(output),
-        accelerator_config={"use_configured_state": True},
+    args = arguments_of(
+        output,
         per_device_train_batch_size=6 // dist.get_world_size() // run.accumulation,
         gradient_accumulation_steps=run.accumulation,
         per_device_eval_batch_size=2,
@@ -53,11 +44,6 @@ def trainer_of(folder: Path, output: Path, run: TrainerRun) -> tuple[transformer
         eval_steps=2,
         learning_rate=1e-2,
         warmup_steps=2,
-        logging_steps=1,
-        optim="adamw_torch",
-        report_to=[],
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
         **settings,
         **run.arguments,
     )

@@ -1,10 +1,7 @@
 """Training states where parameters, masters and moments lie elsewhere: swap files, the ranks of experts."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 
 import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.state import entries
@@ -29,11 +27,9 @@ from tests.support.training_state import (
     train,
     train_and_save,
 )
-from tests.support.zoo import make_moe_checkpoint
+from tests.support.zoo import Checkpoint
 from tests.zero.test_expert_parallel import checkpoint as moe_checkpoint  # noqa: F401 - a fixture
 
-
-Checkpoint = Callable[..., Path]
 
 MIB = 2**20
 

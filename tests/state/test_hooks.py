@@ -1,10 +1,6 @@
 """Checkpoints of DeepSpeed's engine, of accelerate and of the Trainer inside ``streaming()``: any number of ranks."""
 
-from __future__ import annotations
-
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +17,10 @@ from hf_zero_stream.errors import CheckpointError, ConfigError
 from hf_zero_stream.state.callers import state_in
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.trainers import by_deepspeed, losses_of
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
-from tests.zero.test_upstream_training import STEPS, losses_of, make_trainer
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
+from tests.zero.test_upstream_training import STEPS, make_trainer
 
 
 def save_by_engine(folder: Path, target: Path, config: dict[str, Any]) -> list[float]:
@@ -128,12 +123,7 @@ def test_trainer_from_deepspeeds_own_folders(cluster: None, zoo_checkpoint: Chec
 
 def prepared(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
     """An accelerator and its engine; called inside ``streaming()``."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DeepSpeedPlugin
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config}))
+    accelerator = by_deepspeed(config)
     return accelerator, accelerator.prepare(hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder))
 
 

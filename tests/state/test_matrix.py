@@ -1,9 +1,6 @@
 """What is saved can be resumed: whatever was changed in a model, in each home, by whom and at whatever size."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from tests import sampling
 from tests.support.changed_models import CHANGES, by_trainer, is_in_bf16, resume_changed, save_changed
 from tests.support.cluster import run_ranks
 from tests.support.quantised_checkpoints import dense_fp8
+from tests.support.zoo import Checkpoint
 
 
 HOMES = {
@@ -40,7 +38,7 @@ def tolerance(home: str, change: str) -> float:
 
 
 @pytest.fixture
-def checkpoint(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+def checkpoint(zoo_checkpoint: Checkpoint, tmp_path: Path) -> Path:
     shutil.copytree(zoo_checkpoint("llama"), tmp_path / "checkpoint")
     dense_fp8(tmp_path / "checkpoint" / "fp8")
     return tmp_path / "checkpoint"

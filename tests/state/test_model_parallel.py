@@ -1,17 +1,17 @@
 """Engines whose ranks hold parts of a model that only DeepSpeed knows are saved in DeepSpeed's own way."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
 
+import hf_zero_stream
 from hf_zero_stream.errors import HfZeroStreamError
 from tests.support.cluster import run_ranks
 from tests.support.mpu import Mpu
@@ -52,8 +52,6 @@ def _config(stage: int) -> dict[str, Any]:
 
 
 def _with_mpu(stage: int) -> tuple[Any, Any]:
-    import deepspeed
-
     model = Halves()
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=_config(stage), mpu=Mpu()
@@ -70,7 +68,6 @@ def _with_mpu(stage: int) -> tuple[Any, Any]:
 
 
 def _pipeline(stage: int) -> tuple[Any, Any]:
-    import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     torch.manual_seed(1)
@@ -87,8 +84,6 @@ KINDS = {"mpu": _with_mpu, "pipeline": _pipeline}
 
 
 def _train(folder: Path, kind: str, stage: int, how: str) -> dict[str, Any]:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming() if how == "ours" else nullcontext():
         engine, step = KINDS[kind](stage)
         step()

@@ -1,7 +1,5 @@
 """What modules keep beside parameters and buffers is not left out of a training state in silence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,9 +1,7 @@
 """An operation finds out once what it must know of a model and of files: one walk, and one read of each header."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from hf_zero_stream.holdings import own_names
+from hf_zero_stream.ranks.presence import Presence
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 @contextmanager
@@ -88,8 +86,6 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage
 
 def meetings(folder: Path, target: Path) -> dict[str, int]:
     """How often ranks meet in each way to go on from a state."""
-    from hf_zero_stream.ranks.presence import Presence
-
     engine = engine_of(folder, state_config(3), all_in_one_group)
     train(engine, range(1))
     rounds, found = Presence.in_default_group().next_numbers, {}
@@ -117,8 +113,6 @@ def test_load(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 
 def headers_of_load(folder: Path) -> Counter[str]:
-    from transformers.integrations import HfDeepSpeedConfig
-
     hf_config = HfDeepSpeedConfig(ds_config())
     headers = Counter[str]()
     with counted(Counter(), headers), hf_zero_stream.streaming():

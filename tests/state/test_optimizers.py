@@ -1,7 +1,5 @@
 """The optimizers of the table in docs/state.md whose packages are installed: saved, and gone on from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,26 +1,24 @@
 """Whatever an optimizer has put into its groups comes back at a resume, or is refused by name."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
 from torch.optim import lr_scheduler
+from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
 from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.state.test_changed import load, made, save, train_here
 from tests.support.cluster import run_ranks
 from tests.support.training_state import state_config, train, train_plain
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 class GroupStepAdam(torch.optim.Optimizer):
@@ -115,9 +113,6 @@ def test_a_step_that_was_not_made_yet(zoo_checkpoint: Checkpoint, tmp_path: Path
 
 def steps_of_homes(folder: Path, target: Path, homes: list[Any], saves: bool, by_engine: bool) -> Any:
     """Losses after two steps and a save, or after a resume; a home is ZeRO's stage, or sizes of ``fsdp``."""
-    import deepspeed
-    from transformers.distributed import DistributedConfig
-
     found = []
     for number, home in enumerate(homes):
         place = target / str(number)
@@ -167,8 +162,6 @@ def test_homes(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> Non
 
 
 def steps_after(folder: Path, source: Path, stage: int) -> int:
-    import deepspeed
-
     config = {**state_config(stage, torch.float32)}
     del config["optimizer"], config["scheduler"]
     with hf_zero_stream.streaming():

@@ -1,7 +1,5 @@
 """What a user gives to go with a training comes back from JSON as it was, or is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What cannot be saved or loaded as a training state is refused by name, on all ranks, before anything is touched."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -10,12 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
+import hf_zero_stream
 from hf_zero_stream.errors import HfZeroStreamError
+from hf_zero_stream.state import foreign
 from tests.saving.test_conversions import CONVERSIONS, OddConfig, OddModel
 from tests.support.cluster import run_ranks
 from tests.support.training_state import (
@@ -27,9 +29,7 @@ from tests.support.training_state import (
     train,
     train_plain,
 )
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def message_of(work: Callable[[], Any]) -> str:
@@ -59,8 +59,6 @@ class PackedBits(torch.Tensor):
 
 
 def refused_saves(folder: Path, target: Path) -> dict[str, str]:
-    import hf_zero_stream
-
     found = {}
     cases: dict[str, tuple[Any, Callable[[torch.Tensor], Any], list[int]]] = {
         "blocks": ("absmax", lambda param: torch.zeros(3), [0, 1]),
@@ -91,10 +89,6 @@ def refused_saves(folder: Path, target: Path) -> dict[str, str]:
 
 def computed_weights(checkpoint: Path, target: Path) -> tuple[str, bool]:
     """Of a model whose weights transformers scales and sorts to save them: an error, and whether masters come back."""
-    import deepspeed
-
-    import hf_zero_stream
-
     register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
     if dist.get_rank() == 0:
         OddModel(OddConfig()).save_pretrained(checkpoint)
@@ -142,9 +136,6 @@ def test_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> Non
 
 def fall_back(folder: Path, target: Path) -> dict[str, str]:
     """A state that was saved; what a hook saves in the middle of accumulation; and what then cannot be loaded."""
-    import hf_zero_stream
-    from hf_zero_stream.state import foreign
-
     said: list[str] = []
     foreign.logger.warning_once = said.append  # type: ignore[method-assign]
     config = {**state_config(3), "gradient_accumulation_steps": 2}
@@ -204,8 +195,6 @@ def trained_values(engine: Any) -> list[torch.Tensor]:
 
 
 def drop_a_tensor(place: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     path = next(place.glob("model.fp32*.safetensors"))
     tensors = load_file(path)
     del tensors["model.norm.weight"]

@@ -1,7 +1,5 @@
 """What a state has of random numbers, and has not, is said."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A scheduler that was stepped once for each rank goes on at the place that the samples seen by then mean."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,5 @@
 """Buffers that several layers of a model share: a state has each once, and all layers go on with its values."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,7 @@ from torch import nn
 import hf_zero_stream
 from tests.state.test_changed import train_here
 from tests.support.training_state import values_in
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 class Net(nn.Module):

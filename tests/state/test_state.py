@@ -1,15 +1,15 @@
 """``save_state`` and ``load_state``: losses after a resume are those of DeepSpeed's own resume, bit for bit."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import hf_zero_stream
+from hf_zero_stream.engine.load import Load
+from hf_zero_stream.loading import dry_load
 from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.saving import different
@@ -28,9 +28,8 @@ from tests.support.training_state import (
     train_plain_and_save,
     two_groups,
 )
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 CPU_ADAM = {"offload_optimizer": {"device": "cpu"}}
 
@@ -71,10 +70,6 @@ def test_losses_equal_deepspeeds_own_resume(cluster: None, zoo_checkpoint: Check
 
 def loads_of_a_resume(folder: Path, target: Path, config: dict[str, Any]) -> tuple[int, int]:
     """How often ``load_state`` has transformers load a model, and how often it plans what to read."""
-    import hf_zero_stream
-    from hf_zero_stream.engine.load import Load
-    from hf_zero_stream.loading import dry_load
-
     original, planned, loaded = Load.make_plan, [], []
 
     def noted(load: Any, *args: Any) -> Any:

@@ -1,10 +1,7 @@
 """The Trainer inside ``streaming()``: what is kept, uploaded and resumed from is what it would be without us."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +18,7 @@ from hf_zero_stream.state import hooks
 from tests.state.test_fsdp2_hooks import trainer_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.training_state import TrainerRun
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 class Counter(TrainerCallback, ExportableState):

@@ -1,10 +1,7 @@
 """States that earlier versions of this package wrote: in the hub's layout, with the names that wrappers gave."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +12,7 @@ from safetensors.torch import load_file
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, resume_and_save, state_config, train_and_save
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint
 
 
 def as_version_1(checkpoint: Path, state: Path) -> None:

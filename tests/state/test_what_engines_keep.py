@@ -1,11 +1,10 @@
 """What an engine trains or keeps and a state has no place for is named, and nothing is written."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from tests.support.parity import ds_config
 
 
 def engine_of(stage: int, dtype: torch.dtype, *more: nn.Parameter) -> Any:
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     type(get_accelerator()).is_fp16_supported = lambda self: True  # type: ignore[method-assign]

@@ -1,7 +1,5 @@
 """What needs the plug-in ``pickled`` where it is not there: an error that names it, before anything is changed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +13,13 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.errors import MissingPluginError
 from tests.cli.test_cli import run
-from tests.support.changed_models import different, whole_values
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.plugins import without_plugin
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
+from tests.support.whole import whole_values
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 NAMED = "needs the plug-in 'pickled' of hf_zero_stream"
 
@@ -77,7 +75,7 @@ def resume_without(folder: Path, source: Path, stage: int, by_engine: bool) -> t
             engine.load_checkpoint(str(source))
         else:
             hf_zero_stream.load_state(engine, source)
-    return str(caught.value), different(whole_values(engine), before)
+    return str(caught.value), differing(whole_values(engine), before)
 
 
 @pytest.mark.parametrize("by_engine", [False, True])

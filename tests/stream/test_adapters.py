@@ -1,7 +1,5 @@
 """Adapters of PEFT are merged into what a weight stream gives, as PEFT merges them, or streamed by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch.distributed as dist
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.plugins.stream.merging import merges_values
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.packed_models import Folders
 from tests.support.packed_training import load as load_packed
@@ -21,18 +20,16 @@ from tests.support.packed_training import with_adapters
 from tests.support.parity import ds_config
 from tests.support.streams import (
     Adapt,
-    differing,
     dora,
     lora,
     lora_of_experts,
     randomised,
-    saved,
     stream_adapted,
     taken,
     under_fsdp2,
     under_zero_3,
 )
-from tests.support.zoo import build_model
+from tests.support.zoo import Checkpoint, build_model
 
 
 @pytest.mark.sample(3)
@@ -45,7 +42,7 @@ from tests.support.zoo import build_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_merged(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     tmp_path: Path,
     name: str,
     adapt: Adapt,
@@ -78,7 +75,7 @@ def test_trained_tokens(name: str, tmp_path: Path) -> None:
     model = randomised(peft.get_peft_model(build_model(name), config))
     found = taken(hf_zero_stream.weight_stream(model))
     model.merge_and_unload().save_pretrained(tmp_path)
-    assert differing(found, saved(tmp_path)) == []
+    assert differing(found, tensors_of(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -97,7 +94,7 @@ def test_other_kinds(kind: str, arguments: dict[str, Any], tmp_path: Path) -> No
     model = randomised(peft.get_peft_model(build_model("llama"), getattr(peft, kind)(**arguments)))
     found = taken(hf_zero_stream.weight_stream(model))
     model.merge_and_unload().save_pretrained(tmp_path)
-    assert differing(found, saved(tmp_path)) == []
+    assert differing(found, tensors_of(tmp_path)) == []
 
 
 def test_disabled() -> None:
@@ -119,7 +116,7 @@ def test_the_active_adapter(tmp_path: Path) -> None:
     for name in ("default", "other"):
         model.set_adapter(name)
         randomised(model).save_pretrained(tmp_path / name, selected_adapters=[name])
-        assert differing(taken(stream), saved(tmp_path / name)) == []
+        assert differing(taken(stream), tensors_of(tmp_path / name, "**/*.safetensors")) == []
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(UnsupportedError, match="expects one active adapter; got default, other"):
         taken(stream)
@@ -152,7 +149,7 @@ def stream_beside_packed(checkpoint: Path, folder: Path) -> list[str]:
     with hf_zero_stream.streaming():
         model.save_pretrained(folder)
     dist.barrier()
-    return differing(found, saved(folder))
+    return differing(found, tensors_of(folder))
 
 
 @pytest.mark.plugin("packed")

@@ -1,26 +1,27 @@
 """TRL's AsyncGRPO works under ZeRO-3: the server gets whole tensors. Without streaming(), their shapes are (0,)."""
 
-from __future__ import annotations
-
-import os
 import queue
 import shutil
-from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoTokenizer
 
+import hf_zero_stream
 from examples.vllm_on_cpu import stand_in
-from tests.bindings.test_trl import ON_A_CPU, make_tokenizer
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.engine_servers import VLLMServer
-from tests.support.streams import counted_gathers, differing
+from tests.support.streams import counted_gathers
+from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, make_tokenizer
+from tests.support.zoo import Checkpoint
 
 
 STEPS = 2
@@ -83,35 +84,24 @@ def attention(q: Any, k: Any, v: Any, ends_q: Any, ends_k: Any, *_: Any, softmax
 def train(folder: Path, output: Path, url: str) -> dict[str, Any]:
     """The whole parameters at the end, and the versions that the worker heard of, on rank 0."""
     stand_in(output / f"rank {dist.get_rank()}")
-    import deepspeed
-    from accelerate import PartialState
     from datasets import Dataset
-    from transformers import AutoTokenizer
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
-
-    import hf_zero_stream
 
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attention)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: 1.0  # asks CUDA
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    args = AsyncGRPOConfig(
-        output_dir=str(output / "out"),
+    join_as_launched()
+    args = arguments_of(
+        output / "out",
+        AsyncGRPOConfig,
+        per_device_train_batch_size=2,
         vllm_server_base_url=url,
         max_steps=STEPS,
         num_generations=2,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=1,
         learning_rate=1e-2,
         gradient_checkpointing=False,
-        deepspeed={
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "bf16": {"enabled": "auto"},
-            "zero_optimization": {"stage": 3},
-            "zero_allow_untested_optimizer": True,
-        },
-        **ON_A_CPU,
+        save_strategy="no",
+        **ZERO_3,
     )
     with hf_zero_stream.streaming(), counted_gathers() as gathers:
         worker = Worker() if dist.get_rank() == 0 else None
@@ -131,7 +121,7 @@ def train(folder: Path, output: Path, url: str) -> dict[str, Any]:
     return {"whole": whole, "versions": worker.versions if worker else []}
 
 
-def test_under_zero_3(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_under_zero_3(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "model")
     make_tokenizer(folder)
     server = VLLMServer(str(folder))

@@ -1,8 +1,5 @@
 """What has changed since the last pass: applied to what was got before, it gives what a save holds, bit for bit."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +9,13 @@ import torch
 import hf_zero_stream
 from hf_zero_stream.errors import ConfigError, StreamError
 from tests.support import live_sharded as live
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.streams import change, differing, lora, odd_model, patched, stream_changes, taken, under_zero_3
-from tests.support.zoo import ZOO, build_model
+from tests.support.streams import change, lora, odd_model, patched, stream_changes, taken, under_zero_3
+from tests.support.zoo import ZOO, Checkpoint, build_model
 
-
-Checkpoint = Callable[..., Path]
 
 NAMES = ("qwen3_moe", "qwen3", "deepseek_v3", "gpt_oss", "qwen3_vl_moe")
 """Fused experts, also transposed ones, ties, and a buffer that is saved."""

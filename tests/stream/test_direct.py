@@ -1,7 +1,5 @@
 """Without a gather: each rank sends what it holds, and workers of an engine put together what a save holds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -16,16 +14,15 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream.errors import ConfigError, StreamError
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import DirectServer
 from tests.support.live_sharded import by_transformers
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.streams import change, counted_gathers, differing, lora, odd_model, saved, under_zero_3
-from tests.support.zoo import build_model
+from tests.support.streams import change, counted_gathers, lora, odd_model, under_zero_3
+from tests.support.zoo import Checkpoint, build_model
 
-
-Checkpoint = Callable[..., Path]
 
 HOMES = ("zero3", "fsdp2", "adapters")
 
@@ -93,7 +90,7 @@ def test_what_workers_get(
     for number, update in enumerate(server.updates):
         assert differing(update, torch.load(tmp_path / f"{number}.pt")) == []
     if home != "adapters":
-        assert differing(server.updates[-1], saved(tmp_path / "saved")) == []
+        assert differing(server.updates[-1], tensors_of(tmp_path / "saved")) == []
     numel = sum(tensor.numel() for tensor in server.updates[0].values())
     nbytes = sum(tensor.nbytes for tensor in server.updates[0].values())
     assert server.shared[0] == nbytes <= server.received[0] < 1.05 * nbytes  # messages are aligned
@@ -116,7 +113,7 @@ def test_an_engine_that_moves_experts(
     run_ranks(2, send, checkpoint, "zero3", server.url, tmp_path, False)
     nbytes = sum(tensor.nbytes for tensor in server.updates[0].values())
     assert server.shared == [nbytes] * 3
-    assert differing(server.updates[-1], saved(tmp_path / "saved")) == []
+    assert differing(server.updates[-1], tensors_of(tmp_path / "saved")) == []
 
 
 def send_until_refused(checkpoint: Path, url: str) -> list[str]:
@@ -158,7 +155,7 @@ def computed_everywhere(folder: Path, url: str) -> None:
 def test_conversions(cluster: None, started: Callable[[Path], DirectServer], tmp_path: Path) -> None:
     server = started(tmp_path / "odd")
     run_ranks(2, computed_everywhere, tmp_path, server.url)
-    assert differing(server.updates[-1], saved(tmp_path / "saved")) == []
+    assert differing(server.updates[-1], tensors_of(tmp_path / "saved")) == []
 
 
 def send_and_die(checkpoint: Path, url: str) -> None:

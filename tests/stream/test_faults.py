@@ -1,11 +1,9 @@
 """A pass of a weight stream that cannot go on ends on all ranks, with one error, and the next one works."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,20 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+import hf_zero_stream
 from hf_zero_stream.errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.live_sharded import plain_model
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import taken
-
-
-Checkpoint = Callable[..., Path]
+from tests.support.zoo import Checkpoint, build_model
 
 
 def stream_of(checkpoint: Path) -> Any:
-    import hf_zero_stream
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     return hf_zero_stream.weight_stream(model, bucket_bytes=2000)
 
@@ -63,8 +58,6 @@ def test_a_loop_that_ends_early(cluster: None, zoo_checkpoint: Checkpoint, leave
 
 def hold_on(checkpoint: Path) -> list[Any]:
     """A pass that is held, and not left, as a traceback in a notebook holds one: whole passes go on beside it."""
-    import hf_zero_stream
-
     stream = stream_of(checkpoint)
     held = iter(stream)
     next(held)
@@ -183,8 +176,6 @@ def test_a_rank_dies(cluster: None, zoo_checkpoint: Checkpoint, victim: int) -> 
 
 
 def ask_otherwise(checkpoint: Path, name: str, values: list[Any]) -> None:
-    import hf_zero_stream
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     hf_zero_stream.weight_stream(model, **{name: values[dist.get_rank()]})
 
@@ -216,18 +207,12 @@ def test_other_arguments_on_a_rank(cluster: None, zoo_checkpoint: Checkpoint, na
     ids=str,
 )
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
-    import hf_zero_stream
-    from tests.support.zoo import build_model
-
     with pytest.raises(ConfigError, match=message):
         hf_zero_stream.weight_stream(build_model("llama"), **arguments)
 
 
 def test_values_that_are_not_there() -> None:
     """Of a parameter or a buffer, from the beginning or from some pass on."""
-    import hf_zero_stream
-    from tests.support.zoo import build_model
-
     model = build_model("llama")
     stream = hf_zero_stream.weight_stream(model)
     assert taken(stream)
@@ -241,8 +226,6 @@ def test_values_that_are_not_there() -> None:
 
 
 def stream_fsdp1(checkpoint: Path) -> None:
-    import hf_zero_stream
-
     model = FullyShardedDataParallel(plain_model(checkpoint), device_id=torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="^weight_stream: expected .* Or give engines"):
         hf_zero_stream.weight_stream(model)
@@ -253,9 +236,6 @@ def test_fsdp1(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 
 def test_no_transformers_model() -> None:
-    import hf_zero_stream
-    from tests.support.zoo import build_model
-
     with pytest.raises(UnsupportedError, match="expected a transformers model"):
         hf_zero_stream.weight_stream(torch.nn.Linear(2, 3))
     both = torch.nn.ModuleDict({"policy": build_model("llama"), "value": build_model("llama")})

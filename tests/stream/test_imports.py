@@ -1,7 +1,5 @@
 """What the engine's side imports."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.core.test_imports import imports_of

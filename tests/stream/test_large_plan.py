@@ -1,7 +1,5 @@
 """The plan of a weight stream for more ranks than there are here: who sends how much, and nothing twice."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from math import prod

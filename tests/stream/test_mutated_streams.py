@@ -3,8 +3,6 @@
 Either there is an error, or engines get the tensors that they get without us; never others.
 """
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import sys
@@ -23,15 +21,15 @@ from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.registry.rows import PatchScope, Row
 from tests.bindings.test_mutated_bindings import MUTATIONS
 from tests.bindings.test_mutated_trainings import Mutation, mutated
-from tests.bindings.test_trl import make_tokenizer
 from tests.stream import test_async_grpo, test_openrlhf, test_trl, test_verl
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.engine_servers import VLLMServer
 from tests.support.rl_trainers import openrlhf, verl
-from tests.support.streams import differing
+from tests.support.trainers import make_tokenizer
+from tests.support.zoo import Checkpoint
 
 
-Checkpoint = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -126,25 +124,26 @@ def expected(cluster: None, zoo_checkpoint: Checkpoint, tmp_path_factory: pytest
     return Expected(zoo_checkpoint("llama"), tmp_path_factory.mktemp("expected"))
 
 
-@pytest.mark.parametrize("mutation", mutations("trl.generation."))
-@pytest.mark.parametrize(("home", "adapts"), [("zero3", False), ("fsdp2", True)], ids=["zero3", "fsdp2 lora"])
-def test_of_grpo(
-    expected: Expected, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, adapts: bool, mutation: Mutation
-) -> None:
-    how = test_trl.train, home, True, adapts, "URL"
-    assert_right(sent(mutation, how[0], zoo_checkpoint("llama"), tmp_path, *how[1:]), expected(*how))
+TRAININGS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "zero3": ("trl.generation.", (test_trl.train, "zero3", True, False, "URL")),
+    "fsdp2 lora": ("trl.generation.", (test_trl.train, "fsdp2", True, True, "URL")),
+    "online DPO": ("trl.experimental.online_dpo.", (test_trl.train, "zero3", True, False, "URL", None, "online DPO")),
+    "async GRPO": ("trl.experimental.async_grpo.", (test_async_grpo.train, "URL")),
+}
+"""Where the functions are that are mutated, and what trains."""
 
 
-@pytest.mark.parametrize("mutation", mutations("trl.experimental.online_dpo."))
-def test_of_online_dpo(expected: Expected, zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation) -> None:
-    how = test_trl.train, "zero3", True, False, "URL", None, "online DPO"
-    assert_right(sent(mutation, how[0], zoo_checkpoint("llama"), tmp_path, *how[1:]), expected(*how))
-
-
-@pytest.mark.parametrize("mutation", mutations("trl.experimental.async_grpo."))
-def test_of_async_grpo(expected: Expected, zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation) -> None:
-    how = test_async_grpo.train, "URL"
-    assert_right(sent(mutation, how[0], zoo_checkpoint("llama"), tmp_path, *how[1:]), expected(*how))
+@pytest.mark.parametrize(
+    ("name", "mutation"),
+    [
+        pytest.param(name, *row.values, id=f"{name} {row.id}", marks=row.marks)
+        for name, (begin, _) in TRAININGS.items()
+        for row in mutations(begin)
+    ],
+)
+def test_of_trl(expected: Expected, zoo_checkpoint: Checkpoint, tmp_path: Path, name: str, mutation: Mutation) -> None:
+    train, *args = TRAININGS[name][1]
+    assert_right(sent(mutation, train, zoo_checkpoint("llama"), tmp_path, *args), expected(train, *args))
 
 
 # --------------------------------------------------------------------------------------------------- OpenRLHF and verl

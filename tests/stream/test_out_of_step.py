@@ -1,7 +1,5 @@
 """Ranks at different passes, or at a pass and a save, get one error that says where each is, and none waits on."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import hf_zero_stream
 from hf_zero_stream.errors import HfZeroStreamError
+from hf_zero_stream.ranks import watchdog
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import taken
+from tests.support.zoo import Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 ACTOR, CRITIC = "weight stream 1 of LlamaForCausalLM to rank0", "weight stream 2 of LlamaForCausalLM to all"
 
@@ -26,9 +25,6 @@ def go_apart(checkpoint: Path, folder: Path, ways: list[str]) -> tuple[str, floa
 
     Rank 0 is in the middle of a pass by then if its way says so, and so is any other rank, which leaves it open.
     """
-    import hf_zero_stream
-    from hf_zero_stream.ranks import watchdog
-
     watchdog.STUCK_S = 1.0
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     actor = hf_zero_stream.weight_stream(model, bucket_bytes=2000, deltas=True)

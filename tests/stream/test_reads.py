@@ -1,7 +1,5 @@
 """What a loader reads of the tensors that a worker gets is seen, whatever it does with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

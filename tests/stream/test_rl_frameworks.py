@@ -1,7 +1,5 @@
 """The frameworks themselves, each in an environment of its own: what engines get, with and without streaming()."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

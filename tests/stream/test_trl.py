@@ -1,8 +1,5 @@
 """TRL's GRPO gives vLLM the same tensors as without streaming(), under the same names, and gathers nothing for it."""
 
-from __future__ import annotations
-
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -11,19 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hf_zero_stream
 from examples.vllm_on_cpu import stand_in
 from hf_zero_stream.errors import HfZeroStreamError
-from tests.bindings.test_trl import ON_A_CPU, make_tokenizer
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import VLLMServer
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.streams import counted_gathers, differing
+from tests.support.streams import counted_gathers
+from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, make_tokenizer
+from tests.support.zoo import Checkpoint
 
 
 STEPS = 3
@@ -50,51 +53,40 @@ def train(
 ) -> dict[str, Any]:
     """Three steps with a sync before each. `seen`: what `look` finds at the server after each, on rank 0."""
     stand_in(output / f"rank {dist.get_rank()}")
-    import peft
-    from accelerate import PartialState
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-
-    import hf_zero_stream
 
     options: dict[str, Any] = {}
     more: dict[str, Any] = {}
     if home == "zero3":
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        options["deepspeed"] = {
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "bf16": {"enabled": "auto"},
-            "zero_optimization": {"stage": 3},
-            "zero_allow_untested_optimizer": True,
-        }
+        options |= ZERO_3
     else:
         announce()
         force_fsdp_on_cpu()
         options |= {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     if home == "zero3":
-        PartialState(backend="gloo")
+        join_as_launched()
     if method == "GRPO":
         config, trainer_class = GRPOConfig, GRPOTrainer
         options |= {"max_completion_length": 4, "num_generations": 2}
     else:
         config, trainer_class = OnlineDPOConfig, OnlineDPOTrainer
         options |= {"max_new_tokens": 4}
-    args = config(
-        output_dir=str(output / "out"),
+    args = arguments_of(
+        output / "out",
+        config,
+        per_device_train_batch_size=2,
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=url,
         vllm_group_port=free_port(),
         max_steps=STEPS,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=1,
         learning_rate=1e-2,
         gradient_checkpointing=False,
         generation_kwargs={"seed": 1},
-        **ON_A_CPU,
+        save_strategy="no",
         **options,
     )
     data = Dataset.from_dict({"prompt": ["a small model learns words"] * 16})
@@ -152,7 +144,7 @@ def started() -> Iterator[Callable[..., VLLMServer]]:
 @pytest.mark.parametrize("home", ["zero3", "fsdp2"])
 def test_grpo(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     started: Callable[..., VLLMServer],
     tmp_path: Path,
     home: str,
@@ -180,11 +172,7 @@ def test_grpo(
 
 @pytest.mark.parametrize("route", CALLS[:3])
 def test_no_call_is_made_again(
-    cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    started: Callable[..., VLLMServer],
-    tmp_path: Path,
-    route: str,
+    cluster: None, zoo_checkpoint: Checkpoint, started: Callable[..., VLLMServer], tmp_path: Path, route: str
 ) -> None:
     """TRL's session would make it again after an error: the server would wait for bytes that nobody sends."""
     folder = shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "model")
@@ -200,10 +188,7 @@ def test_no_call_is_made_again(
 def sync_colocated(checkpoint: Path, folder: Path) -> list[str]:
     """What a rank hears of an error of the engine on rank 1, when it loads a tensor and when it wakes up."""
     stand_in(folder / f"rank {dist.get_rank()}")
-    from accelerate import PartialState
     from trl.generation.vllm_generation import VLLMGeneration
-
-    import hf_zero_stream
 
     def fail_on_one_rank(*_: Any, **kwargs: Any) -> None:
         if dist.get_rank() == 1:
@@ -225,7 +210,7 @@ def sync_colocated(checkpoint: Path, folder: Path) -> list[str]:
     return heard
 
 
-def test_an_error_of_a_colocated_engine(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_error_of_a_colocated_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The rank holds it, and the pass with it; nobody waits for it."""
     first, second = run_ranks(2, sync_colocated, zoo_checkpoint("llama"), tmp_path, timeout=60)
     for heard, error, what in zip(first, second, ("{}", "{'tags': ['weights']}"), strict=True):
@@ -235,7 +220,7 @@ def test_an_error_of_a_colocated_engine(cluster: None, zoo_checkpoint: Callable[
 
 @pytest.mark.slow
 def test_online_dpo(
-    cluster: None, zoo_checkpoint: Callable[..., Path], started: Callable[..., VLLMServer], tmp_path: Path
+    cluster: None, zoo_checkpoint: Checkpoint, started: Callable[..., VLLMServer], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "model")
     make_tokenizer(folder)

@@ -1,14 +1,13 @@
 """verl's rollouts get what they would get without streaming(), in the same order, and nothing is gathered for it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import hf_zero_stream
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.live_sharded import evaluated, fully_sharded
 from tests.support.rl_trainers import verl
@@ -17,19 +16,17 @@ from tests.support.streams import (
     build_for,
     change,
     counted_gathers,
-    differing,
     dora,
     lora,
     lora_of_experts,
     randomised,
     under_fsdp2,
 )
+from tests.support.zoo import Checkpoint
 
 
 def both(folder: Path) -> dict[str, Any]:
     """What verl gives after each of two steps, without and with us."""
-    import hf_zero_stream
-
     model = fully_sharded(folder)
     engine = verl()(model)
     found: dict[str, Any] = {"order": [], "differing": [], "gathers": 0, "changed": []}
@@ -52,7 +49,7 @@ def both(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3", "deepseek_v3"])
-def test_as_stock(cluster: None, zoo_checkpoint: Callable[..., Path], name: str) -> None:
+def test_as_stock(cluster: None, zoo_checkpoint: Checkpoint, name: str) -> None:
     for found in run_ranks(2, both, zoo_checkpoint(name)):
         assert found["differing"] == [] and found["gathers"] == 0 and found["changed"]
         assert found["order"] == [name != "qwen3"] * 2, "tied weights come one after the other"
@@ -61,22 +58,18 @@ def test_as_stock(cluster: None, zoo_checkpoint: Callable[..., Path], name: str)
 
 def after_eval(folder: Path) -> list[str]:
     """Its root's parameters are gathered then, until somebody wants a state dict."""
-    import hf_zero_stream
-
     engine = verl()(evaluated(fully_sharded(folder)))
     with hf_zero_stream.streaming():
         ours = dict(engine.get_per_tensor_param()[0])
     return differing(ours, dict(engine.get_per_tensor_param()[0]))
 
 
-def test_after_an_eval_step(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_after_an_eval_step(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     assert run_ranks(2, after_eval, zoo_checkpoint("llama")) == [[], []]
 
 
 def merged(folder: Path, adapt: Adapt) -> list[str]:
     """What differs from what PEFT merges in a copy."""
-    import hf_zero_stream
-
     plain = randomised(adapt(build_for(folder, torch.float32))).merge_and_unload()
     engine = verl()(under_fsdp2(folder, adapt, torch.float32), merges=True)
     before = {name: param.to_local().clone() for name, param in engine.module.named_parameters()}
@@ -91,14 +84,13 @@ def merged(folder: Path, adapt: Adapt) -> list[str]:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "adapt"), [("llama", dora), ("qwen3_moe", lora_of_experts)])
-def test_adapters_are_merged(cluster: None, zoo_checkpoint: Callable[..., Path], name: str, adapt: Adapt) -> None:
+def test_adapters_are_merged(cluster: None, zoo_checkpoint: Checkpoint, name: str, adapt: Adapt) -> None:
     """And the model that is trained keeps its weights, where verl would merge into it and copy them back."""
     assert run_ranks(2, merged, zoo_checkpoint(name), adapt) == [[], []]
 
 
 def left(folder: Path, adapt: Adapt | None, options: dict[str, Any], lacks: str) -> int:
     """How many streams were made; of a verl that `lacks` a function."""
-    import hf_zero_stream
     from hf_zero_stream.plugins.stream import verl as ours
 
     model = fully_sharded(folder) if adapt is None else under_fsdp2(folder, adapt, torch.float32)
@@ -120,12 +112,7 @@ def left(folder: Path, adapt: Adapt | None, options: dict[str, Any], lacks: str)
     ids=["quantised", "another version", "adapters", "modules to save"],
 )
 def test_left_to_verl(
-    cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    adapt: Adapt | None,
-    options: dict[str, Any],
-    lacks: str,
-    streams: int,
+    cluster: None, zoo_checkpoint: Checkpoint, adapt: Adapt | None, options: dict[str, Any], lacks: str, streams: int
 ) -> None:
     """What it quantises, a version that we do not know, adapters alone, and modules trained in full beside them."""
     assert run_ranks(2, left, zoo_checkpoint("llama"), adapt, options, lacks) == [streams] * 2

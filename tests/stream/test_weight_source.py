@@ -1,31 +1,28 @@
 """A weight stream in the shape of vLLM's WeightSource: what it says, and what it gives, on all ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
+import hf_zero_stream
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import ROOT, run_ranks
+from tests.support.live_sharded import fully_sharded
 from tests.support.parity import ds_config
 from tests.support.rl_trainers import put
-from tests.support.streams import differing
 from tests.support.vllm_sources import ParamMeta, Source32, Source33
+from tests.support.zoo import Checkpoint
 
 
 def given(folder: Path, shape: Any, to: str) -> list[str]:
     """What two passes over a source give otherwise than it says, or than a pass over the stream gives."""
-    import transformers
-
-    import hf_zero_stream
-
     put("vllm")
     put(
         "vllm.distributed",
@@ -56,27 +53,24 @@ def given(folder: Path, shape: Any, to: str) -> list[str]:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("to", ["rank0", "all"])
 @pytest.mark.parametrize("shape", [Source32, Source33])
-def test_it_gives_what_it_says(cluster: None, zoo_checkpoint: Callable[..., Path], shape: type[Any], to: str) -> None:
+def test_it_gives_what_it_says(cluster: None, zoo_checkpoint: Checkpoint, shape: type[Any], to: str) -> None:
     assert run_ranks(2, given, zoo_checkpoint("qwen3_moe"), shape, to) == [[], []]
 
 
 def refused(folder: Path) -> str:
-    import hf_zero_stream
-    from tests.support.live_sharded import fully_sharded
-
     stream = hf_zero_stream.weight_stream(fully_sharded(folder), "owners")
     with pytest.raises(hf_zero_stream.errors.ConfigError) as caught:
         stream.weight_source()
     return str(caught.value)
 
 
-def test_owners(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_owners(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for message in run_ranks(2, refused, zoo_checkpoint("llama")):
         assert "expected a stream to 'rank0' or 'all'; got to='owners'" in message
 
 
 @pytest.mark.slow
-def test_vllms_own_engine(vllm: str, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_vllms_own_engine(vllm: str, zoo_checkpoint: Checkpoint) -> None:
     """It sends the same from our source as from its own, which gathers."""
     torchrun = [
         str(Path(vllm).with_name("python")),

@@ -1,11 +1,6 @@
 """What DeepSpeed's own conversion of experts needs to run beside the installed transformers."""
 
-from __future__ import annotations
-
 from typing import Any
-
-
-__all__ = ["let_autoep_run"]
 
 
 def let_autoep_run() -> None:

@@ -4,8 +4,6 @@ Each context gives the environment in which ``s3://checkpoints/...``, ``gs://che
 ``az://devstoreaccount1/checkpoints/...`` is a copy of a folder.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac
@@ -33,8 +31,6 @@ from obstore.store import AzureStore
 
 from tests.support.cluster import free_port
 
-
-__all__ = ["ACCOUNT", "BUCKET", "azure_container", "gcs_bucket", "s3_bucket"]
 
 BUCKET = "checkpoints"
 

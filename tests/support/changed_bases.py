@@ -1,13 +1,12 @@
 """What users do to a base before they put adapters on it, and trainings of such adapters, by stock and by ours."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import torch
 import torch.distributed as dist
@@ -15,8 +14,11 @@ import transformers
 from torch import nn
 
 import hf_zero_stream
-from tests.support.changed_models import different, whole_values, with_loss_of, zero_config
+from tests.support.changed_models import with_loss_of, zero_config
+from tests.support.checkpoint_files import differing
 from tests.support.fsdp2 import announce, make_accelerator
+from tests.support.trainings import Training, tokens_of
+from tests.support.whole import whole_values
 from tests.support.zoo import VOCAB
 
 
@@ -60,8 +62,6 @@ def two_bases(model: Any) -> Any:
 def gathered(params: Sequence[Any]) -> Any:
     if not any(hasattr(param, "ds_id") for param in params):
         return nullcontext()
-    import deepspeed
-
     return deepspeed.zero.GatheredParameters([*params], modifier_rank=0)
 
 
@@ -108,11 +108,10 @@ OWN = "own adapters, "
 """Begins the name of a change of a base on which no adapters of PEFT are trained."""
 
 
-class AdapterTraining:
+class AdapterTraining(Training):
     """Adapters on a changed base. Stock changes the base while it is whole, ours where it loads it to."""
 
     def __init__(self, folder: Path, home: str, change: str, seed: int, streams: bool) -> None:
-        self.home = home
         config = zero_config(home) if home.startswith("zero") else None
         accelerator = None
         if home == "fsdp2":
@@ -126,45 +125,25 @@ class AdapterTraining:
         self.is_of_peft = not change.startswith(OWN)
         self.model: Any = by_peft(base) if self.is_of_peft else by_oneself(base)
         trained = [param for param in self.model.parameters() if param.requires_grad]
-        self.optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
-        self.trains: Any = self.model
+        trains, optimizer = self.model, torch.optim.AdamW(trained, lr=1e-2)
         if accelerator is not None:
-            self.trains, self.optimizer = accelerator.prepare(self.model, self.optimizer)
+            trains, optimizer = accelerator.prepare(self.model, optimizer)
         elif config is not None:
-            import deepspeed
+            trains, optimizer = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0], None
+        super().__init__(trains, optimizer, batch=self._tokens)
 
-            self.trains, *_ = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)
+    def _tokens(self, number: int) -> dict[str, torch.Tensor]:
+        ids, vocab = tokens_of(number)["input_ids"], self.model.get_input_embeddings().num_embeddings
+        ids[:, ::3] = vocab - 1 - ids[:, ::3] % 9  # the last rows, which may be new
+        return {"input_ids": ids, "labels": ids % VOCAB}
 
-    def train(self, steps: Sequence[int]) -> list[float]:
-        losses = []
-        self.trains.train()
-        for step in steps:
-            ids = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
-            vocab = self.model.get_input_embeddings().num_embeddings
-            ids[:, ::3] = vocab - 1 - ids[:, ::3] % 9  # the last rows, which may be new
-            loss = self.trains(input_ids=ids, labels=ids % VOCAB).loss
-            if self.home.startswith("zero"):
-                self.trains.backward(loss)
-                self.trains.step()
-            else:
-                loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    def _own_optimizer(self) -> dict[str, Any]:
-        return {} if self.home.startswith("zero") else {"optimizer": self.optimizer}
-
-    def save(self, folder: Path) -> None:
-        if self.home == "zero2" and not self.is_of_peft:
-            self.trains.save_checkpoint(str(folder), exclude_frozen_parameters=True)
-            return
-        own = self._own_optimizer()
-        hf_zero_stream.save_state(self.trains, folder, exclude_frozen=not self.is_of_peft, **own)
-
-    def load(self, folder: Path) -> None:
-        hf_zero_stream.load_state(self.trains, folder, **self._own_optimizer())
+    def save(self, target: Path) -> None:
+        if self.is_of_peft:
+            super().save(target)
+        elif self.home == "zero2":
+            self.trains.save_checkpoint(str(target), exclude_frozen_parameters=True)
+        else:
+            hf_zero_stream.save_state(self.trains, target, exclude_frozen=True, **self.own)
 
 
 def in_state(folder: Path) -> set[str]:
@@ -200,7 +179,7 @@ def resume(folder: Path, source: Path, home: str, changes: Sequence[str], stream
             wrong: list[str] = []
             if streams:
                 training.load(source / change)
-                wrong = different(whole_values(training.model), torch.load(source / f"{change}.pt"))
+                wrong = differing(whole_values(training.model), torch.load(source / f"{change}.pt"))
             else:
                 training.trains.load_checkpoint(str(source / change))
             found[change] = training.train((2, 3)), wrong

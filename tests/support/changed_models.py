@@ -1,24 +1,24 @@
 """What users do to a model between loading and training it, each in every kind of training that can save it."""
 
-from __future__ import annotations
-
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor
 
 import hf_zero_stream
 from hf_zero_stream.registry.plugins import plugins
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.parity import ds_config
+from tests.support.trainers import FSDP2, arguments_of, by_deepspeed, join_as_launched, losses_of
+from tests.support.trainings import Training, tokens_of
+from tests.support.whole import whole_values
 from tests.support.zoo import VOCAB
 
 
@@ -171,37 +171,15 @@ ADAPTED = ("add_adapter", "add_adapter, all trained", "add_adapter, added buffer
 """Those of which the adapters alone are saved as weights."""
 
 
-def whole_values(model: Any) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of a state dict, whole, by the names that they have without wrappers (all ranks)."""
-    found = {}
-    persistent = model.state_dict().keys()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        clean = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-        if isinstance(tensor, nn.Parameter) or name in persistent:
-            found[clean] = _whole(tensor)
-    return found
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    if hasattr(tensor, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().clone()
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
 SHARDED_BY = {"distributed_config": ["fsdp_size"], "tp": ["tp_size"], "ep": ["tp_size", "ep_size"]}
 """Homes that transformers shards itself, and the sizes that are the number of ranks there."""
 
 
-class Session:
+class Session(Training):
     """One training of a changed model, of a `home` and saved by `saver`."""
 
     def __init__(self, folder: Path, home: str, saver: str, change: str, seed: int) -> None:
-        self.home, self.saver = home, saver
-        self._accelerator = self._accelerator_of(home) if home == "fsdp2" or saver == "accelerate" else None
+        accelerator = self._accelerator_of(home) if home == "fsdp2" or saver == "accelerate" else None
         config = zero_config(home) if home.startswith("zero") else None
         kwargs: dict[str, Any] = {}
         if home in SHARDED_BY:
@@ -209,7 +187,7 @@ class Session:
             kwargs["distributed_config"] = transformers.distributed.DistributedConfig(**sizes)
         elif home == "device_map":
             kwargs["device_map"] = "cpu"
-        elif config is not None and self._accelerator is None:
+        elif config is not None and accelerator is None:
             kwargs["ds_config"] = config
         model = loaded(folder, home, change, **kwargs)
         self.vocab = model.config.vocab_size
@@ -217,71 +195,25 @@ class Session:
         self.model = CHANGES[change](model)
         trained = [param for param in self.model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        self.trains: Any = self.model
-        if self._accelerator is not None:
+        trains, steps = self.model, optimizer
+        if accelerator is not None:
             loader = torch.utils.data.DataLoader([0, 1], batch_size=1)  # type: ignore[arg-type]
-            self.trains, optimizer, _ = self._accelerator.prepare(self.model, optimizer, loader)
+            trains, steps, _ = accelerator.prepare(self.model, optimizer, loader)
         elif config is not None:
-            import deepspeed
-
-            self.trains, optimizer, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
-        self.optimizer = optimizer
-        self.trains.train()
+            trains, steps = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0], None
+        super().__init__(trains, steps, accelerator, by=saver, batch=self._tokens)
 
     def _accelerator_of(self, home: str) -> Any:
-        from accelerate import Accelerator, PartialState
-        from accelerate.state import AcceleratorState
-        from accelerate.utils import DeepSpeedPlugin
+        from accelerate import Accelerator
 
         if home == "fsdp2":
             announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
             force_fsdp_on_cpu()
             return Accelerator()
-        AcceleratorState._reset_state()
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        PartialState(backend="gloo")
-        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(home)))
+        return by_deepspeed(zero_config(home))
 
-    def train(self, steps: Sequence[int]) -> list[float]:
-        """The losses of these steps, whose tokens are the same on every rank."""
-        losses = []
-        for step in steps:
-            ids = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step)) % self.vocab
-            loss = self.trains(input_ids=ids, labels=ids).loss
-            if self._accelerator is not None:
-                self._accelerator.backward(loss)
-            elif self.home.startswith("zero"):
-                self.trains.backward(loss)
-            else:
-                loss.backward()
-            if self.home.startswith("zero") and self._accelerator is None:
-                self.trains.step()
-            else:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    def save(self, target: Path) -> None:
-        if self.saver == "engine":
-            self.trains.save_checkpoint(str(target))
-        elif self.saver == "accelerate":
-            assert self._accelerator is not None
-            self._accelerator.save_state(str(target))
-        else:
-            hf_zero_stream.save_state(self.trains, target, **self._own_optimizer())
-
-    def load(self, source: Path) -> None:
-        if self.saver == "engine":
-            assert self.trains.load_checkpoint(str(source))[0] is not None
-        elif self.saver == "accelerate":
-            assert self._accelerator is not None
-            self._accelerator.load_state(str(source))
-        else:
-            hf_zero_stream.load_state(self.trains, source, **self._own_optimizer())
-
-    def _own_optimizer(self) -> dict[str, Any]:
-        return {} if self.home.startswith("zero") else {"optimizer": self.optimizer}
+    def _tokens(self, number: int) -> dict[str, torch.Tensor]:
+        return {name: ids % self.vocab for name, ids in tokens_of(number).items()}
 
 
 def zero_config(home: str) -> dict[str, Any]:
@@ -299,8 +231,7 @@ def zero_config(home: str) -> dict[str, Any]:
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """What is in the shards of weights, and of adapters, of a checkpoint, wherever in `folder` it lies."""
     (place,) = {path.parent for path in folder.rglob("*.safetensors") if "global_step" not in path.parent.name}
-    files = [path for path in place.glob("*.safetensors") if path.name.startswith(("model", "adapter_model"))]
-    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+    return tensors_of(place, "model*.safetensors") | tensors_of(place, "adapter_model*.safetensors")
 
 
 def save_changed(folder: Path, target: Path, home: str, saver: str, changes: Sequence[str]) -> dict[str, Any]:
@@ -319,7 +250,7 @@ def save_changed(folder: Path, target: Path, home: str, saver: str, changes: Seq
                 if change in ADAPTED:
                     found[change]["wrong"] = [] if all("lora_" in name for name in saved) and saved else [*saved]
                 else:
-                    found[change]["wrong"] = different(saved, values)
+                    found[change]["wrong"] = differing(saved, values)
     return found
 
 
@@ -330,14 +261,9 @@ def resume_changed(folder: Path, source: Path, home: str, saver: str, changes: S
         for change in changes:
             session = Session(folder, home, saver, change, seed=2)  # other random numbers, as in a new process
             session.load(source / change)
-            wrong = different(whole_values(session.model), torch.load(source / f"{change}.pt"))
+            wrong = differing(whole_values(session.model), torch.load(source / f"{change}.pt"))
             found[change] = {"losses": session.train((2, 3)), "wrong": wrong}
     return found
-
-
-def different(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    names = mine.keys() | expected.keys()
-    return sorted(n for n in names if n not in mine or n not in expected or not torch.equal(mine[n], expected[n]))
 
 
 # ------------------------------------------------------------------------------------------------------- the Trainer
@@ -345,36 +271,25 @@ def different(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 def by_trainer(folder: Path, output: Path, home: str, changes: Sequence[str], resumes: bool) -> dict[str, list[float]]:
     """The losses of four steps, with a checkpoint after two; or those after a resume from it."""
-    from accelerate import PartialState
-    from accelerate.state import AcceleratorState
-
     found = {}
     rows = torch.randint(5, VOCAB, (24, 9), generator=torch.Generator().manual_seed(1))
     for change in changes:
-        settings: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}
+        settings = FSDP2
         if home == "fsdp2":
             force_fsdp_on_cpu()
         else:
-            AcceleratorState._reset_state()
-            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-            PartialState(backend="gloo")
+            join_as_launched()
             settings = {"deepspeed": {**zero_config(home), "train_micro_batch_size_per_gpu": "auto"}}
-        args = transformers.TrainingArguments(
-            output_dir=str(output / change),
-            accelerator_config={"use_configured_state": True},
+        args = arguments_of(
+            output / change,
             per_device_train_batch_size=6 // dist.get_world_size(),
             max_steps=4,
             save_steps=2,
             learning_rate=1e-2,
             lr_scheduler_type="constant",
-            logging_steps=1,
-            optim="adamw_torch",
             max_grad_norm=0.0,  # as the config says
             average_tokens_across_devices=False,  # it multiplies by the number of ranks, additions to a loss too
             remove_unused_columns=False,  # those that the signature of a replaced forward does not name
-            report_to=[],
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
             **settings,
         )
         with hf_zero_stream.streaming():
@@ -385,7 +300,6 @@ def by_trainer(folder: Path, output: Path, home: str, changes: Sequence[str], re
             torch.manual_seed(2 if resumes else 1)
             trainer = transformers.Trainer(CHANGES[change](model), args, train_dataset=data)  # type: ignore[arg-type]
             trainer.train(resume_from_checkpoint=str(output / change / "checkpoint-2") if resumes else None)
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        assert len(losses) == 4
-        found[change] = losses
+        found[change] = losses_of(trainer)
+        assert len(found[change]) == 4
     return found

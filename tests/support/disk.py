@@ -5,8 +5,6 @@ errors and short reads, and for tests with real processes, where all layers abov
 what lies above a source use `tests/support/memory_files.py`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator

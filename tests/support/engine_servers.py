@@ -4,8 +4,6 @@ What they may be asked, in which order and with which fields, is read from vllm 
 the real one would not take is answered with 400. For faults, a route may be given another answer.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -17,6 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,
+    _unregister_process_group,
+    _world,
+    rendezvous,
+)
 
 from hf_zero_stream.plugins.stream.receiver import Receiver
 
@@ -332,15 +338,6 @@ class SGLangServer(EngineServer):
 
 def _sglang_group(info: dict[str, Any]) -> Any:
     """A group of torch's as SGLang makes it beside its own."""
-    from torch.distributed.distributed_c10d import (
-        Backend,
-        PrefixStore,
-        _new_process_group_helper,
-        _unregister_process_group,
-        _world,
-        rendezvous,
-    )
-
     method = f"tcp://{info['master_address']}:{info['master_port']}"
     store, rank, size = next(rendezvous(method, info["rank_offset"], info["world_size"], timeout=TIMEOUT))
     store = PrefixStore(info["group_name"], store)

@@ -1,7 +1,5 @@
 """What ranks run to train with accelerate's FSDP2."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,14 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 
+import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
+from tests.support.trainings import Training
 from tests.support.zoo import ZOO
 
 
 @dataclass(frozen=True)
-class Training:
+class ZooTraining:
     """A model of the zoo, and how it is trained.
 
     Attributes:
@@ -67,25 +70,17 @@ def force_fsdp_on_cpu() -> None:
 
     The process group, the device, and all that FSDP2 does stay those of a CPU.
     """
-    from accelerate import PartialState
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType
-
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True, backend="gloo")
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def make_accelerator(precision: str = "no") -> Any:
-    from accelerate import Accelerator
-
     force_fsdp_on_cpu()
     return Accelerator(mixed_precision=precision)
 
 
 def load(name: str, folder: Path, *, streams: bool = True, **kwargs: Any) -> Any:
-    import hf_zero_stream
-
     model_class = getattr(transformers, ZOO[name].auto_class)
     with hf_zero_stream.streaming() if streams else nullcontext():
         return model_class.from_pretrained(folder, **kwargs)
@@ -95,14 +90,9 @@ def train(model: Any, accelerator: Any, name: str) -> list[float]:
     """The losses of three steps; each rank has its own inputs."""
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
-    model.train()
-    found = []
-    for _ in range(3):
+
+    def own_inputs(number: int) -> dict[str, torch.Tensor]:
         inputs = ZOO[name].inputs()
-        inputs["input_ids"] = inputs["input_ids"].roll(dist.get_rank(), -1)
-        loss = model(**inputs).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
+        return {**inputs, "input_ids": inputs["input_ids"].roll(dist.get_rank(), -1)}
+
+    return Training(model, optimizer, accelerator, batch=own_inputs).train(range(3))

@@ -1,11 +1,10 @@
 """What ranks run to train from one home of the partitions with streaming and with stock, and a checkpoint for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from torch import nn
@@ -16,14 +15,10 @@ from tests.support.parity import differences, three_losses
 from tests.support.zoo import ZOO
 
 
-__all__ = ["CAUSAL", "HPZ", "OFFLOAD", "Checkpoint", "Prepare", "assert_trains_as_stock", "make_even_llama", "train"]
-
 CAUSAL = "AutoModelForCausalLM"
 OFFLOAD = {"offload_param": {"device": "cpu", "pin_memory": True}}
 HPZ = {"zero_hpz_partition_size": 2}
 
-Checkpoint = Callable[..., Path]
-"""The fixture `zoo_checkpoint`."""
 Prepare = Callable[[nn.Module], nn.Module]
 """What a user does to a model between loading it and training it."""
 
@@ -34,8 +29,6 @@ def unchanged(model: nn.Module) -> nn.Module:
 
 def train(how: str, folder: Path, config: dict[str, Any], prepare: Prepare = unchanged) -> dict[str, Any]:
     """Load `folder`, compare a streamed model with a plain one, let `prepare` change it, and train three steps."""
-    import deepspeed
-
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     # Before the other one: a streamed model keeps ZeRO-3 on.
     plain = load_with("plain", CAUSAL, folder, {}, {"dtype": dtype})

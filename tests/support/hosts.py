@@ -1,15 +1,11 @@
 """Ranks of one machine as if on several hosts: with a host name, or with a disk, of their own."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket
 import subprocess
 from pathlib import Path
 
-
-__all__ = ["can_mount", "give_own_disk", "move_to_host"]
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUTS = 0x04000000

@@ -1,7 +1,5 @@
 """A web server that gives ranges of the files in a folder, as slowly and as wrongly as a test asks for."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import re

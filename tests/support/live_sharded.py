@@ -1,7 +1,5 @@
 """What ranks run to save models that FSDP2 or tensor parallelism shards, in every state that training leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,11 +9,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import hf_zero_stream
 from tests.support.saving import SHARD_SIZE, saves_with
 from tests.support.sharded import load_sharded
 from tests.support.zoo import ZOO
@@ -96,8 +96,6 @@ def other_dimension(checkpoint: Path) -> Any:
 
 def checkpointed(checkpoint: Path) -> Any:
     """As accelerate's ``activation_checkpointing``: parameters have other names than entries of the state dict."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     model = plain_model(checkpoint)
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = fully_shard(checkpoint_wrapper(layer))
@@ -205,8 +203,6 @@ def save_live(
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Save each model our way, then as a whole; the reports."""
-    import hf_zero_stream
-
     options = {name: value for name, value in arguments.items() if name in ("variant",)}
     reports = {}
     for way in ways:

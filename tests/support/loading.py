@@ -1,10 +1,7 @@
 """What ranks run to load one checkpoint plain and streamed with the same arguments, errors included."""
 
-from __future__ import annotations
-
 import copy
 import importlib
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+import hf_zero_stream
 from tests.support.parity import differences, ds_config
 
 
@@ -32,8 +30,6 @@ def load_with(how: str, class_name: str, path: Path | str | None, ds: dict[str, 
 
     Auto classes are streamed through their Streaming class, model classes inside `streaming()`.
     """
-    import hf_zero_stream
-
     kwargs = copy.deepcopy(kwargs)
     torch.manual_seed(0)
     model_class = find_class(class_name)
@@ -79,17 +75,6 @@ def assert_same(results: list[dict[str, Any]], bytes_are_read: bool = True) -> N
             assert result["probes"][0] == result["probes"][1], result["probes"]
     read = sum(rank["bytes_read"] for rank in results[0]["report"]["ranks"])
     assert bool(read) == bytes_are_read
-
-
-class Messages(logging.Handler):
-    """Collects the warnings of transformers and of hf_zero_stream."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
 
 
 def errors_of(

@@ -3,8 +3,6 @@
 Its "requests" may fail, and it notices changes by the identity of what it holds, as an object store does by ETags.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The `mpu` by which DeepSpeed hears that a script has cut a model itself, as Megatron-DeepSpeed does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

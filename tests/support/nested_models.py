@@ -1,7 +1,5 @@
 """Models whose `__init__` loads other checkpoints, as custom code does that puts a head on a pretrained encoder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,6 @@ from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, initialization
 
 from tests.support.odd_models import bert_config
-
-
-__all__ = ["AroundOne", "AroundTwo", "expected_values", "make_around_one", "make_around_two", "make_bert"]
 
 
 class AroundConfig(PreTrainedConfig):

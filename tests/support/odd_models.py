@@ -1,7 +1,5 @@
 """Tiny model classes, each with one thing that most models do not have. Widths are odd, so partitions are padded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The models of the packed matrices: each format that stays quantised, dense and as a mixture where it has one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,8 +17,6 @@ from tests.support.quantised_checkpoints import (
     mxfp4,
 )
 
-
-__all__ = ["MODELS", "WITHOUT_EXPERTS", "Folders", "in_file"]
 
 WITHOUT_EXPERTS = ("float8 by block", "int8 by channel", "int4 with zero points", "int4 with zero points by channel")
 """Schemes of compressed-tensors in which transformers dequantises no experts."""

@@ -1,7 +1,5 @@
 """What ranks run to train adapters beside weights that stay quantised, and beside the same weights dequantised."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -10,14 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import hf_zero_stream
+from tests.support.checkpoint_files import tensors_of
 from tests.support.parity import ds_config
+from tests.support.trainings import Training
 
 
 TARGETS = ["q_proj", "o_proj", "q_b_proj", "kv_b_proj"]
@@ -55,8 +56,6 @@ def dequantised(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def load(folder: Path, config: dict[str, Any], keep_quantized: bool = True, **kwargs: Any) -> Any:
-    import hf_zero_stream
-
     if not keep_quantized:
         folder, how = dequantised(folder)
         kwargs |= how
@@ -80,18 +79,10 @@ def fill_adapters(model: nn.Module) -> None:
 
 
 def three_losses(engine: Any) -> list[float]:
-    losses = []
-    for _ in range(3):
-        loss = engine(**inputs()).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return Training(engine, batch=lambda _: inputs()).train(range(3))
 
 
 def trained(folder: Path, config: dict[str, Any], keep_quantized: bool, **kwargs: Any) -> tuple[Any, list[float]]:
-    import deepspeed
-
     model = with_adapters(load(folder, config, keep_quantized, **kwargs))
     trainable = [param for param in model.parameters() if param.requires_grad]
     assert trainable and len(trainable) < len(list(model.parameters()))
@@ -173,14 +164,6 @@ def count_alive(references: list[StorageWeakRef]) -> int:
     while (alive := sum(not each.expired() for each in references)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return alive
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found.update({key: file.get_tensor(key) for key in file.keys()})
-    return found
 
 
 def check_saved(saved: Path, original: Path) -> None:

@@ -1,14 +1,15 @@
 """What ranks run to compare a streamed model with plain `from_pretrained`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from torch import nn
+
+import hf_zero_stream
 
 
 def ds_config(dtype: torch.dtype = torch.float32, **zero: Any) -> dict[str, Any]:
@@ -27,41 +28,47 @@ def differences(streamed: nn.Module, plain: nn.Module, dtype: torch.dtype) -> li
 
     Floating-point parameters of `plain` are cast to `dtype` first: DeepSpeed wants one dtype for all of them.
     """
-    import deepspeed
 
+    def of_tensor(name: str, mine: Any, expected: torch.Tensor) -> list[str]:
+        if not isinstance(expected, nn.Parameter):
+            return [] if same_bits(mine, expected) else [f"buffer {name}"]
+        if expected.is_floating_point():
+            expected = expected.detach().to(dtype)
+        found = _faults_of_padding(name, mine)
+        with deepspeed.zero.GatheredParameters([mine]):
+            if not same_bits(mine.data, expected):
+                found.append(f"parameter {name}: {tuple(mine.shape)} {mine.dtype}, {tuple(expected.shape)}")
+        return found
+
+    return differences_by(of_tensor, streamed, plain)
+
+
+def differences_by(
+    of_tensor: Callable[[str, Any, torch.Tensor], list[str]], model: nn.Module, plain: nn.Module
+) -> list[str]:
+    """Differences in names, ties, modes and what is trained; and those that `of_tensor` finds in each tensor."""
     found: list[str] = []
-    ours, theirs = dict(_named(streamed)), dict(_named(plain))
+    ours, theirs = dict(_named(model)), dict(_named(plain))
     if ours.keys() != theirs.keys():
         found.append(f"names: {sorted(ours.keys() ^ theirs.keys())}")
     for name in sorted(ours.keys() & theirs.keys()):
         mine, expected = ours[name], theirs[name]
         if mine.requires_grad != expected.requires_grad:
             found.append(f"{name}: requires_grad {mine.requires_grad}, expected {expected.requires_grad}")
-        if not isinstance(expected, nn.Parameter):
-            if not _same_bits(mine, expected):
-                found.append(f"buffer {name}")
-            continue
-        if expected.is_floating_point():
-            expected = expected.detach().to(dtype)
-        with deepspeed.zero.GatheredParameters([mine]):
-            if not _same_bits(mine.data, expected):
-                found.append(f"parameter {name}: {tuple(mine.shape)} {mine.dtype}, {tuple(expected.shape)}")
-        _check_padding(name, mine, found)
-    if _ties(streamed) != _ties(plain):
-        found.append(f"ties: {_ties(streamed)}, expected {_ties(plain)}")
-    if streamed.training != plain.training:
-        found.append(f"training: {streamed.training}, expected {plain.training}")
+        found += of_tensor(name, mine, expected)
+    if _ties(model) != _ties(plain):
+        found.append(f"ties: {_ties(model)}, expected {_ties(plain)}")
+    if model.training != plain.training:
+        found.append(f"training: {model.training}, expected {plain.training}")
     return found
 
 
 def unequal(model: nn.Module, plain: nn.Module) -> list[str]:
     """Names of the parameters whose values differ from a plain model's, wherever `model` has them; collective."""
-    import deepspeed
-
     found = []
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            if not _same_bits(param.data, expected.data):
+            if not same_bits(param.data, expected.data):
                 found.append(name)
     return found
 
@@ -70,20 +77,22 @@ def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _same_bits(mine: torch.Tensor, expected: torch.Tensor) -> bool:
+def same_bits(mine: torch.Tensor, expected: torch.Tensor) -> bool:
     if mine.shape != expected.shape or mine.dtype != expected.dtype:
         return False
     as_bytes = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in (mine, expected)]
     return torch.equal(*as_bytes)
 
 
-def _check_padding(name: str, param: Any, found: list[str]) -> None:
+def _faults_of_padding(name: str, param: Any) -> list[str]:
+    found = []
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     part = param.ds_tensor.numel()
     if part * world_size < param.ds_numel:
         found.append(f"{name}: partitions of {part} do not cover {param.ds_numel}")
     if param.ds_tensor[max(0, min(part, param.ds_numel - part * rank)) :].any():
         found.append(f"{name}: padding is not zero")
+    return found
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
@@ -94,18 +103,12 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def load_and_compare(
-    auto_class: str,
-    folder: Path,
-    dtype: torch.dtype,
-    ds_dtype: torch.dtype,
-    kwargs: dict[str, Any] | None = None,
+    auto_class: str, folder: Path, dtype: torch.dtype, ds_dtype: torch.dtype, kwargs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Load `folder` plain and streamed; what differs, the loading infos and the report.
 
     Both start from the same random numbers, so that parameters which are not in the checkpoint can be compared too.
     """
-    import hf_zero_stream
-
     kwargs = {"dtype": dtype, "output_loading_info": True, **(kwargs or {})}
     torch.manual_seed(0)
     plain, plain_info = getattr(transformers, auto_class).from_pretrained(folder, **kwargs)

@@ -1,7 +1,5 @@
 """Processes in which a plug-in of ours is not there."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Tiny checkpoints in the quantised formats of the hub: FP8 by blocks, MXFP4, compressed-tensors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,19 +8,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-
-__all__ = [
-    "SCHEMES",
-    "bitsandbytes",
-    "compressed_tensors",
-    "dense_fp8",
-    "fp4_experts",
-    "fp8",
-    "fp8_with_a_short_block",
-    "mxfp4",
-    "quantise_in_blocks",
-    "unquantised",
-]
 
 BLOCK = 16
 

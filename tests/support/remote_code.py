@@ -1,7 +1,5 @@
 """A checkpoint that brings its own model code, as many on the hub do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

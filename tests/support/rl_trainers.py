@@ -3,13 +3,12 @@
 The frameworks themselves are run by ``make ecosystem``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -66,8 +65,6 @@ class ActorPPOTrainer:
         self.engines, self.use_cuda_ipc = engines, ipc
 
     def broadcast_to_vllm(self) -> None:
-        import deepspeed
-
         model, last = self.actor.model.module, None
         if dist.get_rank() == 0:
             self.engines.calls.append(("reset",))

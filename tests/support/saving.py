@@ -1,46 +1,28 @@
 """What ranks run to save a model our way, and what is compared with what stock saves of the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
 
+import hf_zero_stream
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.saving import plan
 from tests.support.loading import load_with
-from tests.support.parity import ds_config, three_losses
+from tests.support.parity import three_losses
 from tests.support.zoo import ZOO
 
 
 Prepare = Callable[[nn.Module], None]
 SHARD_SIZE = "40KB"
 """Small enough that a model of the zoo has several shards."""
-
-
-def trainer_arguments(output: Path, **changes: Any) -> Any:
-    """Of a Trainer's run in fp32, by default under ZeRO-3, by processes as launched, that saves only the model."""
-    from transformers import TrainingArguments
-
-    config = ds_config(torch.float32, stage3_gather_16bit_weights_on_model_save=True)
-    del config["optimizer"]
-    return TrainingArguments(
-        output_dir=str(output),
-        deepspeed=changes.pop("deepspeed", config),
-        bf16=False,  # transformers wants a GPU for it
-        per_device_train_batch_size=1,
-        report_to=[],
-        accelerator_config={"use_configured_state": True},
-        optim="adamw_torch",
-        save_only_model=True,
-        **changes,
-    )
 
 
 @contextmanager
@@ -76,8 +58,6 @@ def save_stock(
 
 def save_loaded(names: list[str], checkpoints: list[Path], folder: Path, config: dict[str, Any], **kwargs: Any) -> Any:
     """Load each model streamed and save it again; the reports."""
-    import hf_zero_stream
-
     reports = []
     for name, checkpoint in zip(names, checkpoints, strict=True):
         model = load_with("streamed", ZOO[name].auto_class, checkpoint, config, {})
@@ -90,10 +70,6 @@ def save_trained(
     checkpoint: Path, folder: Path, config: dict[str, Any], prepare: Prepare | None, dtypes: list[torch.dtype | None]
 ) -> dict[str, Any]:
     """Train three steps, then save in each of `dtypes`, and have stock save what the engine gives piece by piece."""
-    import deepspeed
-
-    import hf_zero_stream
-
     # First, because a streamed model keeps ZeRO-3 on.
     plain = [load_with("plain", "AutoModelForCausalLM", checkpoint, {}, {"dtype": torch.bfloat16}) for _ in dtypes]
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
@@ -116,7 +92,6 @@ def save_trained(
 
 def _take_values(model: nn.Module, plain: nn.Module, *, masters: bool) -> None:
     """Give `plain` the values of a model in use, by DeepSpeed's public functions."""
-    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
     with torch.no_grad():
@@ -124,3 +99,42 @@ def _take_values(model: nn.Module, plain: nn.Module, *, masters: bool) -> None:
             full = safe_get_full_fp32_param(param) if masters and param.requires_grad else None
             with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
                 mine.data = (param.data if full is None else full).detach().cpu().clone().view(mine.shape)
+
+
+@contextmanager
+def gathers_counted() -> Iterator[list[str]]:
+    """Every time that DeepSpeed or torch gathers the values of a whole model to save it."""
+    calls: list[str] = []
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(original.__name__)
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in (
+            (deepspeed.DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict"),
+            (torch_state_dict, "get_model_state_dict"),
+        ):
+            stack.enter_context(patch.object(owner, name, counted(getattr(owner, name))))
+        yield calls
+
+
+def save_both_ways(accelerator: Any, model: Any, folder: Path) -> dict[str, int]:
+    """As scripts do it, without streaming and with; how often the model was gathered."""
+    found = {}
+    for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
+        with context, gathers_counted() as gathers:
+            accelerator.unwrap_model(model).save_pretrained(
+                folder / name / "state dict",
+                is_main_process=accelerator.is_main_process,
+                save_function=accelerator.save,
+                state_dict=accelerator.get_state_dict(model),
+                max_shard_size=SHARD_SIZE,
+            )
+            accelerator.save_model(model, folder / name / "save_model", max_shard_size=SHARD_SIZE)
+        accelerator.wait_for_everyone()
+        found[name] = len(gathers)
+    return found

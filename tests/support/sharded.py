@@ -1,7 +1,5 @@
 """What ranks run to compare a model that transformers shards while it loads with a plain one, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import traceback
 from pathlib import Path
@@ -14,10 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+import hf_zero_stream
 from hf_zero_stream.holdings import fsdp
 from hf_zero_stream.holdings.shards import dtensor_shard_of
 from tests.support.loading import find_class
-from tests.support.parity import _named, _same_bits, _ties
+from tests.support.parity import differences_by, same_bits
 
 
 Sizes = dict[str, Any]
@@ -50,31 +49,22 @@ def even_inputs() -> dict[str, torch.Tensor]:
 
 def sharded_differences(sharded: nn.Module, plain: nn.Module) -> list[str]:
     """Every way in which a sharded model differs from a plain one; each rank looks at what it holds (all ranks)."""
-    found: list[str] = []
-    ours, theirs, managed = dict(_named(sharded)), dict(_named(plain)), fsdp.managed_params(sharded)
-    if ours.keys() != theirs.keys():
-        found.append(f"names: {sorted(ours.keys() ^ theirs.keys())}")
-    for name in sorted(ours.keys() & theirs.keys()):
-        mine, expected = ours[name], theirs[name]
+    managed = fsdp.managed_params(sharded)
+
+    def of_tensor(name: str, mine: torch.Tensor, expected: torch.Tensor) -> list[str]:
         kind = "parameter" if isinstance(expected, nn.Parameter) else "buffer"
-        if mine.requires_grad != expected.requires_grad:
-            found.append(f"{name}: requires_grad {mine.requires_grad}, expected {expected.requires_grad}")
         if mine.shape != expected.shape:
-            found.append(f"{kind} {name}: shape {tuple(mine.shape)}, expected {tuple(expected.shape)}")
-        elif mine.dtype != expected.dtype:
-            found.append(f"{kind} {name}: {mine.dtype}, expected {expected.dtype}")
-        else:
-            pairs = [_cut(mine, expected, managed.get(name))]
-            if isinstance(mine, DTensor) and name not in managed:
-                pairs.append((_whole(mine), expected))
-            # Of a parameter without elements FSDP2 gives every rank the same empty shard.
-            if expected.numel() and not all(_same_bits(*pair) for pair in pairs):
-                found.append(f"{kind} {name}: wrong values")
-    if _ties(sharded) != _ties(plain):
-        found.append(f"ties: {_ties(sharded)}, expected {_ties(plain)}")
-    if sharded.training != plain.training:
-        found.append(f"training: {sharded.training}, expected {plain.training}")
-    return found
+            return [f"{kind} {name}: shape {tuple(mine.shape)}, expected {tuple(expected.shape)}"]
+        if mine.dtype != expected.dtype:
+            return [f"{kind} {name}: {mine.dtype}, expected {expected.dtype}"]
+        pairs = [_cut(mine, expected, managed.get(name))]
+        if isinstance(mine, DTensor) and name not in managed:
+            pairs.append((_whole(mine), expected))
+        # Of a parameter without elements FSDP2 gives every rank the same empty shard.
+        wrong = expected.numel() and not all(same_bits(*pair) for pair in pairs)
+        return [f"{kind} {name}: wrong values"] if wrong else []
+
+    return differences_by(of_tensor, sharded, plain)
 
 
 def _whole(mine: DTensor) -> torch.Tensor:
@@ -123,8 +113,6 @@ def moved(model: nn.Module) -> list[str]:
 
 def load_sharded(model_class: Any, folder: Path | None, sizes: Sizes, **kwargs: Any) -> Any:
     """Streamed, with rank 0's random numbers as those of a plain load that starts from seed 0."""
-    import hf_zero_stream
-
     torch.manual_seed(dist.get_rank())
     sharding = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
     with hf_zero_stream.streaming():

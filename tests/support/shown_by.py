@@ -1,7 +1,5 @@
 """Which tests show what a table of the documentation says."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping
 

@@ -1,20 +1,21 @@
 """What ranks run to stream a model's weights, and to compare them with what a save of the model holds."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import peft
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import hf_zero_stream
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.live_sharded import Way
 from tests.support.loading import load_with
 from tests.support.packed_training import load as load_packed
@@ -35,31 +36,13 @@ def taken(stream: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    return {name: tensor for path in folder.rglob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of which only one of two has a tensor, or with other bits, dtype or shape."""
-    wrong = set(found.keys() ^ expected.keys())
-    for name in found.keys() & expected.keys():
-        mine, theirs = found[name].cpu(), expected[name].cpu()
-        same = mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        if not same or not torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
-            wrong.add(name)
-    return sorted(wrong)
-
-
 def compared(model: Any, folder: Path, to: str, **options: Any) -> dict[str, Any]:
     """Save `model`, stream it, and say what differs on this rank, and what the metadata say wrongly (all ranks)."""
-    import hf_zero_stream
-
     dtype = options.get("dtype")
     hf_zero_stream.save_pretrained(model, folder, dtype=dtype)
     stream = hf_zero_stream.weight_stream(model, to, **options)
     found = taken(stream)
-    expected = saved(folder)
+    expected = tensors_of(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
     mine = {each.name for each in stream.metadata if rank in each.owners}
     described = {each.name: (each.dtype, each.shape) for each in stream.metadata}
@@ -85,7 +68,6 @@ def odd_model(folder: Path) -> Any:
     """Its conversions reorder elements, compute with them, and need all of them; saved into `folder` (all ranks)."""
     from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
-    import hf_zero_stream
     from tests.saving.test_conversions import CONVERSIONS, OddConfig, OddModel
 
     register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
@@ -102,10 +84,6 @@ def stream_odd(folder: Path, to: str) -> list[Any]:
 
 def stream_trained(checkpoint: Path, folder: Path, config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Of an engine after three steps, twice, and after three more; gathers are counted."""
-    import deepspeed
-
-    import hf_zero_stream
-
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
     stream = hf_zero_stream.weight_stream(engine, **options)
@@ -117,7 +95,7 @@ def stream_trained(checkpoint: Path, folder: Path, config: dict[str, Any], optio
         hf_zero_stream.save_pretrained(engine, where, dtype=options.get("dtype"))
         with counted_gathers() as gathers:
             tensors = taken(stream)
-        expected = saved(where) if tensors else {}
+        expected = tensors_of(where) if tensors else {}
         found.append(differing(tensors, expected))
         assert not gathers and stream.version == number + 1
     assert stream._plan is plan, "the plan was made anew"
@@ -128,9 +106,6 @@ class counted_gathers:  # noqa: N801 - used as a function
     """Inside, the calls of DeepSpeed's and torch's that gather parameters are noted."""
 
     def __enter__(self) -> list[str]:
-        import deepspeed
-        from torch.distributed.tensor import DTensor
-
         noted: list[str] = []
         gathered, full = deepspeed.zero.GatheredParameters.__enter__, DTensor.full_tensor
 
@@ -206,8 +181,6 @@ def lora_of_experts(model: Any) -> Any:
 
 def randomised(model: Any) -> Any:
     """With random values in all that is trained; the same on all ranks."""
-    import deepspeed
-
     trained = [param for param in model.parameters() if param.requires_grad]
     with deepspeed.zero.GatheredParameters([each for each in trained if hasattr(each, "ds_id")], modifier_rank=0):
         torch.manual_seed(11)
@@ -237,8 +210,6 @@ def stream_adapted(
     checkpoint: Path, folder: Path, home: Callable[..., Any], adapt: Adapt, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Merged, and the adapters alone; what differs from a plain model with the same adapters (all ranks)."""
-    import hf_zero_stream
-
     plain = adapt(build_for(checkpoint, dtype))  # first: a streamed model keeps ZeRO-3 on
     model = home(checkpoint, adapt, dtype)
     streams = {
@@ -253,12 +224,12 @@ def stream_adapted(
         dist.barrier()
     if dist.get_rank() > 0:
         return {name: sorted(tensors) for name, tensors in found.items()}
-    adapters = saved(folder / "adapters") if home is under_zero_3 else found["adapters"]  # PEFT saves no DTensors
+    adapters = tensors_of(folder / "adapters") if home is under_zero_3 else found["adapters"]  # PEFT saves no DTensors
     peft.set_peft_model_state_dict(plain, adapters)
-    before = saved(checkpoint)
+    before = tensors_of(checkpoint)
     merged = plain.merge_and_unload()
     merged.save_pretrained(folder / "merged")
-    expected = saved(folder / "merged")
+    expected = tensors_of(folder / "merged")
     parameters = {name: param.detach() for name, param in merged.named_parameters()}
     return {
         "merged": differing(found["merged"], expected),
@@ -293,8 +264,6 @@ def change(model: Any, step: int) -> None:
 
 def stream_changes(model: Any, folder: Path, to: str, **options: Any) -> list[Any]:
     """What differs from a save after each of three steps, and how much of all has changed (all ranks)."""
-    import hf_zero_stream
-
     stream = hf_zero_stream.weight_stream(model, to, deltas=True, **options)
     tensors = taken(stream)
     numel = sum(tensor.numel() for tensor in tensors.values())
@@ -303,7 +272,7 @@ def stream_changes(model: Any, folder: Path, to: str, **options: Any) -> list[An
         change(model, step)
         count = patched(tensors, stream)
         hf_zero_stream.save_pretrained(model, folder / str(step), dtype=options.get("dtype"))
-        expected = saved(folder / str(step)) if tensors else {}
+        expected = tensors_of(folder / str(step)) if tensors else {}
         differences = differing(tensors, {name: expected[name] for name in tensors})
         found.append((differences, count / numel if numel else 0.1))
     assert patched(tensors, stream) == 0

@@ -1,7 +1,5 @@
 """A compiler that was killed leaves a lock, for which torch waits without end: it is found, and told."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

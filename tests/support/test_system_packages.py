@@ -1,7 +1,5 @@
 """`make` finds what the system lacks and installs it if it may; tests are skipped only where it may not."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,6 @@
 """Every tiny model must be what the other tests take it for: sharded, reloadable, trainable, awkwardly sized."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.support.zoo import ZOO, build_model, make_moe_checkpoint, moe_config
+from benchmarks.moe_checkpoint import make_moe_checkpoint, moe_config
+from tests.support.zoo import ZOO, Checkpoint, build_model
 
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -34,7 +34,7 @@ def load(name: str, folder: Path, dtype: torch.dtype) -> transformers.PreTrained
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ZOO)
-def test_reloads_equal_and_trains(name: str, dtype: torch.dtype, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_reloads_equal_and_trains(name: str, dtype: torch.dtype, zoo_checkpoint: Checkpoint) -> None:
     folder = zoo_checkpoint(name, dtype)
     assert len(list(folder.glob("*.safetensors"))) >= 2
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) < 1.2e6
@@ -64,19 +64,19 @@ def test_sizes_are_awkward_and_values_unlike(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "olmoe"])
-def test_experts_are_saved_one_by_one(name: str, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_experts_are_saved_one_by_one(name: str, zoo_checkpoint: Checkpoint) -> None:
     assert any(".experts.4." in key for key in shard_shapes(zoo_checkpoint(name)))
     assert any(key.endswith(".experts.gate_up_proj") for key in build_model(name).state_dict())
 
 
-def test_qwen3_vl_moe_experts_are_transposed(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_qwen3_vl_moe_experts_are_transposed(zoo_checkpoint: Checkpoint) -> None:
     key = "model.language_model.layers.0.mlp.experts.down_proj"
     experts, rows, columns = build_model("qwen3_vl_moe").state_dict()[key].shape
     assert shard_shapes(zoo_checkpoint("qwen3_vl_moe"))[key] == [experts, columns, rows]
     assert shard_shapes(zoo_checkpoint("qwen3_vl_moe_v5"))[key] == [experts, rows, columns]
 
 
-def test_tied_model_saves_one_copy(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_tied_model_saves_one_copy(zoo_checkpoint: Checkpoint) -> None:
     assert "lm_head.weight" not in shard_shapes(zoo_checkpoint("qwen3"))
 
 

@@ -1,22 +1,23 @@
 """What ranks run to train, save the state, and go on, by DeepSpeed's own checkpoints and by ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
+from transformers.distributed import DistributedConfig
 
+import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.checkpoint.contents import contents_of
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.parity import ds_config
-from tests.support.zoo import VOCAB
+from tests.support.trainings import Training
 
 
 Prepare = Callable[[Any], list[dict[str, Any]]]
@@ -56,10 +57,6 @@ def frozen_embeddings(model: Any) -> list[dict[str, Any]]:
 
 
 def engine_of(folder: Path, config: dict[str, Any], prepare: Prepare) -> Any:
-    import deepspeed
-
-    import hf_zero_stream
-
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     with hf_zero_stream.streaming():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, ds_config=config)
@@ -69,23 +66,13 @@ def engine_of(folder: Path, config: dict[str, Any], prepare: Prepare) -> Any:
 
 def train(engine: Any, steps: Sequence[int]) -> list[float]:
     """The losses of these steps, each of which has its own tokens, the same on every rank."""
-    engine.train()
-    losses = []
-    for step in steps:
-        tokens = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return Training(engine).train(steps)
 
 
 def train_and_save(
     folder: Path, target: Path, configs: list[dict[str, Any]], prepares: list[Prepare], by_both: bool = True
 ) -> Any:
     """Three steps; save by ours and by DeepSpeed; the losses of two more."""
-    import hf_zero_stream
-
     losses = []
     for number, (config, prepare) in enumerate(zip(configs, prepares, strict=True)):
         engine = engine_of(folder, config, prepare)
@@ -99,8 +86,6 @@ def train_and_save(
 
 def resume(folder: Path, source: Path, config: dict[str, Any], prepare: Prepare, how: str) -> list[float]:
     """The losses of two steps, from what :func:`train_and_save` saved; `how`: "ours" or "stock"."""
-    import hf_zero_stream
-
     engine = engine_of(folder, config, prepare)
     if how == "ours":
         resumed = hf_zero_stream.load_state(engine, source)
@@ -125,10 +110,6 @@ def resume_all(
 
 def plain_training(folder: Path, sizes: dict[str, Any] | None) -> tuple[Any, Any, Any]:
     """A model, sharded in these sizes or whole on each rank, an AdamW of two groups, and a scheduler."""
-    from transformers.distributed import DistributedConfig
-
-    import hf_zero_stream
-
     kwargs = {} if sizes is None else {"distributed_config": DistributedConfig(**sizes)}
     with hf_zero_stream.streaming():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs)
@@ -137,22 +118,10 @@ def plain_training(folder: Path, sizes: dict[str, Any] | None) -> tuple[Any, Any
 
 
 def train_plain(model: Any, optimizer: Any, scheduler: Any, steps: Sequence[int]) -> list[float]:
-    model.train()
-    losses = []
-    for step in steps:
-        tokens = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(loss.item())
-    return losses
+    return Training(model, optimizer, scheduler=scheduler).train(steps)
 
 
 def train_plain_and_save(folder: Path, target: Path, sizes: dict[str, Any] | None) -> list[float]:
-    import hf_zero_stream
-
     training = plain_training(folder, sizes)
     train_plain(*training, range(3))
     model, optimizer, scheduler = training
@@ -166,8 +135,6 @@ def resume_plain(
     folder: Path, source: Path, sizes: dict[str, Any] | None, again: Path | None = None, with_scheduler: bool = True
 ) -> list[float]:
     """The losses of two steps; what was loaded is saved `again` before."""
-    import hf_zero_stream
-
     model, optimizer, scheduler = plain_training(folder, sizes)
     trains = {"optimizer": optimizer, "scheduler": scheduler}
     hf_zero_stream.load_state(model, source, **trains, with_scheduler=with_scheduler)
@@ -182,8 +149,6 @@ def resume_and_save(
     folder: Path, source: Path, config: dict[str, Any], prepare: Prepare, again: Path, with_scheduler: bool = True
 ) -> None:
     """Load by ours, and save what was loaded."""
-    import hf_zero_stream
-
     engine = engine_of(folder, config, prepare)
     hf_zero_stream.load_state(engine, source, with_scheduler=with_scheduler)
     hf_zero_stream.save_state(engine, again, data={"position": 7})
@@ -193,8 +158,6 @@ def resume_and_save_all(
     folder: Path, sources: list[Path], configs: list[dict[str, Any]], prepare: Prepare, target: Path
 ) -> None:
     """The same from several states, one after the other, by the engine of each config."""
-    import hf_zero_stream
-
     for number, config in enumerate(configs):
         engine = engine_of(folder, config, prepare)
         for source in sources:

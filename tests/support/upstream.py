@@ -6,10 +6,7 @@ conversions in tests/utils/test_core_model_loading.py, of composite configs and 
 tests/utils/test_modeling_utils.py.
 """
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +15,16 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.support.checkpoint_files import Tensors
 from tests.support.loading import load_with
 from tests.support.parity import differences, ds_config
+from tests.support.whole import whole
 from tests.sweep.tiny import make_checkpoints
-
-
-Checkpoint = Callable[..., Path]
-Tensors = dict[str, torch.Tensor]
-"""By name, as in a state dict."""
-
-
-def full(param: Any) -> torch.Tensor:
-    """A parameter's values, partitioned or not; collective."""
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([param]):
-        return param.data.clone()
 
 
 def full_state(model: nn.Module) -> Tensors:
     """As `state_dict`, of a partitioned model; collective."""
-    return {name: full(value) for name, value in model.state_dict(keep_vars=True).items()}
-
-
-def unequal(mine: Tensors, expected: Tensors) -> list[str]:
-    """The names of the tensors that differ, or that only one of the two has."""
-    found = sorted(mine.keys() ^ expected.keys())
-    return found + [name for name in expected if name in mine and not torch.equal(mine[name], expected[name])]
+    return {name: whole(value) for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def is_partitioned(model: nn.Module) -> bool:

@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.moe_checkpoint import make_moe_checkpoint, moe_config
 
-
-__all__ = ["ZOO", "Recipe", "build_model", "make_checkpoint", "make_moe_checkpoint", "moe_config"]
+Checkpoint = Callable[..., Path]
+"""The fixture `zoo_checkpoint`."""
 
 VOCAB = 311
 TEXT = dict(

@@ -6,8 +6,6 @@ Examples:
     python -m tests.sweep --destinations fsdp2,tp2,replicate2-fsdp2,fsdp2-tp2-ep2 --types mixtral --json sweep.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

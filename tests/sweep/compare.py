@@ -3,8 +3,6 @@
 A model that raises ends its batch, because the ranks may be out of step after it; the caller goes on with fresh ranks.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json
@@ -17,13 +15,12 @@ import torch.distributed as dist
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging
 
+import hf_zero_stream
 from tests.support.parity import differences, ds_config
 from tests.sweep import drawn, sharded
 from tests.sweep.destinations import Destination
 from tests.sweep.loads import class_of, generators, info_differences, load, load_plain, recorded_ops, saved_differences
 
-
-__all__ = ["DTYPES", "run_batch"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,8 +78,6 @@ def _make(case: dict[str, Any], *_: Any) -> dict[str, Any]:
 
 def _ours(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination) -> dict[str, Any]:
     """Streamed through the model's own class, and through a Streaming Auto class where one knows it."""
-    import hf_zero_stream
-
     model_class = class_of(case)
     with recorded_ops() as ops:
         plain, plain_info = load_plain(model_class, folder, dtype)

@@ -9,8 +9,6 @@ from math import prod
 from typing import Any
 
 
-__all__ = ["FAMILIES", "Destination"]
-
 FAMILIES = ("zero3", "fsdp", "tp", "ep", "drawn", "accelerate")
 """Of the last two, random numbers are compared (:mod:`tests.sweep.drawn`): of ZeRO-3, and of accelerate's FSDP2."""
 

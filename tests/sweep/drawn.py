@@ -3,8 +3,6 @@
 Of each model there are two loads: of its checkpoint, and of one that lacks a weight, which is drawn anew.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from contextlib import nullcontext
@@ -13,24 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from transformers.integrations import HfDeepSpeedConfig
 
+import hf_zero_stream
+from tests.support.checkpoint_files import tensors_of, write
 from tests.support.fsdp2 import announce, make_accelerator
 from tests.support.parity import differences, ds_config
 from tests.sweep.destinations import Destination
 from tests.sweep.loads import class_of, generators, load, load_plain
 
 
-__all__ = ["accelerates", "stocks"]
-
 LOADS = ("", "without a weight: ")
 
 
 def stocks(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination) -> dict[str, Any]:
     """Under ZeRO-3, ``random_numbers="stock"`` beside stock; and what is drawn, values too, beside a plain load."""
-    import hf_zero_stream
-
     as_stock = hf_zero_stream.StreamingConfig(random_numbers="stock", progress=False)
     model_class, found = class_of(case), []
     for title, place in zip(LOADS, (folder, _without_a_weight(folder)), strict=True):
@@ -58,8 +53,6 @@ def stocks(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destinatio
 
 def accelerates(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination) -> dict[str, Any]:
     """Under accelerate's FSDP2, with efficient loading and without it."""
-    import hf_zero_stream
-
     model_class, found = class_of(case), []
     try:
         for efficient in (True, False):
@@ -102,10 +95,10 @@ def _without_a_weight(folder: Path) -> Path:
         for path in folder.iterdir():
             if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
                 (place / path.name).write_bytes(path.read_bytes())
-        tensors = {name: it for path in folder.glob("*.safetensors") for name, it in load_file(path).items()}
+        tensors = tensors_of(folder)
         matrices = [name for name, tensor in tensors.items() if tensor.dim() > 1 and tensor.is_floating_point()]
         for name in matrices[-1:]:
             del tensors[name]
-        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        write(tensors, place)
     dist.barrier()
     return place

@@ -1,7 +1,5 @@
 """Config values that shrinking by names cannot guess, by model type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 
@@ -27,12 +25,7 @@ _DOTS3 = {
 }
 # The experts of each layer, -1 for a dense one: an older spelling, of which the config makes what it keeps by layer.
 _DOTS3_VISION = {"num_hidden_layers": 3, "pyramid_num_routed": [-1, 2, 4]}
-_ERNIE = {
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "rope_parameters": _rope([1, 1, 2]),
-}
+_ERNIE = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": _rope([1, 1, 2])}
 # A layer of each kind with keys and values of its own, then one of each kind that takes them from those. An assistant
 # has only the second sort by default, but of those alone transformers 5.23 makes no model: see kv_sharing_modes.
 _SHARED_KV = {
@@ -203,9 +196,7 @@ FIXES: dict[str, dict[str, Any]] = {
 }
 """Model type -> arguments of its config on top of the shrunk ones, sub-configs as dicts."""
 
-FILES: dict[str, dict[str, Any]] = {
-    "qwen2_5_omni": {"spk_dict.pt": {}},
-}
+FILES: dict[str, dict[str, Any]] = {"qwen2_5_omni": {"spk_dict.pt": {}}}
 """Model type -> pickled files that loading wants beside the checkpoint."""
 
 NO_LOADING_INFO = {"JevForDecision", "Qwen2_5OmniForConditionalGeneration"}

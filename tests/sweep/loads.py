@@ -1,7 +1,5 @@
 """Loads and saves of a sweep's models, whatever the destination."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import importlib
@@ -20,12 +18,12 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, core_model_loading
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+import hf_zero_stream
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.saving import different, saves_with
-from tests.support.streams import change, differing, patched, saved, taken
+from tests.support.streams import change, patched, taken
 from tests.sweep.fixes import NO_LOADING_INFO
 
-
-__all__ = ["class_of", "generators", "info_differences", "load", "load_plain", "recorded_ops", "saved_differences"]
 
 SAVED_SHARD_SIZE = "100KB"
 """Most tiny models then have several shards."""
@@ -75,8 +73,6 @@ def saved_differences(streamed: Any, plain: Any, folder: Path) -> list[str]:
 
     And tensors that a weight stream gives otherwise than our files have them, or patches otherwise than a new pass.
     """
-    import hf_zero_stream
-
     target = folder.with_name(f"saved {folder.name}")
     # transformers puts tensors with one memory into one shard, and takes empty ones that lie side by side for such.
     has_empty = any(tensor.numel() == 0 for tensor in plain.state_dict().values() if isinstance(tensor, torch.Tensor))
@@ -101,7 +97,7 @@ def saved_differences(streamed: Any, plain: Any, folder: Path) -> list[str]:
         stream = hf_zero_stream.weight_stream(streamed, bucket_bytes=2**16, deltas=True)
         tensors = taken(stream)
         if dist.get_rank() == 0:
-            found += [f"stream: {name} differs" for name in differing(tensors, saved(target / "ours"))]
+            found += [f"stream: {name} differs" for name in differing(tensors, tensors_of(target / "ours"))]
         change(streamed, 1)
         patched(tensors, stream)
         found += [f"stream: a patch of {name} differs" for name in differing(tensors, taken(stream))]

@@ -1,14 +1,9 @@
 """What a sweep found, in lines for the terminal."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from tests.sweep.fixes import EXPECTED_REASONS, UNBUILT
 from tests.sweep.run import Sweep
-
-
-__all__ = ["counts", "failures"]
 
 
 def counts(result: Sweep) -> str:

@@ -1,7 +1,5 @@
 """The sweep: make tiny checkpoints, compare on ranks in batches, collect rows."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile
@@ -17,8 +15,6 @@ from tests.support.cluster import RankFailure, run_ranks
 from tests.sweep.compare import run_batch
 from tests.sweep.destinations import Destination
 
-
-__all__ = ["Sweep", "make", "sweep"]
 
 BATCH = 20
 LIMIT_S = 90.0

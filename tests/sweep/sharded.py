@@ -1,25 +1,19 @@
 """The jobs of a sweep that load by ``from_pretrained(distributed_config=...)``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.distributed import DistributedConfig
 
+import hf_zero_stream
 from tests.support.sharded import moved, sharded_differences
 from tests.sweep.destinations import Destination
 from tests.sweep.loads import class_of, generators, info_differences, load, load_plain, recorded_ops, saved_differences
 
 
-__all__ = ["ours", "stock"]
-
-
 def ours(case: dict[str, Any], folder: Path, dtype: torch.dtype, destination: Destination) -> dict[str, Any]:
     """Streamed and saved again; a model that torch or transformers does not shard is a row, too."""
-    import hf_zero_stream
-
     model_class = class_of(case)
     with recorded_ops() as ops:
         plain, plain_info = load_plain(model_class, folder, dtype)

@@ -4,8 +4,6 @@ Widths are divided by one number, which keeps most of what a model demands of th
 divides another still does. Where a model does not accept the result, another way to shrink is tried.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +12,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from tests.sweep.fixes import BASES, FIXES
 
-
-__all__ = ["WAYS", "Way", "tiny_config"]
 
 VOCABULARY = 99
 

@@ -16,8 +16,6 @@ from tests.sweep.destinations import FAMILIES, Destination
 from tests.sweep.run import Row, Run, Sweep
 
 
-__all__ = ["Table", "page", "table"]
-
 _TITLES = {
     "zero3": "ZeRO-3 partitions",
     "fsdp": "FSDP2",

@@ -3,8 +3,6 @@
 `make sweep` runs all of them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

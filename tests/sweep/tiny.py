@@ -1,7 +1,5 @@
 """Tiny random checkpoints of every model type of transformers, made from the types' own shrunk configs."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import inspect
@@ -22,8 +20,6 @@ from transformers.models.auto import modeling_auto
 from tests.sweep.fixes import FILES
 from tests.sweep.shrink import WAYS, Way, tiny_config
 
-
-__all__ = ["Built", "all_types", "auto_class_of", "build", "candidate_classes", "make_checkpoints"]
 
 MAX_PARAMETERS = 8_000_000
 

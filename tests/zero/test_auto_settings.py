@@ -1,7 +1,5 @@
 """What "auto", and strings where DeepSpeed takes them, mean in a DeepSpeed config: what they mean to DeepSpeed."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from hf_zero_stream.errors import ConfigError
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
+from tests.support.zoo import Checkpoint
 
 
 OPEN = {**ds_config(), "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
@@ -60,9 +59,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     return count
 
 
-def test_a_plan_takes_an_open_dtype_from_its_argument(
-    zoo_checkpoint: Callable[..., Path], warnings: Callable[[], int]
-) -> None:
+def test_a_plan_takes_an_open_dtype_from_its_argument(zoo_checkpoint: Checkpoint, warnings: Callable[[], int]) -> None:
     folder = str(zoo_checkpoint("llama"))
 
     def plan(config: dict[str, Any], **kwargs: Any) -> Any:
@@ -77,7 +74,7 @@ def test_a_plan_takes_an_open_dtype_from_its_argument(
     assert warnings() == 1
 
 
-def test_other_settings_that_are_auto_are_not_there(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_other_settings_that_are_auto_are_not_there(zoo_checkpoint: Checkpoint) -> None:
     folder = str(zoo_checkpoint("qwen3_moe"))
     plan = hf_zero_stream.plan(folder, world_size=2, ds_config=json.loads(json.dumps(IGNORED)))
     assert plan == hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config(torch.bfloat16))
@@ -89,7 +86,7 @@ def test_other_settings_that_are_auto_are_not_there(zoo_checkpoint: Callable[...
 
 
 @pytest.mark.parametrize("stage", ["3", "auto", 2])
-def test_a_plan_is_of_stage_3(zoo_checkpoint: Callable[..., Path], stage: Any) -> None:
+def test_a_plan_is_of_stage_3(zoo_checkpoint: Checkpoint, stage: Any) -> None:
     config = {**ds_config(), "zero_optimization": {"stage": stage}}
     with pytest.raises(ConfigError, match=rf"zero_optimization.stage.*got {stage!r}"):
         hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=2, ds_config=config)
@@ -124,7 +121,7 @@ def dtypes_of_loads(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_loads_take_the_dtype_that_deepspeed_takes(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_loads_take_the_dtype_that_deepspeed_takes(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     ranks = run_ranks(2, dtypes_of_loads, zoo_checkpoint("llama"))
     expected = {"auto": "float32", "true": "bfloat16", "1": "float16", "false": "float32", "ignored": "bfloat16"}
     for rank, found in enumerate(ranks):

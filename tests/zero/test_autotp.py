@@ -1,23 +1,25 @@
 """DeepSpeed's AutoTP is a sharding as any other: loads read parts, saves are whole, states fit any ranks."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from accelerate.state import AcceleratorState
+from transformers.integrations import HfDeepSpeedConfig
 
+import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
-from tests.saving.test_hooks import join_as_launched
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different
+from tests.support.trainers import arguments_of, join_as_launched, losses_of
 from tests.support.training_state import train
 
 
@@ -73,9 +75,6 @@ def config_of(model: str, stage: int, tp: int, dtype: torch.dtype = torch.float3
 
 
 def engine_of(folder: Path, config: dict[str, Any]) -> Any:
-    import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
-
     keeps = HfDeepSpeedConfig(config)
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -103,8 +102,6 @@ def run_stock(checkpoint: Path, folder: Path, config: dict[str, Any], steps: int
 
 def run_ours(checkpoint: Path, folder: Path, config: dict[str, Any], steps: int) -> dict[str, Any]:
     """The losses of a training, after saves of all kinds, of its own resume and of one from DeepSpeed's folder."""
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         engine = engine_of(checkpoint, config)
         train(engine, range(steps))
@@ -121,19 +118,12 @@ def run_ours(checkpoint: Path, folder: Path, config: dict[str, Any], steps: int)
         report = hf_zero_stream.load_into(engine, str(folder / "ours"))
         found["read"] = [rank.bytes_needed for rank in report.ranks]
         save_as_stock(engine, folder / "loaded")
-    saved = {}
-    for path in (folder / "ours").glob("*.safetensors"):
-        saved |= load_file(path)
     if dist.get_rank() == 0:
-        found["streamed"] = [
-            name for name in saved.keys() | streamed.keys() if not torch.equal(saved[name], streamed[name])
-        ]
+        found["streamed"] = differing(streamed, tensors_of(folder / "ours"))
     return found
 
 
 def resume(checkpoint: Path, folder: Path, config: dict[str, Any]) -> list[float]:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         engine = engine_of(checkpoint, config)
         engine.load_checkpoint(str(folder / "state"))
@@ -178,12 +168,12 @@ def test_trains_as_stock(cluster: None, tmp_path: Path, model: str, stage: int, 
     assert _different(tmp_path / "ours", tmp_path / "stock") == []
     assert _different(tmp_path / "loaded", tmp_path / "stock") == []
     assert (tmp_path / "state" / "global_step3" / "training_state.json").exists()
-    whole = sum(tensor.nbytes for tensor in _tensors(tmp_path / "stock").values())
+    whole = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "stock").values())
     if dtype == FP32 and stage > 0:
         for reads in (ours[0]["read"], ours[0]["loaded"]):
             assert max(reads) < 0.9 * whole, "each rank reads its part"
-    masters = _tensors(tmp_path / "fp32")
-    for name, values in _tensors(tmp_path / "stock").items():
+    masters = tensors_of(tmp_path / "fp32")
+    for name, values in tensors_of(tmp_path / "stock").items():
         assert torch.equal(masters[name].to(values.dtype), values), name
 
     # At other numbers of ranks sums are rounded otherwise.
@@ -197,10 +187,6 @@ def _different(folder: Path, expected: Path) -> list[str]:
     """Names of files that differ, but for the index, in which transformers counts the elements of one rank's part."""
     maps = [json.loads((place / INDEX).read_text())["weight_map"] for place in (folder, expected)]
     return [name for name in different(folder, expected) if name != INDEX or maps[0] != maps[1]]
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 @pytest.mark.plugin("stream")
@@ -217,8 +203,6 @@ def test_fused_weights(cluster: None, tmp_path: Path, model: str) -> None:
 
 def refuse(checkpoint: Path, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """A layout that ranks hold partly in common: refused by name, and saved by DeepSpeed."""
-    import hf_zero_stream
-
     with hf_zero_stream.streaming():
         engine = engine_of(checkpoint, config)
         with pytest.raises(UnsupportedError) as refused:
@@ -238,29 +222,13 @@ def test_what_is_held_in_common(cluster: None, tmp_path: Path) -> None:
 
 def with_trainer(checkpoint: Path, folder: Path, stage: int, how: str) -> dict[str, Any]:
     """Four steps with a checkpoint after two, `save_model`, and the last two steps again from the checkpoint."""
-    from accelerate.state import AcceleratorState
-
-    import hf_zero_stream
-
     join_as_launched()
     config = config_of("plan", stage, 2)
     del config["optimizer"]
     data = [{"input_ids": row, "labels": row} for row in torch.arange(6, 6 + 8 * 9).view(8, 9)]
 
     def trainer(**changes: Any) -> Any:
-        arguments = transformers.TrainingArguments(
-            output_dir=str(folder / how),
-            deepspeed=config,
-            bf16=False,
-            per_device_train_batch_size=1,
-            report_to=[],
-            accelerator_config={"use_configured_state": True},
-            optim="adamw_torch",
-            max_steps=4,
-            logging_steps=1,
-            use_cpu=True,
-            **changes,
-        )
+        arguments = arguments_of(folder / how, deepspeed=config, max_steps=4, use_cpu=True, **changes)
         AcceleratorState._reset_state()
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
         return transformers.Trainer(model=model, args=arguments, train_dataset=data)
@@ -271,8 +239,7 @@ def with_trainer(checkpoint: Path, folder: Path, stage: int, how: str) -> dict[s
         first.save_model(str(folder / how / "model"))
         second = trainer(save_strategy="no")
         second.train(resume_from_checkpoint=str(folder / how / "checkpoint-2"))
-    losses = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (first, second)]
-    return {"first": losses[0], "second": losses[1][-2:]}
+    return {"first": losses_of(first), "second": losses_of(second)[-2:]}
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -282,7 +249,7 @@ def test_trainer(cluster: None, tmp_path: Path, stage: int) -> None:
     assert [found["first"] for found in ours] == [found["first"] for found in stock]
     assert [found["second"] for found in ours] == [found["first"][-2:] for found in stock]
     for name in ("model", "checkpoint-2"):
-        mine, theirs = _tensors(tmp_path / "ours" / name), _tensors(tmp_path / "stock" / name)
+        mine, theirs = tensors_of(tmp_path / "ours" / name), tensors_of(tmp_path / "stock" / name)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], values) for key, values in theirs.items())
     assert (tmp_path / "ours" / "checkpoint-2" / "global_step2" / "training_state.json").exists()

@@ -1,16 +1,18 @@
 """A load under AutoTP: each rank reads the parts that DeepSpeed keeps of a model that nobody has in full."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
+from transformers.integrations import HfDeepSpeedConfig
 
+import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
+from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.training_state import train
@@ -23,8 +25,6 @@ CONFIGS["hooks"] = lambda: transformers.Qwen3Config(**TEXT, head_dim=12, tie_wor
 
 def hold(checkpoint: Path, config: dict[str, Any], how: str, trains: bool) -> dict[str, Any]:
     """What this rank holds of each parameter of the engine, what it has drawn, and two steps."""
-    import hf_zero_stream
-
     torch.manual_seed(5)
     with hf_zero_stream.streaming() if how == "ours" else nullcontext():
         engine = engine_of(checkpoint, config)
@@ -80,11 +80,6 @@ def test_four_ranks(cluster: None, tmp_path: Path) -> None:
 
 def other_uses(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Models that are used before the engine, changed, or trained by an engine without AutoTP."""
-    import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import hf_zero_stream
-
     keeps = HfDeepSpeedConfig(config)
     ids = torch.arange(6, 24).view(1, -1)
     stock = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -113,11 +108,6 @@ def test_other_uses(cluster: None, tmp_path: Path) -> None:
 
 def grow(checkpoint: Path, config: dict[str, Any], how: str) -> dict[str, Any]:
     """Bytes by which anonymous memory grows at most, until the engine's parameters have been cut."""
-    import deepspeed
-
-    import hf_zero_stream
-    from hf_zero_stream.reports.measures import AnonymousMemory
-
     engine_class = deepspeed.runtime.engine.DeepSpeedEngine
     configure, memory = engine_class._configure_distributed_model, AnonymousMemory()
     found: dict[str, Any] = {}
@@ -149,8 +139,6 @@ def test_memory(cluster: None, tmp_path: Path) -> None:
 
 
 def digest(checkpoint: Path, config: dict[str, Any]) -> str:
-    import hf_zero_stream
-
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(verify="full")):
         digest: str = engine_of(checkpoint, config).module.streaming_report.digest
     return digest

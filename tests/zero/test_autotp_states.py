@@ -1,19 +1,21 @@
 """AutoTP's states in other homes, and theirs under AutoTP; saves in the background; accelerate; adapters."""
 
-from __future__ import annotations
-
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+import peft
 import pytest
 import torch
 import transformers
+from transformers.integrations import HfDeepSpeedConfig
 
+import hf_zero_stream
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
+from tests.support.trainers import by_deepspeed, own_optimizer
 from tests.support.training_state import (
     accelerated_steps,
     all_in_one_group,
@@ -58,8 +60,6 @@ def test_other_homes(cluster: None, tmp_path: Path, home: str) -> None:
 
 
 def save_in_background(folder: Path, target: Path, config: dict[str, Any]) -> dict[str, Any]:
-    import hf_zero_stream
-
     engine = engine_of(folder, config, all_in_one_group)
     train(engine, range(3))
     hf_zero_stream.save_state(engine, target / "at once")
@@ -84,22 +84,10 @@ def test_background(cluster: None, tmp_path: Path, stage: int) -> None:
 
 def by_accelerate(folder: Path, target: Path, how: str, stage: int) -> dict[str, Any]:
     """Two steps, a save, two steps; and the last two again by a new accelerator."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DeepSpeedPlugin
-
-    import hf_zero_stream
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    config = {**ds_config(FP32, stage=stage), "gradient_accumulation_steps": 1}
-    del config["optimizer"]
-    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    config["tensor_parallel"] = {"autotp_size": 2}
+    config = own_optimizer(ds_config(FP32, stage=stage)) | {"tensor_parallel": {"autotp_size": 2}}
 
     def trained() -> tuple[Any, Any, Any]:
-        AcceleratorState._reset_state()
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        accelerator = by_deepspeed(config)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return accelerator, *accelerator.prepare(model, optimizer)
@@ -130,12 +118,6 @@ MLP_ALONE = [_layer("row", "down_proj"), _layer("column", "gate_proj|up_proj")]
 
 def with_adapters(folder: Path, target: Path, how: str) -> dict[str, Any]:
     """Three steps of adapters on layers that are whole, a save, two more steps, and these again after a resume."""
-    import deepspeed
-    import peft
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import hf_zero_stream
-
     config = config_of("custom", 1, 2)
     config["tensor_parallel"]["partition_config"]["layer_specs"] = MLP_ALONE
     keeps = HfDeepSpeedConfig(config)

@@ -1,38 +1,30 @@
 """ZeRO-3: small parameters, which are in full between two steps, changed there by code that gathers nothing."""
 
-from __future__ import annotations
-
-import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
+from tests.support.messages import listen
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
+from tests.support.whole import whole_values
+from tests.support.zoo import Checkpoint
 
 
-Checkpoint = Callable[..., Path]
 NORM = "model.norm.weight"
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in folder.glob("model*.safetensors") for name, value in load_file(path).items()}
 
 
 def in_place(folder: Path, target: Path, config: dict[str, Any]) -> list[str]:
     """Change a norm on all ranks, save in all ways, and train on; the warnings."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_zero_stream").addHandler(handler)
+    said = listen()
     engine = engine_of(folder, config, all_in_one_group)
     train(engine, range(2))
     norm = engine.module.get_parameter(NORM)
@@ -67,27 +59,15 @@ def test_what_memory_shows_is_saved(
     assert first and all(text.startswith(f"{NORM}: code has changed") for text in first)
     assert not second  # its part has not changed
     for name in ("weights", "state"):
-        assert weights(tmp_path / name)[NORM][0] == 7
-    before, after = weights(tmp_path / "weights")[NORM], weights(tmp_path / "after")[NORM]
+        assert tensors_of(tmp_path / name, "model*.safetensors")[NORM][0] == 7
+    before, after = (tensors_of(tmp_path / name)[NORM] for name in ("weights", "after"))
     assert after[0] != 7 and torch.allclose(before[1:], after[1:], atol=0.02)
     run_ranks(2, one_rank_only, folder, tmp_path / "rank 0", config)
-    assert weights(tmp_path / "rank 0")[NORM].eq(7).all()
-
-
-def gathered_values(model: Any) -> dict[str, torch.Tensor]:
-    import deepspeed
-
-    found = {}
-    for name, param in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([param]):
-            found[name] = param.detach().clone()
-    return found
+    assert tensors_of(tmp_path / "rank 0")[NORM].eq(7).all()
 
 
 def merge(folder: Path, target: Path, config: dict[str, Any], how: str) -> dict[str, torch.Tensor] | None:
     """Train an adapter, merge it with nothing gathered, and save; what memory shows, on rank 0."""
-    import deepspeed
-
     with hf_zero_stream.streaming():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, ds_config=config)
         torch.manual_seed(0)
@@ -104,7 +84,7 @@ def merge(folder: Path, target: Path, config: dict[str, Any], how: str) -> dict[
             model.unmerge_adapter()
             model.merge_adapter(safe_merge=True)
             model = model.get_base_model()
-        shown = gathered_values(model)
+        shown = whole_values(model)
         if how == "unload":
             model.save_pretrained(target / "merged")
     return shown if torch.distributed.get_rank() == 0 else None
@@ -129,4 +109,4 @@ def test_merged_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Pa
         key = name if how == "unload" else next(each for each in shown if each.replace(".base_layer", "") == name)
         assert torch.allclose(shown[key], value, atol=1e-6), name
         if how == "unload":
-            assert torch.equal(weights(tmp_path / "merged")[name], shown[name]), name
+            assert torch.equal(tensors_of(tmp_path / "merged")[name], shown[name]), name

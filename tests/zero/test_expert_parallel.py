@@ -1,18 +1,18 @@
 """Expert parallelism (DeepSpeed's AutoEP): every rank reads its own experts only, and trains as without it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
@@ -21,12 +21,13 @@ from hf_zero_stream.sources.base import Hints
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.allocations import AllocationWatch
 from tests.support.autoep import let_autoep_run
+from tests.support.checkpoint_files import rewritten
 from tests.support.cluster import ROOT, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import losses as printed_losses
 from tests.support.commands import run_command
 from tests.support.parity import ds_config, three_losses
 from tests.support.saving import SHARD_SIZE, different, saves_with
-from tests.support.zoo import TEXT, ZOO
+from tests.support.zoo import TEXT, ZOO, Checkpoint
 
 
 EXPERTS = 6
@@ -41,7 +42,7 @@ def expert_parallel(dtype: torch.dtype = torch.float32, size: int = 2, **zero: A
 
 @pytest.fixture(scope="module")
 def checkpoint(
-    tmp_path_factory: pytest.TempPathFactory, zoo_checkpoint: Callable[..., Path]
+    tmp_path_factory: pytest.TempPathFactory, zoo_checkpoint: Checkpoint
 ) -> Callable[[str, torch.dtype], Path]:
     """`checkpoint(name, dtype)`: a zoo model, with an even number of experts where the zoo's number is odd."""
 
@@ -81,8 +82,6 @@ def load(folder: Path, config: dict[str, Any], loader: str, **kwargs: Any) -> nn
 
 
 def initialise(model: nn.Module, config: dict[str, Any], loader: str) -> Any:
-    import deepspeed
-
     if loader == "stock":
         config = {key: value for key, value in config.items() if key != "expert_parallel"}
     if loader == "autoep":
@@ -98,8 +97,6 @@ def losses(folder: Path, config: dict[str, Any], loader: str, kwargs: dict[str, 
 
 def expert_values(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What this rank holds of the experts, what a plain model holds, and which bytes were read."""
-    import deepspeed
-
     local.Hints = partial(Hints, seek_bytes=0)  # type: ignore[misc,assignment]
     spans: list[tuple[str, int, int]] = []
     read_into = LocalFiles.read_into
@@ -151,8 +148,6 @@ def restore_and_train(folder: Path, config: dict[str, Any], target: Path) -> lis
 
 def save_twice(folder: Path, config: dict[str, Any], target: Path) -> list[str]:
     """Save what was loaded, and after three steps; names of parameters that come back with other values."""
-    import deepspeed
-
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     if dist.get_rank() == 0:
         plain.save_pretrained(target / "stock", max_shard_size=SHARD_SIZE)
@@ -197,8 +192,6 @@ def test_losses_equal_those_without_expert_parallelism(
 
 
 def losses_with_transformers_own(folder: Path, loader: str, enabled: bool) -> list[float]:
-    from transformers.distributed import DistributedConfig
-
     kwargs = {"distributed_config": DistributedConfig(enable_expert_parallel=True)} if enabled else {}
     config = ds_config()
     return three_losses(initialise(load(folder, config, loader, **kwargs), config, loader), ZOO["qwen3_moe"].inputs)
@@ -330,7 +323,7 @@ def test_saved_as_the_model_that_it_was(
     ids=["ranks", "experts"],
 )
 def test_a_size_that_does_not_divide_is_an_error_before_reading(
-    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, size: int, expected: str
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, size: int, expected: str
 ) -> None:
     folder = zoo_checkpoint("qwen3_moe")
     for outcome in run_ranks_expecting_errors(2, load, folder, expert_parallel(size=size), "streaming"):
@@ -348,15 +341,8 @@ def test_another_size_when_initialising_is_an_error(cluster: None, checkpoint: C
 def test_experts_that_are_not_in_the_checkpoint_are_an_error(
     cluster: None, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = checkpoint("qwen3_moe", torch.float32)
-    tensors: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        tensors.update(load_file(path))
-    without = {name: tensor for name, tensor in tensors.items() if ".0.mlp.gate." not in name}
-    save_file(without, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    rewritten(folder, tmp_path, lambda tensors: tensors.pop("model.layers.0.mlp.gate.weight"))
     for outcome in run_ranks_expecting_errors(2, load, tmp_path, expert_parallel(), "streaming"):
         assert outcome.error_type == "LoadError"
         assert "no usable values for model.layers.0.mlp.gate.weight (1 in all)" in outcome.error_message

@@ -1,12 +1,11 @@
 """Stages 1 and 2 of DeepSpeed start without a second copy of what they train, and train as ever."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
@@ -15,7 +14,7 @@ from torch import nn
 from hf_zero_stream.destinations.deepspeed import flat
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 NAME = "qwen3_moe"
@@ -32,8 +31,6 @@ def load(folder: Path, dtype: torch.dtype, frozen: Sequence[str] = ()) -> nn.Mod
 
 def start(model: nn.Module, config: dict[str, Any], groups: bool = False) -> Any:
     """An engine, over one group of all parameters, or over two with and without weight decay."""
-    import deepspeed
-
     if not groups:
         return deepspeed.initialize(model=model, config=config)[0]
     decayed = [param for param in model.parameters() if param.ndim > 1]
@@ -103,7 +100,7 @@ def check(found: list[dict[str, Any]], most: float, groups: int = 1) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_equals_stock(
-    cluster: None, zoo_checkpoint: Callable[..., Path], stage: int, dtype: torch.dtype, world_size: int
+    cluster: None, zoo_checkpoint: Checkpoint, stage: int, dtype: torch.dtype, world_size: int
 ) -> None:
     folder = zoo_checkpoint(NAME, dtype)
     found = run_ranks(world_size, stock_and_together, folder, dtype, {"stage": stage}, False, (), ())
@@ -124,13 +121,13 @@ def test_equals_stock(
 )
 @pytest.mark.sample(2)
 def test_equals_stock_with(
-    cluster: None, zoo_checkpoint: Callable[..., Path], zero: dict[str, Any], groups: bool, frozen: Sequence[str]
+    cluster: None, zoo_checkpoint: Checkpoint, zero: dict[str, Any], groups: bool, frozen: Sequence[str]
 ) -> None:
     found = run_ranks(3, stock_and_together, zoo_checkpoint(NAME, BF16), BF16, zero, groups, frozen, ())
     check(found, 1.05 + 1 / 3, 1 + groups)
 
 
-def test_no_room_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_no_room_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """Then all leave it to DeepSpeed."""
     folder = zoo_checkpoint(NAME, BF16)
     check(run_ranks(2, stock_and_together, folder, BF16, {"stage": 2}, False, (), (2**40, 0)), 0, groups=0)
@@ -166,6 +163,6 @@ def others_beside(folder: Path) -> dict[str, bool]:
     return found
 
 
-def test_others_are_left_alone(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_others_are_left_alone(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for rank in run_ranks(2, others_beside, zoo_checkpoint(NAME, BF16)):
         assert all(rank.values()), rank

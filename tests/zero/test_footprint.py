@@ -1,15 +1,14 @@
 """The memory that a plan and a report announce is what DeepSpeed then takes."""
 
-from __future__ import annotations
-
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from hf_zero_stream.planning.footprint import EngineSettings, ParameterShape, me
 from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 MIB = 2**20
@@ -189,7 +188,7 @@ TORCH = {"torch_adam": True}
     ],
 )
 def test_temporary_tensors_of_a_step(
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     optimizer: dict[str, Any] | None,
     zero: dict[str, Any],
     adamw: Any,
@@ -210,7 +209,7 @@ def test_temporary_tensors_of_a_step(
     assert on_top == max(least, gradient + copies * 4 * largest)
 
 
-def test_unknown_way_to_step(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_unknown_way_to_step(zoo_checkpoint: Checkpoint) -> None:
     with pytest.raises(ConfigError, match="adamw: expected one of single, foreach, fused; got 'quick'"):
         hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=2, adamw="quick")  # type: ignore[arg-type]
 
@@ -226,9 +225,7 @@ def test_unknown_way_to_step(zoo_checkpoint: Callable[..., Path]) -> None:
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, 2, 2),
     ],
 )
-def test_states_of_optimizers(
-    zoo_checkpoint: Callable[..., Path], changes: dict[str, Any], states: int, itemsize: int
-) -> None:
+def test_states_of_optimizers(zoo_checkpoint: Checkpoint, changes: dict[str, Any], states: int, itemsize: int) -> None:
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, **changes}
     found = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=2, ds_config=config).memory
     assert found is not None
@@ -237,7 +234,7 @@ def test_states_of_optimizers(
     assert sum(found.master.values()) == trained * itemsize
 
 
-def test_settings_come_from_deepspeeds_own_parser(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_settings_come_from_deepspeeds_own_parser(zoo_checkpoint: Checkpoint) -> None:
     folder = str(zoo_checkpoint("llama"))
 
     def bucket(**zero: Any) -> Any:
@@ -250,7 +247,7 @@ def test_settings_come_from_deepspeeds_own_parser(zoo_checkpoint: Callable[..., 
     assert bucket(contiguous_gradients=False) == {}
 
 
-def test_plan_for_a_device_that_is_not_here(zoo_checkpoint: Callable[..., Path]) -> None:
+def test_plan_for_a_device_that_is_not_here(zoo_checkpoint: Checkpoint) -> None:
     config = ds_config(BF16, offload_optimizer={"device": "cpu"})
     found = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=64, ds_config=config, device="cuda").memory
     assert found is not None
@@ -292,8 +289,6 @@ def gathers() -> Iterator[list[int]]:
 
 
 def gather_in_forward(name: str, folder: Path) -> dict[str, Any]:
-    import deepspeed
-
     recipe, config = ZOO[name], ds_config(BF16)
     model = getattr(hf_zero_stream, f"Streaming{recipe.auto_class}").from_pretrained(folder, ds_config=config)
     report = model.streaming_report
@@ -316,9 +311,7 @@ ALREADY_GATHERED = {"bert": 312 * 2}
 
 @pytest.mark.parametrize("name", list(ZOO))
 @pytest.mark.sample(3)
-def test_partitions_and_largest_gather_are_exact(
-    cluster: None, zoo_checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_partitions_and_largest_gather_are_exact(cluster: None, zoo_checkpoint: Checkpoint, name: str) -> None:
     folder = zoo_checkpoint(name, BF16)
     planned = hf_zero_stream.plan(str(folder), world_size=2, ds_config=ds_config(BF16)).memory
     for found in run_ranks(2, gather_in_forward, name, folder):
@@ -341,8 +334,6 @@ def give_back_what_is_freed() -> None:
 
 def start_and_step(folder: Path, tiny: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Load, initialise and take one step; memory is counted from before the load."""
-    import deepspeed
-
     give_back_what_is_freed()
 
     def initialise(model: Any) -> Any:
@@ -410,7 +401,7 @@ def start_and_step(folder: Path, tiny: Path, config: dict[str, Any]) -> dict[str
 @pytest.mark.sample(0)  # seconds of a model of many megabytes; on paper GPUs the same is seen in small
 def test_memory_of_training_is_as_announced(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
+    zoo_checkpoint: Checkpoint,
     medium_checkpoint: Path,
     dtype: torch.dtype,
     optimizer: dict[str, Any],

@@ -2,8 +2,6 @@
 last bit. The table of all homes is docs/support.md.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +10,15 @@ import deepspeed
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_zero_stream.destinations.deepspeed import zero3
+from tests.support.checkpoint_files import rewritten, tensors_of
 from tests.support.cluster import run_ranks
-from tests.support.homes import CAUSAL, HPZ, OFFLOAD, Checkpoint, Prepare, assert_trains_as_stock, train
+from tests.support.homes import CAUSAL, HPZ, OFFLOAD, Prepare, assert_trains_as_stock, train
 from tests.support.loading import load_with
 from tests.support.parity import differences, ds_config, three_losses
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 # ------------------------------------------------------------------------------------------------------- host memory
@@ -75,7 +73,7 @@ def test_hpz(cluster: None, zoo_checkpoint: Checkpoint, world_size: int, size: i
     config = ds_config(torch.bfloat16, zero_hpz_partition_size=size)
     streamed = assert_trains_as_stock(world_size, folder, config)
     assert [rank["second copies"] for rank in streamed] == [0] * world_size
-    stored = sum(value.nbytes for path in folder.glob("*.safetensors") for value in load_file(path).values())
+    stored = sum(value.nbytes for value in tensors_of(folder).values())
     assert sum(rank["bytes needed"] for rank in streamed) == stored
 
 
@@ -89,13 +87,8 @@ def test_missing_keys(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, world_size: int, zero: dict[str, Any]
 ) -> None:
     """Initialisation gathers what it writes, and writes it back to where it lives."""
-    tensors = {}
-    for path in zoo_checkpoint("llama").glob("*.safetensors"):
-        tensors |= load_file(path)
-    for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
-        del tensors[name]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((zoo_checkpoint("llama") / "config.json").read_text())
+    lost = ("lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight")
+    rewritten(zoo_checkpoint("llama"), tmp_path, lambda tensors: [tensors.pop(name) for name in lost])
     assert run_ranks(world_size, initialised_under, tmp_path, zero) == [[]] * world_size
 
 

@@ -1,7 +1,5 @@
 """The DeepSpeed configs in examples/deepspeed run; each destination in docs/support.md has tests."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Parameters that are partitioned over other ranks than the rest, by DeepSpeed's `ds_zero_partition_process_group`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

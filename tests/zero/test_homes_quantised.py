@@ -2,8 +2,6 @@
 in torch, beneath everything else that is DeepSpeed's, streamed models train as stock's. See docs/support.md.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

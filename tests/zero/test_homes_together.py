@@ -2,8 +2,6 @@
 inside the user's own, groups of ranks. Losses are stock's to the last bit; the table is docs/support.md.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,10 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.support.cluster import run_ranks
-from tests.support.homes import CAUSAL, HPZ, OFFLOAD, Checkpoint, make_even_llama
+from tests.support.homes import CAUSAL, HPZ, OFFLOAD, make_even_llama
 from tests.support.loading import load_with
 from tests.support.parity import differences, ds_config, three_losses
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, Checkpoint
 
 
 # ------------------------------------------------------------------------------------------------ one after another
@@ -58,9 +56,13 @@ def distil(how: str, teacher_folder: Path, student_folder: Path, zero: dict[str,
 @pytest.mark.parametrize(("world_size", "zero"), [(2, {}), (3, OFFLOAD)], ids=["device", "offload"])
 @pytest.mark.sample(1)
 def test_teacher_and_student(cluster: None, zoo_checkpoint: Checkpoint, world_size: int, zero: dict[str, Any]) -> None:
-    folders = zoo_checkpoint("qwen3_moe", torch.bfloat16), zoo_checkpoint("llama")
+    assert_distils_as_stock(world_size, zoo_checkpoint, zero, zero)
+
+
+def assert_distils_as_stock(world_size: int, checkpoint: Checkpoint, zero: Any, of_stock: Any) -> None:
+    folders = checkpoint("qwen3_moe", torch.bfloat16), checkpoint("llama")
     streamed = run_ranks(world_size, distil, "streamed", *folders, zero)
-    stock = run_ranks(world_size, distil, "stock", *folders, zero)
+    stock = run_ranks(world_size, distil, "stock", *folders, of_stock)
     assert [rank["differences"] for rank in streamed] == [[]] * world_size
     assert [rank["losses"] for rank in streamed] == [rank["losses"] for rank in stock]
     assert len(set(streamed[0]["losses"])) == 3
@@ -79,13 +81,9 @@ def second_load_of_stock(folder: Path) -> str:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_teacher_and_student_with_hpz(cluster: None, zoo_checkpoint: Checkpoint, world_size: int) -> None:
     """A second `zero.Init` of stock's fails; losses are those without hpZ, which copies values and changes none."""
-    folders = zoo_checkpoint("qwen3_moe", torch.bfloat16), zoo_checkpoint("llama")
-    for message in run_ranks(world_size, second_load_of_stock, folders[1]):
+    for message in run_ranks(world_size, second_load_of_stock, zoo_checkpoint("llama")):
         assert "group is already initialized" in message
-    streamed = run_ranks(world_size, distil, "streamed", *folders, HPZ)
-    stock = run_ranks(world_size, distil, "stock", *folders, {})
-    assert [rank["differences"] for rank in streamed] == [[]] * world_size
-    assert [rank["losses"] for rank in streamed] == [rank["losses"] for rank in stock]
+    assert_distils_as_stock(world_size, zoo_checkpoint, HPZ, {})
 
 
 # ------------------------------------------------------------------------------------------- inside a user's own model

@@ -1,21 +1,21 @@
 """Partitions in DeepSpeed's swap files: the values and losses of stock, in host memory no more than its buffers."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
 
 import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
+from hf_zero_stream.engine.reader import Reader
 from hf_zero_stream.planning.plan import LoadPlan
 from tests.support.cluster import RankFailure, run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses, unequal
-from tests.support.zoo import make_moe_checkpoint
+from tests.support.zoo import Checkpoint
 
 
 pytestmark = pytest.mark.usefixtures("async_io")
@@ -41,8 +41,6 @@ def inputs() -> dict[str, torch.Tensor]:
 
 def train(folder: Path, config: dict[str, Any], loader: str) -> tuple[list[float], int]:
     """Losses of three steps, and how many parameters lie in swap files."""
-    import deepspeed
-
     model = load_with(loader, "AutoModelForCausalLM", folder, config, {})
     swapped = sum(param.ds_tensor.final_location == "nvme" for param in model.parameters())
     engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -74,8 +72,6 @@ def test_values_equal_plain_loading(cluster: None, checkpoint: Path, tmp_path: P
 
 def executed(folder: Path, config: dict[str, Any]) -> LoadPlan:
     """The plan that a load carries out."""
-    from hf_zero_stream.engine.reader import Reader
-
     plans: list[LoadPlan] = []
     fill = Reader.fill
 
@@ -99,8 +95,6 @@ def test_the_plan_that_is_shown_is_the_plan_that_runs(
 
 
 def growth(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
-    import hf_zero_stream
-
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
     rank = model.streaming_report.ranks[torch.distributed.get_rank()]
     return rank.anonymous_growth_peak, rank.partition_bytes
@@ -132,10 +126,6 @@ def test_missing_weights_are_initialised_in_swap_files(cluster: None, checkpoint
 
 def classifier(folder: Path, config: dict[str, Any]) -> bool:
     """A new head of over 1 MiB gets values, the same on all ranks."""
-    import deepspeed
-
-    import hf_zero_stream
-
     auto_class = hf_zero_stream.StreamingAutoModelForSequenceClassification
     model = auto_class.from_pretrained(folder, ds_config=config, num_labels=8192)
     assert model.score.weight.ds_tensor.final_location == "nvme"
@@ -156,7 +146,7 @@ def test_small_buffer_size_is_refused_before_loading(cluster: None, checkpoint: 
 
 
 @pytest.mark.slow
-def test_every_home_is_the_one_of_stock(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_home_is_the_one_of_stock(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Tiny weights stay in host memory."""
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     assert run_ranks(2, values, folder, offload(tmp_path)) == [[], []]

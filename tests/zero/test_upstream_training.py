@@ -3,9 +3,6 @@
 Docstrings name the test that each stands for; tests/support/upstream.py says in which files those are.
 """
 
-from __future__ import annotations
-
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,18 +14,17 @@ import transformers
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_zero_stream import streaming
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.loading import assert_same, compare, load_with
 from tests.support.parity import ds_config
-from tests.support.upstream import Checkpoint, is_partitioned, unequal
-from tests.support.zoo import ZOO
+from tests.support.trainers import arguments_of, join_as_launched, losses_of
+from tests.support.upstream import is_partitioned
+from tests.support.zoo import ZOO, Checkpoint
 
 
 def make_trainer(folder: Path, output: Path, stream: bool, **arguments: Any) -> transformers.Trainer:
-    from accelerate import PartialState
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
+    join_as_launched()
     deepspeed = {
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
@@ -36,19 +32,8 @@ def make_trainer(folder: Path, output: Path, stream: bool, **arguments: Any) -> 
         "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
     }
-    args = transformers.TrainingArguments(
-        output_dir=str(output),
-        deepspeed=deepspeed,
-        accelerator_config={"use_configured_state": True},
-        per_device_train_batch_size=1,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **{"save_strategy": "no", **arguments},
-    )
+    settings = {"deepspeed": deepspeed, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "save_strategy": "no"}
+    args = arguments_of(output, **{**settings, **arguments})
     with streaming() if stream else nullcontext():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert hasattr(model, "streaming_report") is stream
@@ -56,10 +41,6 @@ def make_trainer(folder: Path, output: Path, stream: bool, **arguments: Any) -> 
     rows = torch.randint(5, 300, (16, 9), generator=generator)
     data = [{"input_ids": row, "labels": row} for row in rows]
     return transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:4])
-
-
-def losses_of(trainer: transformers.Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def train(folder: Path, output: Path, stream: bool) -> dict[str, Any]:
@@ -124,7 +105,7 @@ def recover(name: str, folder: Path, output: Path) -> list[str]:
     engine, *_ = deepspeed.initialize(model=model, config=ds_config())
     engine.save_checkpoint(str(output))
     dist.barrier()
-    return unequal(get_fp32_state_dict_from_zero_checkpoint(str(output)), plain.state_dict())
+    return differing(get_fp32_state_dict_from_zero_checkpoint(str(output)), plain.state_dict())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "t5"])

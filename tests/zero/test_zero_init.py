@@ -1,9 +1,6 @@
 """Loads inside a `zero.Init` of the caller's: what Lightning and Fabric wrap around the code that makes a model."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from hashlib import sha1
 from pathlib import Path
@@ -17,15 +14,14 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream import streaming
 from hf_zero_stream.holdings.deepspeed.partitions import own_range
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.homes import HPZ, OFFLOAD
 from tests.support.parity import ds_config, three_losses, unequal
-from tests.support.zoo import ZOO, make_moe_checkpoint
+from tests.support.zoo import ZOO, Checkpoint
 
-
-Checkpoint = Callable[..., Path]
 
 BF16 = torch.bfloat16
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from hf_zero_stream.registry.formats import FileFormat
 from hf_zero_stream.registry.plugins import Plugin, Source
+from hf_zero_stream.registry.rows import PatchScope, Row
 
 
 PLUGIN = Plugin(
     "odd",
     files=[FileFormat("raw bytes", (".raw",), "odd_things.raw")],
-    sources={"vault": Source("name", "odd_things.vault")},
+    sources={"vault": Source("shelf/name", "odd_things.vault")},
     commands={"weigh": "odd_things.weigh"},
     destinations={"columns": "odd_things.columns:make"},
     holders=["odd_things.columns:held"],
+    rows={
+        PatchScope.BLOCK: [
+            Row(
+                "transformers.utils.hub:cached_files",
+                "odd_things.vault:cached_files",
+                feature="loads from the vault",
+                when=".sources.base:has_url_argument",
+            )
+        ]
+    },
 )
