@@ -122,7 +122,7 @@ class AdapterTraining(Training):
         torch.manual_seed(seed)
         base = CHANGES[change.removeprefix(OWN)][0](base)
         torch.manual_seed(5)
-        self.is_of_peft = not change.startswith(OWN)
+        self.home, self.is_of_peft = home, not change.startswith(OWN)
         self.model: Any = by_peft(base) if self.is_of_peft else by_oneself(base)
         trained = [param for param in self.model.parameters() if param.requires_grad]
         trains, optimizer = self.model, torch.optim.AdamW(trained, lr=1e-2)
