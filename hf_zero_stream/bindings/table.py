@@ -18,6 +18,7 @@ _ESSENTIAL, _SPEED = Weight.ESSENTIAL, Weight.SPEED
 _MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
 _MODEL = f"{_MODELING}:PreTrainedModel"
 _TRAINER, _ENGINE = "transformers.trainer", "deepspeed.runtime.engine:DeepSpeedEngine"
+_ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ACCELERATOR, _PEFT = "accelerate.accelerator", "peft.tuners.tuners_utils"
 
 _DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
@@ -25,10 +26,6 @@ _DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
 _STATES, _SAVES = "training states of accelerate", "saves by accelerate"
 _OF_FSDP2 = "FSDP2 by accelerate"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
-_STATES_OF_FSDP2 = [
-    (name, f".state.fsdp_hooks:{name}")
-    for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
-]
 
 
 def _trainer(name: str, leads_to: str, relies_on: str = "", *, since: str = "", until: str = "") -> Row:
@@ -71,7 +68,6 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             _ESSENTIAL,
         ),
         # accelerate: what it prepares, saves and resumes.
-        Row(f"{_ACCELERATOR}:Accelerator.prepare", ".state.hooks:prepare", feature=_STATES),
         Row(
             f"{_ACCELERATOR}:Accelerator.get_state_dict",
             ".saving.hooks:get_state_dict",
@@ -92,23 +88,22 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             )
             for name in ("save_state", "load_state")
         ],
-        *[Row(f"{_ACCELERATOR}:{name}", leads_to, feature=_STATES) for name, leads_to in _STATES_OF_FSDP2],
+        *[
+            Row(f"{_ACCELERATOR}:{name}", f".state.fsdp_hooks:{name}", feature=_STATES)
+            for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
+        ],
         # The Trainer: when it begins, saves, removes older checkpoints, ends, and goes on.
-        _trainer("get_last_checkpoint", ".state.hooks:last_checkpoint"),
+        _trainer("Trainer.train", ".state.hooks:trainer_train", "resume_from_checkpoint"),
         _trainer("Trainer._load_from_checkpoint", ".state.hooks:trainer_load_model", "resume_from_checkpoint model"),
-        _trainer("deepspeed_load_checkpoint", ".state.hooks:trainer_load_engine"),
         _trainer("Trainer._load_optimizer_and_scheduler", ".state.hooks:trainer_load_rest", "checkpoint"),
         _trainer("Trainer._save_checkpoint", ".state.hooks:trainer_save"),
         _trainer("Trainer.save_model", ".saving.hooks:trainer_save_model", "output_dir _internal_call"),
         _trainer("Trainer._save_optimizer_and_scheduler", ".state.hooks:trainer_save_rest", "output_dir"),
-        *[_trainer(name, leads_to) for name, leads_to in _STATES_OF_FSDP2],
         _trainer("rotate_checkpoints", ".state.hooks:rotate_checkpoints", since="5.2"),
-        _trainer("sort_checkpoints", ".state.hooks:sort_checkpoints", since="5.2"),
-        _trainer("Trainer._rotate_checkpoints", ".state.hooks:rotate_checkpoints", until="5.2"),
-        _trainer("Trainer._sorted_checkpoints", ".state.hooks:sort_checkpoints", until="5.2"),
-        _trainer("Trainer._save", ""),
-        _trainer("Trainer._push_from_checkpoint", ".state.hooks:trainer_push"),
         _trainer("Trainer._load_best_model", ".state.hooks:trainer_load_best"),
+        # Set on one Trainer, while it saves.
+        *[_trainer(f"Trainer.{name}", "") for name in ("_save", "_push_from_checkpoint")],
+        _trainer("Trainer._rotate_checkpoints", "", until="5.2"),
         # DeepSpeed's engine.
         *[
             Row(
@@ -129,7 +124,6 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
     ],
     PatchScope.LOAD: [
         Row(f"{_MODELING}:get_hf_quantizer", ".seams.loading:get_hf_quantizer", weight=_ESSENTIAL),
-        Row(f"{_MODELING}:check_and_set_device_map", ".seams.loading:check_and_set_device_map", weight=_ESSENTIAL),
         Row(f"{_MODELING}:is_fsdp_enabled", ".seams.loading:is_fsdp_enabled", weight=_ESSENTIAL),
         Row(
             f"{_MODELING}:_get_resolved_checkpoint_files",
@@ -146,18 +140,11 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             feature="folders of save_pretrained(distributed_checkpoint=True)",
             since="5.20",
         ),
-        # For each tensor of the checkpoint: its name, its converter, its values.
-        Row(f"{_LOADING}:dot_natural_key", ".seams.keys:dot_natural_key", weight=_SPEED),
-        Row(f"{_LOADING}:apply_renamings", ".seams.keys:apply_renamings", weight=_SPEED, since="5.21"),
-        Row(f"{_LOADING}:apply_converters", ".seams.keys:apply_converters", weight=_SPEED, since="5.21"),
-        Row(f"{_LOADING}:get_device", ".seams.keys:get_device", weight=_ESSENTIAL),
+        # For each tensor of the checkpoint: its converter, its values.
         Row(f"{_LOADING}:deepcopy", ".seams.keys:copy_converter", weight=_SPEED),
-        Row(f"{_LOADING}:spawn_materialize", ".seams.keys:spawn_materialize", weight=_SPEED),
-        Row(f"{_LOADING}:tqdm", ".seams.keys:no_bar", weight=_SPEED, since="5.3"),
         Row(f"{_LOADING}:WeightConverter.convert", ".seams.keys:convert", weight=_ESSENTIAL),
         # What the checkpoint lacks: from here on the lazy tensors have become the destination's.
         Row(f"{_MODEL}._finalize_model_loading", ".seams.loading:finalize_model_loading", weight=_ESSENTIAL),
-        Row(f"{_MODEL}._move_missing_keys_from_meta_to_device", ".seams.loading:move_missing_keys", weight=_ESSENTIAL),
         Row(f"{_MODEL}._initialize_weights", ".seams.loading:initialize_weights", weight=_ESSENTIAL),
         Row(
             f"{_MODELING}:_tied_params_are_equal",
@@ -169,6 +156,7 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         *[
             Row(of, "", weight=_ESSENTIAL)
             for of in (
+                f"{_MODEL}._move_missing_keys_from_meta_to_device",
                 f"{_MODEL}._adjust_missing_and_unexpected_keys",
                 f"{_LOADING}:convert_and_load_state_dict_in_model",
                 f"{_MODELING}:_add_variant",
@@ -180,12 +168,10 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
     ],
     PatchScope.SHARDED: [
         Row(f"{_MODEL}.is_custom_code", ".seams.sharding:is_custom_code", feature="distributed_config", since="5.17"),
-        Row(f"{_MODELING}:caching_allocator_warmup", ".seams.sharding:caching_allocator_warmup", weight=_ESSENTIAL),
         Row(f"{_LOADING}:is_dtensor", ".seams.sharding:is_dtensor", feature="distributed_config", since="5.17"),
     ],
     PatchScope.HIDING: [
-        Row(f"{module}:is_deepspeed_zero3_enabled", ".seams.ds_config:is_enabled", weight=_ESSENTIAL)
-        for module in (_MODELING, "transformers.integrations.deepspeed")
+        Row(f"{_MODELING}:is_deepspeed_zero3_enabled", ".seams.ds_config:is_enabled", weight=_ESSENTIAL)
     ],
     PatchScope.LAYOUT: [
         Row(f"{_MODELING}:unwrap_model", ".seams.saving:unwrap_model", weight=_SPEED),
@@ -199,16 +185,13 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             weight=_ESSENTIAL,
             feature=_OF_FSDP2,
         ),
-        *[
-            Row(
-                f"{module}:fsdp2_prepare_model",
-                ".loading.deferral:prepare_fsdp2",
-                weight=_ESSENTIAL,
-                feature=_OF_FSDP2,
-                since="1.6",
-            )
-            for module in (_ACCELERATOR, "accelerate.utils", "accelerate.utils.fsdp_utils")
-        ],
+        Row(
+            f"{_ACCELERATOR}:fsdp2_prepare_model",
+            ".loading.deferral:prepare_fsdp2",
+            weight=_ESSENTIAL,
+            feature=_OF_FSDP2,
+            since="1.6",
+        ),
         Row(
             "accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict",
             ".loading.deferral:load_full_state_dict",
@@ -244,24 +227,14 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
     ],
     PatchScope.FLAT: [
         Row(
-            f"deepspeed.{of}",
-            f".destinations.deepspeed.flat:{leads_to}",
-            relies_on,
+            f"{_ZERO_1_2}.__init__",
+            ".destinations.deepspeed.flat:construct",
+            "init_optimizer dp_process_group has_moe_layers",
             weight=_ESSENTIAL,
-        )
-        for of, leads_to, relies_on in (
-            (
-                "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__",
-                "construct",
-                "init_optimizer dp_process_group has_moe_layers",
-            ),
-            (
-                "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned",
-                "flatten",
-                "tensor_list alignment use_cpu_data",
-            ),
-            ("accelerator:get_accelerator().available_memory", "available_memory", ""),
-        )
+        ),
+        # Set on one optimizer, while it is constructed.
+        Row(f"{_ZERO_1_2}.flatten_dense_tensors_aligned", "", "tensor_list alignment use_cpu_data", weight=_ESSENTIAL),
+        Row("deepspeed.accelerator:get_accelerator().available_memory", "", weight=_ESSENTIAL),
     ],
     PatchScope.EXPERTS: [
         Row(

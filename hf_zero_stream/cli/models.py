@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers import AutoQuantizationConfig
-from transformers.utils import logging
 
 from ..bindings.table import installed
 from ..errors import CheckpointError, HfZeroStreamError
 from ..loading.dry_load import Forecast, lazily_loaded, load_of_layouts
 from ..planning.footprint import HOST
 from ..registry.rows import PatchScope
+from ..seams.session import bars_hidden
 from ..settings.config import StreamingConfig
 
 
@@ -87,14 +87,10 @@ def stock_load(forecast: Forecast, place: str, arguments: Mapping[str, Any], dev
 @contextmanager
 def transformers_errors(path: str) -> Iterator[None]:
     """Turn other libraries' errors about a checkpoint or a config into ours, with progress bars off."""
-    were_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        yield
+        with bars_hidden():
+            yield
     except HfZeroStreamError:
         raise
     except Exception as error:  # a config.json can make them raise any exception
         raise CheckpointError(f"{path}: no model can be made of it: {type(error).__name__}: {error}") from error
-    finally:
-        if were_on:
-            logging.enable_progress_bar()

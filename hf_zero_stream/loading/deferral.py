@@ -215,7 +215,10 @@ def make_record(original: Callable[..., Any], self: Any, param: Any, *args: Any,
 
 
 def set_attribute(original: Callable[..., Any], self: nn.Parameter, name: str, value: Any) -> None:
-    """Give a parameter that is not lazy, for instance of an adapter, values in memory and not a lazy tensor."""
+    """Give a parameter that is not lazy, for instance of an adapter, values in memory and not a lazy tensor.
+
+    torch would take the memory of the lazy tensor, which is none, and the process would crash at the next use.
+    """
     if name == "data" and isinstance(value, LazyTensor):
         value = value.in_memory()
     original(self, name, value)

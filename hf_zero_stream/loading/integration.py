@@ -99,6 +99,10 @@ def _nested(around: Session, stock: Stock, path: Any, kwargs: dict[str, Any], st
     if around.stock_reason or not is_lazy:
         return _stock_from_pretrained(stock, kwargs, strict)
     around.has_nested = True
+    if kwargs.get("device_map") is not None:
+        raise ValueError("DeepSpeed Zero-3 is not compatible with passing a `device_map`.")  # transformers' words
+    # Without one transformers takes the context in which the model is built, the meta device, for a mistake.
+    kwargs["device_map"] = torch.device("cpu")
     with Session(around.load, inside=around, strict=strict):
         finish_saves_into(path, around.load.config.read_from, around.load.coordinator)
         return stock(**kwargs)

@@ -59,7 +59,7 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
         return inner.state_dict() if dist.get_rank() == 0 else None
     why = _asked_by.get() or _not_its_own(replaced_methods_of(self))
-    if why or (belongs_to_trainer(self) and not calls.runs_on_leader()):
+    if why or (belongs_to_trainer(self, inner) and not calls.runs_on_leader()):
         if dist.get_rank() == 0:
             why = why or (
                 "code around the Trainer asks for its state dict: an overridden _save() or save_model(), or a callback"

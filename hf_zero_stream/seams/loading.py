@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import modeling_utils
 from transformers.utils import logging
 
+from ..bindings.install import override_methods
 from ..bindings.table import install_model_rows
 from ..checkpoint.formats import (
     check_files,
@@ -31,7 +32,7 @@ from ..ranks.coordinator import Coordinator
 from ..registry.plugins import tool
 from ..sources.base import is_url
 from .ds_config import zero3_hidden
-from .session import Original, Session, Stopped, in_session
+from .session import Original, Session, Stopped, bars_hidden, in_session
 
 
 logger = logging.get_logger(__name__)
@@ -92,8 +93,11 @@ def load_pretrained_model(
                     param.data = param.data.to(dtype)
             # Parameters take DeepSpeed's dtype, as in stock, by a single cast from the file's.
             load_config = replace(load_config, dtype=dtype)
+        if load.destination.takes_dtensors:  # transformers would allocate as much as the whole model takes
+            load_config = replace(load_config, device_map=None)
         try:
-            result = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
+            with bars_hidden():  # that loop loads nothing, and our own bar counts bytes
+                result = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
         except Exception:
             load.refuse_absent()  # an absent tensor may be why
             raise
@@ -213,10 +217,17 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
 def finalize_model_loading(
     session: Session, original: Original, model: Any, load_config: Any, loading_info: Any
 ) -> Any:
-    """transformers calls the seam that places the model's values, :func:`move_missing_keys`, inside this function."""
+    """Have the model's ``_move_missing_keys_from_meta_to_device``, which transformers calls next, place values."""
     if session.model is None or session.model is not model:
         return original(model, load_config, loading_info)
-    session.placing = partial(_place, session, model, load_config, loading_info)
+    move_missing = model._move_missing_keys_from_meta_to_device
+
+    def place(*args: Any, **kwargs: Any) -> None:
+        session.called.add("_move_missing_keys_from_meta_to_device")
+        _place(session, model, load_config, loading_info)
+        if session.inside is None and not session.load.destination.fills_missing:
+            move_missing(*args, **kwargs)
+
     dtype = session.load.destination.dtype(load_config.dtype)
     if session.quantised is not None and not session.has_nested:  # else files are numbered in another way
         with session.load.clock("plan"):
@@ -224,7 +235,8 @@ def finalize_model_loading(
     clock, inside = session.load.clock, ("plan", "wait", "read", "convert", "copy")
     with zero3_hidden(), clock("finalise"):
         before = sum(clock.seconds[phase] for phase in inside)
-        result = original(model, load_config, loading_info)
+        with override_methods(model, _move_missing_keys_from_meta_to_device=place):
+            result = original(model, load_config, loading_info)
         clock.add("finalise", before - sum(clock.seconds[phase] for phase in inside))  # they count as themselves
         if any(isinstance(param, DTensor) for param in session.model.parameters()):
             install_model_rows()
@@ -293,16 +305,6 @@ def _misfits(model: Any, loading_info: Any) -> tuple[set[str], set[str], set[Any
 
 
 @in_session
-def move_missing_keys(session: Session, original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if session.model is not self or session.placing is None:
-        return original(self, *args, **kwargs)
-    session.placing()
-    session.placing = None
-    if session.inside is None and not session.load.destination.fills_missing:
-        original(self, *args, **kwargs)
-
-
-@in_session
 def initialize_weights(
     session: Session, original: Original, self: Any, module: Any, *args: Any, **kwargs: Any
 ) -> None:
@@ -336,16 +338,6 @@ def is_fsdp_enabled(session: Session, original: Original) -> bool:
     """
     session.keeps_caller_rng = session.keeps_caller_rng or (original() and not modeling_utils.is_local_dist_rank_0())
     return False
-
-
-@in_session
-def check_and_set_device_map(session: Session, original: Original, device_map: Any) -> Any:
-    """Allow `from_pretrained` in an ``__init__`` under the meta device, which transformers takes for a mistake."""
-    if session.inside is None:
-        return original(device_map)
-    if device_map is not None:
-        raise ValueError("DeepSpeed Zero-3 is not compatible with passing a `device_map`.")  # transformers' words
-    return None
 
 
 def tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..bindings.install import Replacement
 from ..bindings.table import TABLE
@@ -37,6 +38,18 @@ def in_session(function: Callable[..., Any]) -> Replacement:
         return function(session, original, *args, **kwargs)
 
     return inside
+
+
+@contextmanager
+def bars_hidden() -> Iterator[None]:
+    """Inside, transformers and huggingface_hub show no progress bars."""
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 LazyModel = tuple[PreTrainedModel, set[str], set[str]]
@@ -80,12 +93,12 @@ class Session:
         builds_values: the model is being built by code that may look at values of tensors, not on the meta device.
         built: the parameters that the model's ``__init__`` has made, by name, under ZeRO-3.
         model: the lazy model, once transformers loads its weights.
-        placing: places the lazy model's values, once transformers knows which of them are missing.
-        called: the names of the functions of ours that transformers has called, each in place of its own.
+        called: the names of the functions that transformers has called: of ours, each in place of its own, and that of
+            the model's method that places the values.
         lacks: whether its checkpoint lacks parameters or buffers, which transformers initialises.
         keeps_caller_rng: whether this rank draws no random numbers in stock's load, where it initialises nothing.
         random_state: those that it initialises from then, once it has begun.
-        spares, chains: caches of :mod:`.keys`.
+        spares: a cache of :mod:`.keys`.
     """
 
     load: Load
@@ -102,13 +115,11 @@ class Session:
     builds_values: bool = field(default=False, init=False)
     built: dict[str, Any] = field(default_factory=dict, init=False)
     model: PreTrainedModel | None = field(default=None, init=False)
-    placing: Callable[[], None] | None = field(default=None, init=False)
     called: set[str] = field(default_factory=set, init=False)
     lacks: bool = field(default=False, init=False)
     keeps_caller_rng: bool = field(default=False, init=False)
     random_state: RandomState | None = field(default=None, init=False)
     spares: dict[int, tuple[Any, Any]] = field(default_factory=dict, init=False)
-    chains: dict[int, Any] = field(default_factory=dict, init=False)
 
     def __enter__(self) -> Session:
         self._token = _session.set(self)
@@ -124,7 +135,8 @@ class Session:
 
     def refuse_uncalled(self, *names: str) -> None:
         """Raise a VersionError if transformers has not called functions of ours, without which values are others."""
-        rows = {row.leads_to.partition(":")[2]: row for row in (*TABLE[PatchScope.LOAD], *TABLE[PatchScope.SHARDED])}
+        found = (*TABLE[PatchScope.LOAD], *TABLE[PatchScope.SHARDED])
+        rows = {row.leads_to.partition(":")[2] or row.of.rpartition(".")[2]: row for row in found}
         if uncalled := [rows[name].name for name in names if name not in self.called]:
             raise VersionError(
                 f"transformers {transformers.__version__} has loaded a model without calling {', '.join(uncalled)}, "
@@ -134,11 +146,11 @@ class Session:
 
     def refuse_incomplete(self) -> None:
         """Raise as :meth:`refuse_uncalled`, when transformers has returned the model."""
-        names = ["load_pretrained_model", "finalize_model_loading", "move_missing_keys"]
+        names = ["load_pretrained_model", "finalize_model_loading", "_move_missing_keys_from_meta_to_device"]
         if self.lacks:
             names.append("initialize_weights")
-        if self.load.destination.takes_dtensors and "get_device" in self.called:
-            names.append("is_dtensor")  # of each tensor transformers asks where to put it, and then whether to cut it
+        if self.load.destination.takes_dtensors and "convert" in self.called:
+            names.append("is_dtensor")  # of each tensor transformers asks whether to cut it, and then converts it
         self.refuse_uncalled(*names)
 
     @property

@@ -102,8 +102,3 @@ def is_custom_code(session: Session, original: Original, cls: Any) -> Any:
     fills.
     """
     return original(next(base for base in cls.__mro__ if not base.__module__.startswith("torch.")))
-
-
-@in_session
-def caching_allocator_warmup(session: Session, original: Original, *args: Any, **kwargs: Any) -> None:
-    """Leave the device's memory to the shards."""

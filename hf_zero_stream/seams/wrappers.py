@@ -140,24 +140,25 @@ def has_sharded_model(engine: Any) -> bool:
     return getattr(engine, "zero_optimization_stage", lambda: 0)() > 0 or is_sharded(model)
 
 
-def belongs_to_trainer(accelerator: Accelerator) -> bool:
+_OF_TRAINER = "_hf_zero_stream_of_trainer"
+"""The attribute of a Trainer's accelerator."""
+
+
+def note_trainer(trainer: Any) -> None:
+    """Note that the accelerator of `trainer`, which is going to train, is a Trainer's."""
+    vars(trainer.accelerator)[_OF_TRAINER] = True
+
+
+def belongs_to_trainer(accelerator: Accelerator, model: PreTrainedModel) -> bool:
     """Whether a Trainer made `accelerator`; then not only the caller's own script asks it for state dicts.
 
-    A Trainer leaves its mark on the plugin for DeepSpeed. Without that we look whether a method of its is running.
+    A Trainer leaves its mark on the plugin for DeepSpeed. Of one that has trained outside of ``streaming()``, `model`
+    tells: before it trains under FSDP2, a Trainer has ``generate``, if there is one, count as a forward method.
     """
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return isinstance(getattr(plugin, "hf_ds_config", None), HfTrainerDeepSpeedConfig) or _is_trainer_running()
-
-
-def _is_trainer_running() -> bool:
-    """Whether a method of a Trainer, or what it has called, calls us."""
-    trainer = sys.modules.get("transformers.trainer")
-    frame: Any = sys._getframe()
-    while trainer is not None and frame is not None:
-        if isinstance(frame.f_locals.get("self"), trainer.Trainer):
-            return True
-        frame = frame.f_back
-    return False
+    if isinstance(getattr(plugin, "hf_ds_config", None), HfTrainerDeepSpeedConfig) or _OF_TRAINER in vars(accelerator):
+        return True
+    return "transformers.trainer" in sys.modules and ("generate" in vars(model) or not hasattr(model, "generate"))
 
 
 def saves_by_default(trainer: Any, *more: str) -> bool:
@@ -207,3 +208,10 @@ def trainer_state_in(checkpoint: Path) -> Path:
     from transformers.trainer import TRAINER_STATE_NAME
 
     return checkpoint / TRAINER_STATE_NAME
+
+
+def scheduler_state_in(checkpoint: Path) -> Path:
+    """The file that the Trainer writes the state of its scheduler into."""
+    from transformers.trainer import SCHEDULER_NAME
+
+    return checkpoint / SCHEDULER_NAME

@@ -41,7 +41,6 @@ class Caller:
         waiting: the stock functions that save models of which the optimizer has not come yet, by number.
         restored: schedulers that a load has restored.
         loaded: models that a load has filled, with what trains them, by number.
-        loads_schedulers: whether the caller itself loads those that are not the engine's.
     """
 
     scheduler_of: Callable[[Any], Any] = lambda optimizer: None
@@ -53,10 +52,12 @@ class Caller:
     waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
     restored: list[Any] = field(default_factory=list)
     loaded: set[int] = field(default_factory=set)
-    loads_schedulers: bool = False
 
 
 _caller: ContextVar[Caller | None] = ContextVar("hf_zero_stream_caller", default=None)
+
+trainer_loads_schedulers: ContextVar[bool] = ContextVar("hf_zero_stream_trainer_loads_schedulers", default=False)
+"""Whether a Trainer is running, which loads itself the schedulers that are not an engine's."""
 
 
 def current() -> Caller | None:

@@ -36,6 +36,7 @@ from .callers import (
     name_in,
     name_state,
     save,
+    trainer_loads_schedulers,
 )
 from .foreign import leave_to
 from .load import load_without_optimizer, resume
@@ -127,7 +128,7 @@ def _load_all(engine: Any, folder: Path, name: str | None, coordinator: Coordina
     """Go on from a state; without a `name`, from a checkpoint of DeepSpeed's (all ranks, in a meeting)."""
     caller = current() or Caller()
     scheduler = caller.scheduler_of(engine.optimizer)
-    with_scheduler = with_schedulers and not (caller.loads_schedulers and engine.lr_scheduler is None)
+    with_scheduler = with_schedulers and not (trainer_loads_schedulers.get() and engine.lr_scheduler is None)
     # Random numbers are the caller's: the Trainer and accelerate restore them at their own time, and engines never do.
     own = {"scheduler": scheduler, "with_scheduler": with_scheduler, "with_rng": False}
     resumed = resume(engine, folder, tag=name, meeting=coordinator, **own)

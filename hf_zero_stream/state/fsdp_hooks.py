@@ -51,22 +51,26 @@ def save_fsdp_optimizer(
     caller = current()
     save_model = None if caller is None else caller.waiting.pop(number, None)
     if caller is not None and save_model is not None:
-        place = caller.place(Path(folder), number)
-        leave, saved = partial(leave_to, "accelerate", optimizer=unwrapped_optimizer(optimizer)), None
-        if caller.is_between_steps:
-            own = {"scheduler": caller.scheduler_of(optimizer), "batch_size": caller.batch_size, "keep_older": False}
-            saved = save(model, place / caller.own_folder, caller, leave, optimizer=optimizer, **own)
-        else:
-            leave(UnsupportedError("gradients are being accumulated, and they are not part of a state of ours."))
-        if saved is not None:
-            if caller.own_folder:
-                name_state(place, caller.own_folder, saved)
+        if save_trained(model, optimizer, caller.place(Path(folder), number), caller):
             return None
         save_model()
     saved = original(plugin, accelerator, optimizer, model, folder, number, *args, **kwargs)
     if active_configs():
         forget_state((caller or Caller()).place(Path(folder), number))
     return saved
+
+
+def save_trained(model: Any, optimizer: Any, place: Path, caller: Caller) -> bool:
+    """Save a model and its optimizer into `place`; false if that is left to accelerate (all ranks)."""
+    leave, saved = partial(leave_to, "accelerate", optimizer=unwrapped_optimizer(optimizer)), None
+    if caller.is_between_steps:
+        own = {"scheduler": caller.scheduler_of(optimizer), "batch_size": caller.batch_size, "keep_older": False}
+        saved = save(model, place / caller.own_folder, caller, leave, optimizer=optimizer, **own)
+    else:
+        leave(UnsupportedError("gradients are being accumulated, and they are not part of a state of ours."))
+    if saved is not None and caller.own_folder:
+        name_state(place, caller.own_folder, saved)
+    return saved is not None
 
 
 def load_fsdp_model(

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
+from ..bindings.install import override_methods
 from ..holdings.introspection import is_adapted
 from ..loading.into import load_into
 from ..saving.arguments import refuse_url
@@ -26,8 +28,10 @@ from ..seams.wrappers import (
     batch_size_of,
     checkpoint_number,
     is_fsdp2,
+    note_trainer,
     saves_by_default,
     scheduler_of,
+    scheduler_state_in,
     schedulers_of,
     trainer_state_in,
     unwrapped,
@@ -35,16 +39,12 @@ from ..seams.wrappers import (
 )
 from ..settings.config import announced_local_rank
 from ..settings.scope import active_configs, set_in_context
-from .callers import Caller, entered, is_on, load_if_ours, state_in
+from .callers import Caller, entered, forget_state, is_on, load_if_ours, state_in, trainer_loads_schedulers
+from .fsdp_hooks import save_trained
 from .record import LATEST
 
 
 logger = logging.get_logger(__name__)
-
-
-def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    finish_pending(raises=False)  # the Trainer is going to look for a checkpoint to go on from
-    return original(self, *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------ accelerate
@@ -79,13 +79,39 @@ def load_state_of_accelerator(original: Callable[..., Any], self: Any, *args: An
 # ------------------------------------------------------------------------------------------------------ the Trainer
 
 
+def trainer_train(
+    original: Callable[..., Any], self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """``Trainer.train``; after it, no save is under way."""
+    if not active_configs():
+        return original(self, resume_from_checkpoint, *args, **kwargs)
+    finish_pending(raises=False)
+    note_trainer(self)
+    if resume_from_checkpoint is True:
+        resume_from_checkpoint = _last_checkpoint(self.args.output_dir)
+    with set_in_context(trainer_loads_schedulers, True):
+        result = original(self, resume_from_checkpoint, *args, **kwargs)
+    finish_pending(raises=False)
+    return result
+
+
 def trainer_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._save_checkpoint``, which saves the model, and then the rest, into one folder."""
+    """``Trainer._save_checkpoint``: saves the model, then the rest; uploads the folder, and removes older ones."""
     if not is_on():
         return original(self, *args, **kwargs)
     finish_pending()
-    with set_in_context(noted_saves, NotedSaves(_forget_state)):
-        return original(self, *args, **kwargs)
+    push, rotate = self._push_from_checkpoint, getattr(self, "_rotate_checkpoints", original)  # the latter before 5.2
+
+    def push_complete(folder: Any) -> None:
+        finish_pending()
+        push(folder)
+
+    own = {"_push_from_checkpoint": push_complete, "_rotate_checkpoints": partial(rotate_checkpoints, rotate)}
+    with set_in_context(noted_saves, NotedSaves(_forget_state)), override_methods(self, **own):
+        result = original(self, *args, **kwargs)
+    if self.args.save_total_limit == 1 and self.args.metric_for_best_model is not None:
+        finish_pending()  # at the end of such a training the Trainer removes the last checkpoint, or the one before
+    return result
 
 
 def _forget_state(folder: Path) -> None:
@@ -94,10 +120,11 @@ def _forget_state(folder: Path) -> None:
     (folder / LATEST).unlink(missing_ok=True)
 
 
-def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) -> Any:
+def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) -> None:
     """``Trainer._save_optimizer_and_scheduler``."""
     if not is_on():
-        return original(self, output_dir)
+        original(self, output_dir)
+        return
     noted = noted_saves.get()
     caller = _of_trainer(self)
     # Adapters are small, and have been saved by the Trainer.
@@ -105,8 +132,15 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     # Weights that somebody else's code has written beside the state stay as they are.
     writes_weights = not caller.has_weights and not saves_by_default(self, "save_model")
     caller.own_folder = f"global_step{self.state.global_step}" if writes_weights else ""
-    with entered(caller):
-        return original(self, output_dir)
+    if not is_fsdp2(self.accelerator):
+        with entered(caller):
+            original(self, output_dir)
+    elif save_trained(self.model, self.optimizer, Path(output_dir), caller):
+        if self.args.should_save:  # as stock does beside the optimizer
+            torch.save(self.lr_scheduler.state_dict(), scheduler_state_in(Path(output_dir)))
+    else:
+        original(self, output_dir)
+        forget_state(Path(output_dir))
 
 
 def _of_trainer(trainer: Any) -> Caller:
@@ -115,12 +149,6 @@ def _of_trainer(trainer: Any) -> Caller:
     # The scheduler of a DeepSpeed config is the engine's.
     own = trainer.lr_scheduler if isinstance(trainer.lr_scheduler, LRScheduler) else None
     return Caller(scheduler_of=lambda optimizer: own, batch_size=batch_size)
-
-
-def trainer_load_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``deepspeed_load_checkpoint``; a scheduler that is not the engine's is loaded by the Trainer."""
-    with entered(Caller(loads_schedulers=True)):
-        return original(*args, **kwargs)
 
 
 def trainer_load_model(original: Callable[..., Any], self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
@@ -164,35 +192,21 @@ def trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
     return None
 
 
-def trainer_push(original: Callable[..., Any], self: Any, output_dir: Any) -> Any:
-    """``Trainer._push_from_checkpoint``, which uploads the folder."""
-    finish_pending()
-    return original(self, output_dir)
-
-
 def rotate_checkpoints(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Older checkpoints go when the newest one is complete, and stay if it fails."""
     after_pending(partial(original, *args, **kwargs))
 
 
-def sort_checkpoints(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Looks which checkpoints there are, of which the Trainer then removes some."""
-    finish_pending(raises=False)
-    return original(*args, **kwargs)
-
-
-def last_checkpoint(original: Callable[..., Any], folder: Any) -> Any:
-    """``get_last_checkpoint``, without those whose save has died."""
-    finish_pending(raises=False)
-    found = original(folder)
-    if found is None or _is_complete(Path(found)):
-        return found
-    if announced_local_rank() == 0:
-        logger.warning(f"{found}: its save was interrupted; the checkpoint before it is taken.")
-    complete = [path for path in Path(folder).iterdir() if path.is_dir() and _is_complete(path)]
-    of_numbers = {checkpoint_number(path.name): str(path) for path in complete}
-    last = max((number for number in of_numbers if number is not None), default=None)
-    return None if last is None else of_numbers[last]
+def _last_checkpoint(output_dir: Any) -> str:
+    """The checkpoint that ``resume_from_checkpoint=True`` means: the newest, without those whose save has died."""
+    folders = [path for path in Path(output_dir).iterdir() if path.is_dir()]
+    numbers = sorted((number, path) for path in folders if (number := checkpoint_number(path.name)) is not None)
+    complete = [path for _, path in numbers if _is_complete(path)]
+    if not complete:
+        raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")  # transformers' words
+    if complete[-1] != numbers[-1][1] and announced_local_rank() == 0:
+        logger.warning(f"{numbers[-1][1]}: its save was interrupted; the checkpoint before it is taken.")
+    return str(complete[-1])
 
 
 def _is_complete(checkpoint: Path) -> bool:

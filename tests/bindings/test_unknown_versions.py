@@ -85,7 +85,7 @@ def renamed(folder: Path) -> list[str]:
     messages = []
     announce(cpu_ram_efficient_loading=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(accelerate.utils.fsdp_utils, "fsdp2_prepare_model")
+        patch.delattr(accelerate.accelerator, "fsdp2_prepare_model")
         with pytest.raises(VersionError) as caught:
             load(folder)
         messages.append(str(caught.value))
@@ -101,7 +101,7 @@ def renamed(folder: Path) -> list[str]:
 
 def test_what_shards_has_another_name(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for of_accelerate, of_transformers in run_ranks(2, renamed, zoo_checkpoint("llama")):
-        assert "accelerate 1" in of_accelerate and "no utils.fsdp_utils.fsdp2_prepare_model" in of_accelerate
+        assert "accelerate 1" in of_accelerate and "no accelerator.fsdp2_prepare_model" in of_accelerate
         assert "no core_model_loading.was_is_dtensor, which distributed_config needs" in of_transformers
 
 
@@ -132,12 +132,17 @@ def uncalled(folder: Path) -> list[str]:
         patch.setattr(transformers.LlamaForCausalLM, "_load_pretrained_model", stock, raising=False)
         load(folder, ds_config=ds_config(torch.float32))
     messages.append(str(caught.value))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(VersionError) as caught:
+        patch.setattr(PreTrainedModel, "_finalize_model_loading", staticmethod(lambda model, config, info: info))
+        load(folder, ds_config=ds_config(torch.float32))
+    messages.append(str(caught.value))
     return messages
 
 
 def test_what_values_depend_on_is_not_called(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """A head that the checkpoint lacks would have what was in its memory before."""
-    for of_head, of_all in run_ranks(2, uncalled, zoo_checkpoint("llama")):
+    for of_head, of_all, of_values in run_ranks(2, uncalled, zoo_checkpoint("llama")):
+        assert "without calling modeling_utils.PreTrainedModel._move_missing_keys_from_meta_to_device" in of_values
         assert "without calling modeling_utils.PreTrainedModel._initialize_weights" in of_head
         assert "without calling modeling_utils.PreTrainedModel._load_pretrained_model" in of_all
 

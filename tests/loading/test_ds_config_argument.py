@@ -161,14 +161,12 @@ def test_hidden_from_functions_that_others_put_in_place(monkeypatch: pytest.Monk
     def say_yes() -> bool:
         return True
 
-    modules = [modeling_utils, transformers_deepspeed]
-    for module in modules:
-        monkeypatch.setattr(module, "is_deepspeed_zero3_enabled", say_yes)
+    monkeypatch.setattr(modeling_utils, "is_deepspeed_zero3_enabled", say_yes)
     with zero3_hidden():
-        assert not any(module.is_deepspeed_zero3_enabled() for module in modules)
+        assert not modeling_utils.is_deepspeed_zero3_enabled()
         with ThreadPoolExecutor() as threads:
             assert threads.submit(modeling_utils.is_deepspeed_zero3_enabled).result()
         with zero3_hidden():
             pass
-        assert not any(module.is_deepspeed_zero3_enabled() for module in modules)
-    assert all(module.is_deepspeed_zero3_enabled is say_yes for module in modules)
+        assert not modeling_utils.is_deepspeed_zero3_enabled()
+    assert modeling_utils.is_deepspeed_zero3_enabled is say_yes

@@ -3,6 +3,7 @@
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -14,6 +15,7 @@ import transformers
 from transformers import Trainer
 
 import hf_zero_stream
+from hf_zero_stream.seams.wrappers import belongs_to_trainer, note_trainer
 from tests.support import fsdp2
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks
@@ -207,3 +209,20 @@ def test_a_trainer_that_asks_for_the_values(cluster: None, zoo_checkpoint: Check
     assert found == [{"ours": 1}] * 2
     assert (tmp_path / "ours" / "model.safetensors").exists()
     assert different(tmp_path / "ours", tmp_path / "stock") == []
+
+
+class Generates:
+    def generate(self) -> None: ...
+
+
+def test_whose_accelerator_it_is() -> None:
+    import transformers.trainer  # noqa: F401 - there may be Trainers
+
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace())
+    model: Any = Generates()
+    assert not belongs_to_trainer(accelerator, model)
+    note_trainer(SimpleNamespace(accelerator=accelerator))
+    assert belongs_to_trainer(accelerator, model)
+    used_before: Any = SimpleNamespace(state=SimpleNamespace())
+    model.generate = Generates.generate  # as under FSDP2
+    assert belongs_to_trainer(used_before, model)

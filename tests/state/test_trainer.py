@@ -126,16 +126,29 @@ def test_the_newest_complete_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if content is not None:
             (folder / "trainer_state.json").write_text(content)
     (tmp_path / "checkpoint-50" / f"{UNFINISHED}x").mkdir()
+    assert hooks._last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert len(said) == 1 and "checkpoint-50: its save was interrupted" in said[0]
+    (tmp_path / "checkpoint-50" / f"{UNFINISHED}x").rmdir()
+    assert hooks._last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-50")
+    hooks._forget_state(tmp_path / "checkpoint-50")  # its weights are going to be replaced
+    assert hooks._last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    for step in (2, 10):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        hooks._last_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("limit", "metric", "waits"), [(1, "loss", True), (1, None, False), (2, "loss", False)])
+def test_what_the_trainer_removes_at_its_end_is_complete(
+    monkeypatch: pytest.MonkeyPatch, limit: int, metric: str | None, waits: bool
+) -> None:
+    finished: list[bool] = []
+    monkeypatch.setattr(hooks, "finish_pending", lambda **_: finished.append(True))
+    args = SimpleNamespace(save_total_limit=limit, metric_for_best_model=metric)
+    trainer = SimpleNamespace(args=args, _push_from_checkpoint=None)
     with hf_zero_stream.streaming():
-        assert trainers.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
-        assert len(said) == 1 and "checkpoint-50: its save was interrupted" in said[0]
-        (tmp_path / "checkpoint-50" / f"{UNFINISHED}x").rmdir()
-        assert trainers.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-50")
-        hooks._forget_state(tmp_path / "checkpoint-50")  # its weights are going to be replaced
-        assert trainers.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
-        for step in (2, 10):
-            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").unlink()
-        assert trainers.get_last_checkpoint(str(tmp_path)) is None
+        hooks.trainer_save(lambda trainer: finished.clear(), trainer)
+    assert finished == [True] * waits and vars(trainer) == {"args": args, "_push_from_checkpoint": None}
 
 
 # ------------------------------------------------------------------------------------------------------------- uploads

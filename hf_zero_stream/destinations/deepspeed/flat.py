@@ -6,7 +6,8 @@ host. For a model of ours each of the N ranks copies 1/N of the flat buffer inst
 ranks gather the buffer from each other. That is right because DeepSpeed has just made parameters equal on all ranks,
 and there is room for 1/N, because the fp32 copies of it come next.
 
-Three functions are replaced while such a model lives. Other models, and other optimizers, see no difference.
+The constructor is replaced while such a model lives; for the optimizer of such a model two methods are, while it runs.
+Other models, and other optimizers, see no difference.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -27,22 +27,19 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from ...accelerators import all_gather, free_bytes, is_accelerator, kind
+from ...bindings.install import override_methods
 from ...bindings.table import installed
 from ...checkpoint.lazy import LazyTensor
 from ...holdings.deepspeed import partitions
 from ...ranks.coordinator import Coordinator
 from ...registry.rows import PatchScope
 from ...settings.config import StreamingConfig
-from ...settings.scope import set_in_context
 from ..base import Batch
 from ..replicated import Replicated
 
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that stage 1 or 2 may come to train."""
-
-_flattens_sharded: ContextVar[bool] = ContextVar("hf_zero_stream_flattens_sharded", default=False)
-"""Whether this thread is inside the constructor of an optimizer of such a model."""
 
 _CONSTRUCTOR = inspect.signature(DeepSpeedZeroOptimizer.__init__)
 
@@ -77,8 +74,19 @@ def flatten_sharded(model: nn.Module) -> None:
 def construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace the constructor of DeepSpeed's optimizer."""
     arguments = _CONSTRUCTOR.bind(self, *args, **kwargs).arguments
-    flattens = type(self) is DeepSpeedZeroOptimizer and _can_flatten_sharded(arguments)
-    with set_in_context(_flattens_sharded, flattens):
+    if type(self) is not DeepSpeedZeroOptimizer or not _can_flatten_sharded(arguments):
+        return original(self, *args, **kwargs)
+    own = self.flatten_dense_tensors_aligned
+
+    def flatten(tensor_list: Sequence[Tensor], alignment: int, use_cpu_data: bool = False, **kwargs: Any) -> Tensor:
+        """Return the same buffer, and free the memory of `tensor_list`."""
+        if use_cpu_data:
+            return own(tensor_list, alignment, use_cpu_data, **kwargs)
+        paddings = kwargs.get("param_padding") or [0] * len(tensor_list)
+        return _flatten_sharded(tensor_list, paddings, alignment, self.dp_process_group)
+
+    has_room = override_methods(get_accelerator(), available_memory=lambda *args, **kwargs: sys.maxsize)
+    with has_room, override_methods(self, flatten_dense_tensors_aligned=flatten):
         original(self, *args, **kwargs)
 
 
@@ -113,20 +121,6 @@ def free_device_bytes() -> int:
         # DeepSpeed's own figure is the total less this process's share where pynvml is not installed.
         return free_bytes(torch.device(accelerator.device_name()))
     return accelerator.available_memory()
-
-
-def available_memory(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-    return sys.maxsize if _flattens_sharded.get() else original(*args, **kwargs)
-
-
-def flatten(
-    original: Any, self: Any, tensor_list: Sequence[Tensor], alignment: int, use_cpu_data: bool = False, **kwargs: Any
-) -> Tensor:
-    """Replace ``flatten_dense_tensors_aligned``: returns the same buffer, and frees the memory of `tensor_list`."""
-    if not _flattens_sharded.get() or use_cpu_data:
-        return original(self, tensor_list, alignment, use_cpu_data, **kwargs)
-    paddings = kwargs.get("param_padding") or [0] * len(tensor_list)
-    return _flatten_sharded(tensor_list, paddings, alignment, self.dp_process_group)
 
 
 @torch.no_grad()
