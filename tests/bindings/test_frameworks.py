@@ -14,13 +14,12 @@ import transformers
 from safetensors.torch import load_file, save_model
 
 import hf_zero_stream
-from tests.state.test_state import different_states
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import force_fsdp_on_cpu
 from tests.support.saving import different
 from tests.support.trainers import join_as_launched, trainer_arguments
-from tests.support.training_state import all_in_one_group, state_config, train, values_in
+from tests.support.training_state import all_in_one_group, different_states, state_config, train, values_in
 from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
 

@@ -3,14 +3,10 @@
 Either an error that names it, or the values of a plain load; never others.
 """
 
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from transformers.distributed import DistributedConfig
@@ -18,39 +14,15 @@ from transformers.distributed import DistributedConfig
 import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
-from hf_zero_stream.registry.rows import PatchScope, Row, Weight
+from hf_zero_stream.registry.rows import PatchScope, Weight
 from tests.support.cluster import run_ranks
+from tests.support.mutations import MUTATIONS, mutation_of, renamed
 from tests.support.parity import ds_config
 from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
 
 
 HEAD = "score.weight"
-
-
-def renamed(row: Row, patch: pytest.MonkeyPatch) -> Row:
-    return row._replace(of=f"{row.of}_")
-
-
-def uncalled(row: Row, patch: pytest.MonkeyPatch) -> Row:
-    """It is there, and nobody calls it: what transformers calls has another name."""
-    importlib.import_module(row.module)
-    for owner, name in row.places():
-        patch.setattr(owner, f"{name}_", vars(owner)[name], raising=False)
-    return renamed(row, patch)
-
-
-MUTATIONS = (renamed, uncalled)
-
-
-@contextmanager
-def mutation_of(row: Row, scope: PatchScope, mutate: Callable[[Row, pytest.MonkeyPatch], Row]) -> Iterator[None]:
-    """Inside, the table has a row mutated."""
-    with pytest.MonkeyPatch.context() as patch:
-        new = mutate(row, patch)
-        rows = [new if each is row else each for each in TABLE[scope]]
-        patch.setitem(TABLE, scope, rows)  # type: ignore[arg-type]
-        yield
 
 
 def values(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:

@@ -17,9 +17,9 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.prefix import environment
 from hf_zero_stream.registry.rows import PatchScope
-from tests.bindings.test_mutated_trainings import Mutation, mutated, mutations
 from tests.support.commands import command_environment
 from tests.support.http_files import http_files
+from tests.support.mutations import Mutation, mutated, mutations
 from tests.support.remote_code import make_remote_checkpoint
 from tests.support.zoo import Checkpoint, make_checkpoint
 

@@ -7,53 +7,24 @@ they have as they are; never others. Which functions loads need is seen in test_
 import functools
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_zero_stream.bindings.table import TABLE
-from hf_zero_stream.registry.rows import PatchScope, Row
-from tests.bindings.test_mutated_bindings import MUTATIONS, mutation_of
+from hf_zero_stream.registry.rows import PatchScope
 from tests.drift import smoke
 from tests.state.test_trainer import train
 from tests.support.changed_models import resume_changed
 from tests.support.cluster import run_ranks
+from tests.support.mutations import Mutation, mutated, mutations
 from tests.support.training_state import TrainerRun
 from tests.support.zoo import Checkpoint
 from tests.zero.test_expert_parallel import expert_parallel
 from tests.zero.test_expert_parallel import losses as losses_of_experts
 
 
-Mutation = tuple[str, int, Callable[[Row, pytest.MonkeyPatch], Row]]
-
 OF_TRAINER = ("transformers.trainer:", "transformers.modeling_utils:", "accelerate.")
-
-
-def mutations(begin: tuple[str, ...], *scopes: PatchScope) -> list[Any]:
-    """Of each row of these scopes whose place begins so, both."""
-    return [
-        pytest.param((scope.name, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
-        for scope in scopes
-        for number, row in enumerate(TABLE[scope])
-        if row.of.startswith(begin)
-        for mutate in (MUTATIONS if row.leads_to else MUTATIONS[:1])
-    ]
-
-
-def mutated(mutation: Mutation | None, work: Callable[..., Any], *args: Any) -> Any:
-    """What `work` returns, or the error that it raises."""
-    changed: AbstractContextManager[None] = nullcontext()
-    if mutation is not None:
-        name, number, mutate = mutation
-        scope = next(scope for scope in TABLE if scope.name == name)
-        changed = mutation_of(TABLE[scope][number], scope, mutate)
-    with changed:
-        try:
-            return work(*args)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
 
 
 def losses_of_trainer(folder: Path, output: Path, run: TrainerRun) -> list[float]:

@@ -18,32 +18,19 @@ import pytest
 import torch
 import typer.main
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.cli import app, commands, frame
 from hf_zero_stream.reports.text import fold, folded_names
 from tests.support.checkpoint_files import rewritten, tensors_of
+from tests.support.cli import USAGE, run, run_json
 from tests.support.commands import command_environment
 from tests.support.parity import ds_config
 from tests.support.zoo import ZOO, Checkpoint, build_model
 
 
 NAMES = list(commands())
-USAGE = 2
-
-
-def run(*arguments: str, code: int = 0) -> Any:
-    """Run a command in this process; fails unless it exits with `code`."""
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == code, f"exit code {result.exit_code}\n{result.output}\n{result.exception!r}"
-    return result
-
-
-def run_json(*arguments: str, code: int = 0) -> Any:
-    """The same with ``--format json``; stdout is that and nothing else."""
-    return json.loads(run(*arguments, "--format", "json", code=code).stdout)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from hf_zero_stream.cli import doctor
 from hf_zero_stream.cli.versions import TRIED
 from hf_zero_stream.errors import VersionError
 from hf_zero_stream.sources.local import kind_of_file_system
-from tests.cli.test_cli import run, run_json
 from tests.drift.stacks import STACKS
+from tests.support.cli import run, run_json
 from tests.support.parity import ds_config
 
 

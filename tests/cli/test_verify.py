@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from hf_zero_stream.checkpoint.soundness import check_soundness, shards_of
 from hf_zero_stream.errors import CheckpointError
-from tests.cli.test_cli import run, run_json
+from tests.support.cli import run, run_json
 from tests.support.zoo import ZOO, Checkpoint
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.plugins.demo import demo
-from tests.cli.test_cli import run, run_json
 from tests.cli.test_docs import DOCUMENT, assert_shown, blocks, commands
+from tests.support.cli import run, run_json
 from tests.support.commands import command_environment
 
 

@@ -17,7 +17,7 @@ from hf_zero_stream.cli import frame
 from hf_zero_stream.cli import plan as plan_command
 from hf_zero_stream.cli.plan import MOST_RANKS, ranks_to_draw
 from hf_zero_stream.plugins.demo.picture import _draw_ranks, _spans
-from tests.cli.test_cli import USAGE, run, run_json
+from tests.support.cli import USAGE, run, run_json
 from tests.support.quantised_checkpoints import SCHEMES, compressed_tensors, fp8
 from tests.support.zoo import Checkpoint
 

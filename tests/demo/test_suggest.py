@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.plugins.demo.suggest import Machines, smallest
-from tests.cli.test_cli import run, run_json
+from tests.support.cli import run, run_json
 
 
 GIB = 2**30

@@ -19,11 +19,11 @@ from hf_zero_stream.loading import choice
 from hf_zero_stream.ranks import rendezvous
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.ranks.test_rendezvous import load as load_plain
-from tests.ranks.test_rendezvous import warnings_of
 from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import announce, count_lazy, load, make_accelerator
 from tests.support.hosts import move_to_host
+from tests.support.messages import warnings_of
 from tests.support.zoo import Checkpoint
 
 

@@ -22,8 +22,8 @@ from hf_zero_stream.checkpoint.formats import check_files, read_map
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.sources.local import LocalFiles, ReadAhead
 from tests import sampling
-from tests.cli.test_cli import run, run_json
 from tests.hostile.test_loads import INDEX, change_index
+from tests.support.cli import run, run_json
 from tests.support.cluster import run_ranks
 from tests.support.messages import Messages
 from tests.support.parity import ds_config, unequal

@@ -12,7 +12,7 @@ from torch import nn
 import hf_zero_stream
 from hf_zero_stream.engine.places import place_of
 from hf_zero_stream.errors import MissingPluginError
-from tests.cli.test_cli import run
+from tests.support.cli import run
 from tests.support.cluster import SOON_S, run_ranks_expecting_errors
 from tests.support.parity import ds_config
 from tests.support.plugins import without_plugin

@@ -11,12 +11,11 @@ import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.plugins.packed import COMPRESSED
 from hf_zero_stream.registry.rows import PatchScope
-from tests.bindings.test_mutated_bindings import MUTATIONS, mutation_of
-from tests.bindings.test_mutated_trainings import Mutation, mutated, mutations
 from tests.packed.test_dequantised import load as load_dequantised
 from tests.packed.test_gguf import write_lfm2
 from tests.packed.test_packed_peft import losses_of_kinds
 from tests.support.cluster import run_ranks
+from tests.support.mutations import MUTATIONS, Mutation, mutated, mutation_of, mutations
 from tests.support.packed_models import MODELS
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import compressed_tensors

@@ -10,12 +10,12 @@ import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
-from tests.state.test_state import different_states
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.packed_training import dequantised, inputs, packed_names, with_adapters
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8, mxfp4
+from tests.support.training_state import different_states
 from tests.support.trainings import Training
 from tests.support.whole import whole_values
 

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 import hf_zero_stream
-from tests.cli.test_cli import run
+from tests.support.cli import run
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.messages import listen
 from tests.support.quantised_checkpoints import compressed_tensors, fp8

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from hf_zero_stream.plugins.pickled import convert as converting
 from hf_zero_stream.plugins.pickled.convert import convert
-from tests.cli.test_cli import run, run_json
 from tests.hostile.test_odd_folders import link_all, promise_in_vain
 from tests.support.checkpoint_files import tensors_of
+from tests.support.cli import run, run_json
 from tests.support.saving import contents, different, save_stock
 from tests.support.zoo import Checkpoint
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
 
-from tests.cli.test_cli import run, run_json
+from tests.support.cli import run, run_json
 from tests.support.zoo import Checkpoint
 
 

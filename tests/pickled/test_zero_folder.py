@@ -23,13 +23,13 @@ from hf_zero_stream.plugins.pickled.convert import convert
 from hf_zero_stream.plugins.pickled.zero_folder import ZeroFolder, read_zero_folder
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.local import LocalFiles
-from tests.cli.test_cli import run, run_json
-from tests.state.test_state import different_states
 from tests.support.checkpoint_files import tensors_of
+from tests.support.cli import run, run_json
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.training_state import (
     Prepare,
     all_in_one_group,
+    different_states,
     engine_of,
     frozen_embeddings,
     resume_and_save,

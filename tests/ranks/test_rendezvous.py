@@ -1,15 +1,12 @@
 """Ranks that need not load together meet if they do, and else do not wait in vain; what all must do fails alike."""
 
 import hashlib
-import logging
-import logging.handlers
 import os
 import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.ranks import presence, rendezvous
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.cluster import SOON_S, run_ranks
-from tests.support.messages import message_of
+from tests.support.messages import message_of, warnings_of
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
 
@@ -42,19 +39,6 @@ def load(folder: Path, **kwargs: Any) -> dict[str, Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs)
     seconds, shared = time.monotonic() - began, hasattr(model, "streaming_report")
     return {"seconds": seconds, "shared": shared, "why": why, "digest": digest(model)}
-
-
-@contextmanager
-def warnings_of(name: str) -> Iterator[list[str]]:
-    """What the logger `name` says inside the block, in this thread or another."""
-    handler = logging.handlers.BufferingHandler(capacity=1000)
-    logger, found = logging.getLogger(name), []
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-        found.extend(record.getMessage() for record in handler.buffer)
 
 
 def one_after_the_other(folders: list[Path]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tests.cli.test_cli import run, run_json
+from tests.support.cli import run, run_json
 from tests.support.http_files import http_files
 from tests.support.zoo import make_checkpoint
 

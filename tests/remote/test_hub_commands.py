@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
-from tests.cli.test_cli import run, run_json
+from tests.support.cli import run, run_json
 
 
 Store = Callable[[], str]

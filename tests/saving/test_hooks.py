@@ -15,8 +15,8 @@ from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving import save as saving
 from hf_zero_stream.saving.calls import run_on_leader
 from tests import sampling
-from tests.ranks.test_rendezvous import warnings_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.messages import warnings_of
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different, gathers_counted, save_both_ways
 from tests.support.trainers import by_deepspeed, join_as_launched, trainer_arguments

@@ -305,7 +305,7 @@ def small_checkpoint(folder: Path) -> Path:
 
 def run(names: Sequence[str], homes: Sequence[str], target: Path, ranks: int = 2, others: int = 3) -> dict[Any, Any]:
     """By name and home: what :func:`save_rows` and :func:`resume_rows` found, and what came back as something else."""
-    from tests.state.test_state import different_states
+    from tests.support.training_state import different_states
 
     is_square = any("Shampoo" in name for name in names)
     folder = small_checkpoint(target / "small") if is_square else make_checkpoint("llama", target / "checkpoint")

@@ -14,10 +14,9 @@ from torch.distributed.fsdp import fully_shard
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.state.test_changed import train_here
-from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, load, make_accelerator
-from tests.support.training_state import state_config, train
+from tests.support.training_state import different_states, state_config, train
 from tests.support.zoo import Checkpoint
 
 

@@ -18,8 +18,8 @@ from hf_zero_stream.state.plain import is_same
 from hf_zero_stream.state.record import GroupRecord, StateRecord
 from tests.state.optimizers import FSDP2, ONE, ZERO, of_module, parameters_of, training_in
 from tests.state.test_entries import of_this_rank
-from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
+from tests.support.training_state import different_states
 from tests.support.zoo import Checkpoint
 
 

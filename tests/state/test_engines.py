@@ -11,9 +11,8 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
-from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
-from tests.support.training_state import engine_of, state_config, train, train_plain
+from tests.support.training_state import different_states, engine_of, state_config, train, train_plain
 from tests.support.zoo import Checkpoint
 
 

@@ -16,8 +16,8 @@ from hf_zero_stream.state import load as loading
 from hf_zero_stream.state.plain import is_same
 from tests.state.optimizers import FSDP2, ONE, ZERO, training_in
 from tests.state.test_changed import load, made, save, train_here
-from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
+from tests.support.training_state import different_states
 from tests.support.trainings import Training
 from tests.support.zoo import Checkpoint
 

@@ -14,9 +14,8 @@ import torch
 import transformers
 
 import hf_zero_stream
-from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
-from tests.support.training_state import state_config, two_groups
+from tests.support.training_state import different_states, state_config, two_groups
 from tests.support.zoo import VOCAB, Checkpoint
 
 

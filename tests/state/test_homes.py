@@ -16,10 +16,10 @@ from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.state import entries
 from hf_zero_stream.state import load as loading
-from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.training_state import (
     all_in_one_group,
+    different_states,
     engine_of,
     resume_all,
     resume_and_save_all,

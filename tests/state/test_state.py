@@ -1,6 +1,5 @@
 """``save_state`` and ``load_state``: losses after a resume are those of DeepSpeed's own resume, bit for bit."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from hf_zero_stream.engine.load import Load
 from hf_zero_stream.loading import dry_load
 from tests import sampling
 from tests.support.cluster import run_ranks
-from tests.support.saving import different
 from tests.support.training_state import (
     Prepare,
     all_in_one_group,
+    different_states,
     engine_of,
     frozen_embeddings,
     resume_all,
@@ -129,13 +128,6 @@ def test_fused_adam(cluster: None, fused_adam: None, zoo_checkpoint: Checkpoint,
         run_ranks(3, resume_and_save_all, folder, [source], configs, two_groups, again)
         found = [different_states(source, again / f"{each} {tmp_path.name}") for each in range(2)]
         assert found == [[], ["groups"]]  # torch's AdamW has other options
-
-
-def different_states(first: Path, second: Path) -> list[str]:
-    """What differs between two folders of ``save_state``: files of weights and elementwise states; steps, options."""
-    files = [name for name in different(first, second) if name.endswith(".safetensors") and "rng" not in name]
-    groups = [json.loads(next(each.glob("*/training_state.json")).read_text())["groups"] for each in (first, second)]
-    return files if groups[0] == groups[1] else [*files, "groups"]
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, None], ids=["fsdp", "one rank"])

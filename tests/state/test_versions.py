@@ -9,9 +9,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
-from tests.support.training_state import all_in_one_group, resume_and_save, state_config, train_and_save
+from tests.support.training_state import (
+    all_in_one_group,
+    different_states,
+    resume_and_save,
+    state_config,
+    train_and_save,
+)
 from tests.support.zoo import Checkpoint
 
 

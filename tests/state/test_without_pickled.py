@@ -12,8 +12,8 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.errors import MissingPluginError
-from tests.cli.test_cli import run
 from tests.support.checkpoint_files import differing
+from tests.support.cli import run
 from tests.support.cluster import run_ranks
 from tests.support.plugins import without_plugin
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train

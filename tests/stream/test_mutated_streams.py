@@ -19,12 +19,11 @@ from examples.vllm_on_cpu import stand_in
 from hf_zero_stream.bindings import install
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.registry.rows import PatchScope, Row
-from tests.bindings.test_mutated_bindings import MUTATIONS
-from tests.bindings.test_mutated_trainings import Mutation, mutated
 from tests.stream import test_async_grpo, test_openrlhf, test_trl, test_verl
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.engine_servers import VLLMServer
+from tests.support.mutations import MUTATIONS, Mutation, mutated
 from tests.support.rl_trainers import openrlhf, verl
 from tests.support.trainers import make_tokenizer
 from tests.support.zoo import Checkpoint

@@ -1,7 +1,9 @@
 """What code says: the warnings that it logs, and its errors, as texts."""
 
 import logging
-from collections.abc import Callable
+import logging.handlers
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -31,3 +33,16 @@ def message_of(call: Callable[[], Any], otherwise: str = "nothing") -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return otherwise
+
+
+@contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """What the logger `name` says inside the block, in this thread or another."""
+    handler = logging.handlers.BufferingHandler(capacity=1000)
+    logger, found = logging.getLogger(name), []
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        found.extend(record.getMessage() for record in handler.buffer)

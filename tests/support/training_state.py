@@ -1,5 +1,6 @@
 """What ranks run to train, save the state, and go on, by DeepSpeed's own checkpoints and by ours."""
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from hf_zero_stream.checkpoint.contents import contents_of
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.parity import ds_config
+from tests.support.saving import different
 from tests.support.trainings import Training
 
 
@@ -200,3 +202,10 @@ def values_in(place: Path) -> dict[str, torch.Tensor]:
         checkpoint.add(found.shards)
         values = {name: checkpoint.materialise(view) for name, view in found.views.items()}
     return {name: value.float() if value.is_floating_point() else value for name, value in values.items()}
+
+
+def different_states(first: Path, second: Path) -> list[str]:
+    """What differs between two folders of ``save_state``: files of weights and elementwise states; steps, options."""
+    files = [name for name in different(first, second) if name.endswith(".safetensors") and "rng" not in name]
+    groups = [json.loads(next(each.glob("*/training_state.json")).read_text())["groups"] for each in (first, second)]
+    return files if groups[0] == groups[1] else [*files, "groups"]

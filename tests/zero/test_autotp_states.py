@@ -12,13 +12,13 @@ import transformers
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
-from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.trainers import by_deepspeed, own_optimizer
 from tests.support.training_state import (
     accelerated_steps,
     all_in_one_group,
+    different_states,
     engine_of,
     resume_and_save,
     resume_plain,
