@@ -23,11 +23,11 @@ from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..holdings.kinds import persistent_buffers
 from ..ranks.coordinator import Coordinator
 from .count import LeftOut, nothing, packed_padding, refuse_cut, refuse_too_few
-from .files import Publication
 from .lazy_parameters import Held, holdings_of_model
 from .parameters import Layout, NewParameters, Parameters
 from .plan import SavePlan, make_save_plan
 from .shares import refuse_differing
+from .targets import AnyPublication
 
 
 class _Kept(NamedTuple):
@@ -267,7 +267,7 @@ class Finalizer:
     last_name: str = ""
     replaced: Sequence[str] = ()
 
-    def publish(self, publication: Publication, plans: Sequence[WritePlan]) -> None:
+    def publish(self, publication: AnyPublication, plans: Sequence[WritePlan]) -> None:
         """Give the files of `plans`, and all others of this save, their final names."""
         if self.write_rest is not None:
             self.write_rest(publication.temporary)

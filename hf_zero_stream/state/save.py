@@ -129,7 +129,7 @@ def save_state(
     finish_pending()
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
-        refuse_url(folder)
+        refuse_url(folder, "save_state")
         refuse_unknown(kwargs, ("dtype",))
         folder = Path(folder)
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).without_frozen()

@@ -76,13 +76,13 @@ def test_taken(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["hf://a/b", "https://host/x", "gcs://bucket/x", "S3://b", Path(URL)], ids=str)
 def test_urls(url: str | Path) -> None:
-    with pytest.raises(UrlError, match="Expected a local folder to save into; got a URL, "):
-        refuse_url(url)
+    with pytest.raises(UrlError, match="it: expected a local folder to save into; got a URL, "):
+        refuse_url(url, "it")
 
 
 @pytest.mark.parametrize("folder", ["s3", "a:b", "./s3://x", "/s3:/x", Path("x"), "C:\\x"])
 def test_local_folders(folder: str | Path) -> None:
-    refuse_url(folder)
+    refuse_url(folder, "it")
 
 
 def save_to_urls(checkpoint: Path, folder: Path) -> list[str]:

@@ -45,7 +45,7 @@ def save_in_many_ways(checkpoint: Path, folder: Path) -> dict[str, str]:
     import deepspeed
 
     import hf_zero_stream
-    from hf_zero_stream.saving import save as saving
+    from hf_zero_stream.saving import readiness as saving
 
     accelerator, engine = prepared(checkpoint, stage3_param_persistence_threshold=1000)
     model, rank = engine.module, dist.get_rank()

@@ -164,7 +164,7 @@ def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: P
 
 def saved_by_one(checkpoint: Path, folder: Path) -> None:
     import hf_zero_stream
-    from hf_zero_stream.saving import save as saving
+    from hf_zero_stream.saving import readiness as saving
 
     saving.ARRIVAL_S = 1.0
     accelerator, engine = prepared(checkpoint)
@@ -211,7 +211,7 @@ def test_rank_0_alone(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_pa
 def reminded(checkpoint: Path, folder: Path) -> str:
     """What rank 0 says when it begins to wait for a save that ranks must make together."""
     import hf_zero_stream
-    from hf_zero_stream.saving import save as saving
+    from hf_zero_stream.saving import readiness as saving
 
     saving.ARRIVAL_S = 3.0
     saving.SAVE = replace(saving.SAVE, reminder_s=0.5)
