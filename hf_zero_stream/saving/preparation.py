@@ -187,7 +187,7 @@ LayOut = Callable[[Path, NewParameters], list[NotedShard]]
 
 
 Sibling = tuple[Held, Callable[[str], str]]
-"""Another state that lies as an item does, and the names of its shards, from those of the item's."""
+"""Another state that lies as an item does, and the names of its shards and index, from those of the item's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +227,7 @@ class SaveItem:
         found = [WritePlan(first, shards, plan, self.folder, self.index_name)]
         for (_, renamed), of_sibling in zip(self.siblings, others, strict=True):
             theirs = [replace(shard, name=renamed(shard.name)) for shard in shards]
-            found.append(WritePlan(of_sibling, theirs, plan, self.folder, self.index_name))
+            found.append(WritePlan(of_sibling, theirs, plan, self.folder, renamed(self.index_name)))
         return found
 
 
@@ -258,19 +258,19 @@ class Finalizer:
     """Publishes a save when all its shards are complete, on rank 0.
 
     Attributes:
-        write_rest: writes what is neither weights nor laid out with them into the folder that will be published.
+        write_rest: writes what is neither weights nor laid out with them into the temporary folder.
         last_name: the file that gets its name after all others; may be empty.
         replaced: files and folders that are removed then.
     """
 
-    write_rest: Callable[[Path], None] | None = None
+    write_rest: Callable[[AnyPublication], None] | None = None
     last_name: str = ""
     replaced: Sequence[str] = ()
 
     def publish(self, publication: AnyPublication, plans: Sequence[WritePlan]) -> None:
         """Give the files of `plans`, and all others of this save, their final names."""
         if self.write_rest is not None:
-            self.write_rest(publication.temporary)
+            self.write_rest(publication)
         weights = next((each for each in plans if not each.folder), None)
         name, index = ("", "") if weights is None else (_SUFFIX.sub("", weights.shards[0].name), weights.index_name)
         publication.commit(name, index, self.last_name, self.replaced)

@@ -57,8 +57,8 @@ class RemotePublication(Protocol):
     def assign(self, planned: Sequence[PlannedShards]) -> list[list[str]]:
         """The URLs of the objects that these shards become; before any of them is written."""
 
-    def read(self, name: str, start: int, nbytes: int) -> bytes:
-        """Some bytes of a file of this save, by its name below :attr:`temporary`; raises an OSError."""
+    def read(self, path: str, start: int, nbytes: int) -> bytes:
+        """Some bytes of a shard of this save, by its path in :attr:`temporary`; raises an OSError."""
 
     def commit(self, weights_name: str, index_name: str, last_name: str = "", replaced: Sequence[str] = ()) -> None:
         """See :meth:`.files.Publication.commit`."""
@@ -73,14 +73,17 @@ class UploadTarget(Protocol):
     def begin(self, url: str) -> RemotePublication:
         """Finish or remove what an earlier save to the same URL has left, then begin a new one; raises a SaveError."""
 
+    def finish_interrupted(self, url: str) -> None:
+        """Do the first half of :meth:`begin`."""
+
+    def names(self, url: str) -> set[str]:
+        """The names of what lies directly below `url`, those of folders with a slash behind; raises a SaveError."""
+
     def writer(self, url: str, size_bytes: int, *, checks: bool) -> ObjectWriter:
         """Begin an object of this size; if it `checks`, :meth:`ObjectWriter.check` is called at the end."""
 
     def canonical(self, url: str) -> str:
         """The URL without slashes at its end; raises an UrlError if nothing can be saved there. Asks no server."""
-
-    def part_bytes(self, size_bytes: int) -> int:
-        """The size of the parts in which an object of this size is sent."""
 
 
 def target_at(url: Any) -> UploadTarget:

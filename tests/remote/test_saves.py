@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.plugins.remote import objects
-from hf_zero_stream.plugins.remote.objects import Place, StreamedObject
+from hf_zero_stream.plugins.remote.objects import RemoteFolder, StreamedObject
 from tests.support.buckets import ACCOUNT, BUCKET, Requests, azure_container, s3_bucket, s3_client
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config
@@ -52,7 +52,7 @@ def bucket(requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def found_in(url: str) -> dict[str, bytes]:
     """All objects below `url`, by name."""
-    place = Place(url)
+    place = RemoteFolder(url)
     return {name.removeprefix("/"): place.read(name) for name in place.below("")}
 
 

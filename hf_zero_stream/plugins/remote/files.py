@@ -371,12 +371,12 @@ def explained(path: str, error: Exception) -> RequestFailed:
     status = int(found[1]) if found else 0
     if isinstance(error, FileNotFoundError):
         return RequestFailed("there is no such object (404). Check the bucket or host, and the prefix.", 404)
+    if _CREDENTIALS_SERVICE in text:
+        return RequestFailed(f"no credentials were found. Check {_WHO_MAY_READ.get(scheme_of(path), 'them')}. {text}")
     if status in (401, 403) or isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
         check = _WHO_MAY_READ.get(scheme_of(path), "whether the server wants credentials, which cannot be given here")
         return RequestFailed(f"access is denied ({status or 403}). Check {check}.", status or 403)
     if isinstance(error, kinds.NotSupportedError):
         return RequestFailed(f"the server does not give ranges of files. Download the checkpoint, or move it. {text}")
-    if _CREDENTIALS_SERVICE in text:
-        return RequestFailed(f"no credentials were found. Check {_WHO_MAY_READ.get(scheme_of(path), 'them')}. {text}")
     is_transient = status >= 500 or status in PASSING_STATUS or (not status and _LOST.search(text) is not None)
     return RequestFailed(f"{text}.", status, is_transient)

@@ -63,7 +63,7 @@ def part_bytes(size_bytes: int) -> int:
     return max(PART_BYTES, -(-size_bytes // (MOST_PARTS * mib)) * mib)
 
 
-class Place:
+class RemoteFolder:
     """The objects below a URL, by the names that they have there."""
 
     def __init__(self, url: str) -> None:

@@ -14,29 +14,25 @@ import json
 import re
 import shutil
 import tempfile
-from base64 import b64decode, b64encode
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
 
-from ...checkpoint.format import parse_object
-from ...errors import CheckpointError, SaveError
+from ...errors import SaveError
 from ...saving.files import outdated_weights
 from ...saving.targets import ObjectWriter, PlannedShards
-from .objects import Place, StreamedObject, part_bytes
+from .lists import LIST, SaveList, parse_list
+from .objects import RemoteFolder, StreamedObject
 from .unfinished import abort_uploads
 from .urls import checkpoint_url, joined
 
 
-__all__ = ["BucketSave", "begin", "canonical", "finish_interrupted", "part_bytes", "writer"]
+__all__ = ["BucketSave", "begin", "canonical", "finish_interrupted", "names", "writer"]
 
 logger = logging.get_logger(__name__)
-
-LIST = ".hf_zero_stream-save.json"
-"""The name of the list of a save that is not done."""
 
 _IN_PLACE = "adapter_model.safetensors"
 """PEFT looks for a file of this name, whatever an index says: it is replaced, by one request."""
@@ -49,9 +45,13 @@ def canonical(url: str) -> str:
 
 
 def begin(url: str) -> BucketSave:
-    place = Place(url)
+    place = RemoteFolder(url)
     finish_interrupted(url)
     return BucketSave(place, Path(tempfile.mkdtemp(prefix="hf-zero-stream-")))
+
+
+def names(url: str) -> set[str]:
+    return RemoteFolder(url).names()
 
 
 def writer(url: str, size_bytes: int, *, checks: bool) -> ObjectWriter:
@@ -62,27 +62,21 @@ def writer(url: str, size_bytes: int, *, checks: bool) -> ObjectWriter:
 class BucketSave:
     """One save to a bucket, on rank 0 (:class:`...saving.targets.RemotePublication`)."""
 
-    place: Place
+    place: RemoteFolder
     temporary: Path
     objects: set[str] = field(default_factory=set)
     """The names of the shards, below the place."""
-    created: list[str] = field(default_factory=list)
-    """Those of them that were not there before."""
-    is_listed: bool = False
-    """Whether the list says that the save has happened."""
+    order: SaveList | None = None
+    """The list, once it has been written."""
 
     def assign(self, planned: Sequence[PlannedShards]) -> list[list[str]]:
         found = [self._named(each) for each in planned]
         self.objects = {name for names in found for name in names}
         folders = {name.rpartition("/")[0] for name in self.objects}
         there = {joined_name(folder, name) for folder in folders for name in self.place.names(folder)}
-        self.created = sorted(self.objects - there)
-        self.place.put(LIST, json.dumps({"unfinished": self.created, "replaces": self._replaced}).encode())
+        self.order = SaveList(created=sorted(self.objects - there), replaced=sorted(self.objects & there))
+        self.place.put(LIST, self.order.to_json())
         return [[joined(self.place.url, name) for name in names] for names in found]
-
-    @property
-    def _replaced(self) -> list[str]:
-        return sorted(self.objects - {*self.created})
 
     def _named(self, planned: PlannedShards) -> list[str]:
         """The names of the objects; if they differ from those of files, the index in the temporary folder has them."""
@@ -111,8 +105,8 @@ class BucketSave:
         content["weight_map"] = {tensor: name for name, tensors in of_files for tensor in tensors}
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    def read(self, name: str, start: int, nbytes: int) -> bytes:
-        return self.place.read(name, start, nbytes)
+    def read(self, path: str, start: int, nbytes: int) -> bytes:
+        return self.place.read(str(Path(path).relative_to(self.temporary)), start, nbytes)
 
     def commit(self, weights_name: str, index_name: str, last_name: str = "", replaced: Sequence[str] = ()) -> None:
         paths = sorted(path for path in self.temporary.rglob("*") if path.is_file())
@@ -123,12 +117,10 @@ class BucketSave:
         removed = outdated_weights(self.place.names(), weights_name, index_name, new)
         for name in replaced:
             removed += [name, *self.place.below(name)]
-        order = {
-            "files": {name: b64encode(named[name].read_bytes()).decode() for name in small},
-            "removes": sorted({*removed} - new),
-        }
-        self.place.put(LIST, json.dumps(order).encode())
-        self.is_listed = True
+        files = {name: named[name].read_bytes() for name in small}
+        order = SaveList(is_complete=True, files=files, removes=sorted({*removed} - new))
+        self.place.put(LIST, order.to_json())
+        self.order = order
         shutil.rmtree(self.temporary, ignore_errors=True)
         try:
             _carry_out(self.place, order)
@@ -139,48 +131,42 @@ class BucketSave:
 
     def abandon(self) -> None:
         shutil.rmtree(self.temporary, ignore_errors=True)
-        if not self.is_listed and self.objects:
+        if self.order is not None and not self.order.is_complete:
             try:
-                _remove_unfinished(self.place, self.created, self._replaced)
+                _remove_unfinished(self.place, self.order)
             except SaveError as error:  # there is an error already
                 logger.warning(f"{error} The next save there removes what this one has left.")
 
 
-def finish_interrupted(url: str) -> bool:
-    """Finish the save to `url` that died after it had happened, or remove what it has left; whether it had happened.
+def finish_interrupted(url: str) -> None:
+    """Finish the save to `url` that died after it had happened, or remove what one has left that had not.
 
     Raises:
         SaveError: the bucket cannot be read, or written to.
         CheckpointError: the list is not one of ours.
     """
-    place = Place(url)
+    place = RemoteFolder(url)
     try:
-        data = place.read(LIST)
+        order = parse_list(place.read(LIST), joined(url, LIST))
     except FileNotFoundError:
-        return False
-    where = joined(url, LIST)
-    order = parse_object(data, where)
-    if _are_names(order.get("unfinished")) and _are_names(order.get("replaces")):
-        _remove_unfinished(place, order["unfinished"], order["replaces"])
-        return False
-    files = order.get("files")
-    if not (isinstance(files, dict) and _are_names([*files]) and _are_names(order.get("removes"))):
-        raise CheckpointError(f"{where}: expected the list of a save that is not done. Remove this object.")
-    _carry_out(place, order)
-    return True
+        return
+    if order.is_complete:
+        _carry_out(place, order)
+    else:
+        _remove_unfinished(place, order)
 
 
-def _carry_out(place: Place, order: dict[str, Any]) -> None:
+def _carry_out(place: RemoteFolder, order: SaveList) -> None:
     """Do what the list says, perhaps again, then remove it."""
-    for name, text in order["files"].items():
-        place.put(name, b64decode(text))
-    place.remove(order["removes"])
+    for name, data in order.files.items():
+        place.put(name, data)
+    place.remove(order.removes)
     place.remove([LIST])
 
 
-def _remove_unfinished(place: Place, created: Collection[str], replaced: Collection[str]) -> None:
-    place.remove(created)
-    abort_uploads(place, created, replaced)
+def _remove_unfinished(place: RemoteFolder, order: SaveList) -> None:
+    place.remove(order.created)
+    abort_uploads(place, order.created, order.replaced)
     place.remove([LIST])
 
 
@@ -193,10 +179,3 @@ def _parts(name: str) -> tuple[str, str]:
 
 def joined_name(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
-
-
-def _are_names(names: Any) -> bool:
-    """Whether these are names that lead to objects below the place."""
-    return isinstance(names, list) and all(
-        isinstance(name, str) and all(part not in ("", ".", "..") for part in name.split("/")) for name in names
-    )

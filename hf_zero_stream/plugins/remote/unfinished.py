@@ -8,7 +8,7 @@ from collections.abc import Collection
 from transformers.utils import logging
 
 from .files import endpoint_of
-from .objects import Place
+from .objects import RemoteFolder
 from .urls import joined, located, scheme_of
 
 
@@ -17,7 +17,7 @@ logger = logging.get_logger(__name__)
 _ADVICE = "A rule for the bucket's lifecycle that aborts incomplete multipart uploads removes their parts."
 
 
-def abort_uploads(place: Place, created: Collection[str], replaced: Collection[str]) -> None:
+def abort_uploads(place: RemoteFolder, created: Collection[str], replaced: Collection[str]) -> None:
     """Abort all uploads of objects with these names below `place`; where that is not possible, say so.
 
     Of those `created` there is no object; of those `replaced` there is an earlier one.
@@ -34,7 +34,7 @@ def abort_uploads(place: Place, created: Collection[str], replaced: Collection[s
         logger.info(f"{place.url}: parts of an upload that was not finished may be left. {_ADVICE}")
 
 
-def _abort_in_s3(place: Place, names: Collection[str]) -> None:
+def _abort_in_s3(place: RemoteFolder, names: Collection[str]) -> None:
     """By boto3: obstore neither lists uploads nor aborts those of other processes."""
     try:
         import boto3
