@@ -279,8 +279,8 @@ class Save:
         coordinator = self._coordinator
         publication: AnyPublication | None = None
         try:
-            with coordinator.reporting():
-                refuse_other_place(self._folder, coordinator.broadcast(lambda: self._folder), coordinator.rank)
+            place = coordinator.broadcast(lambda: self._folder)
+            coordinator.run_on_all(partial(refuse_other_place, self._folder, place, coordinator.rank))
             write_from, self._verify, publication = coordinator.broadcast(self._begun)
             folder = publication.temporary
             if self._target is None and write_from == "auto":

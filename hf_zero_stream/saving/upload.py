@@ -23,7 +23,7 @@ from .upload_plan import Upload, deal, upload_steps
 from .write import bytes_of, exchange, new_buffer
 
 
-_STEPS_PER_AGREEMENT = 4
+_STEPS_PER_AGREEMENT = 8
 """Rounds after which ranks hear of each other's errors: a rank that has failed takes part until then."""
 
 Begin = Callable[[int], ObjectWriter]

@@ -19,7 +19,7 @@ from ..planning.plan import materialise_reason
 from .plan import Computation, ExchangeRound, Segment, SegmentPart, Sources, segments_of
 
 
-ROUND_BYTES = 8 * 2**20
+ROUND_BYTES = 4 * 2**20
 """The most bytes that a rank gets in a round, or gives."""
 
 

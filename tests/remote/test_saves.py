@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load as load_file_of
 from torch.distributed.fsdp import fully_shard
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.errors import CheckpointError, HfZeroStreamError
 from hf_zero_stream.plugins.remote import objects
+from hf_zero_stream.plugins.remote.lists import LIST, SaveList, parse_list
 from hf_zero_stream.plugins.remote.objects import RemoteFolder, StreamedObject
 from tests.support.buckets import ACCOUNT, BUCKET, Requests, azure_container, s3_bucket, s3_client
-from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
+from tests.support.cluster import ROOT, SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, contents
+from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 from tests.support.zoo import ZOO
 
 
@@ -255,6 +261,166 @@ def test_a_rank_that_is_killed(
     assert_loads(3.0)
     assert {name for name in found_in(URL) if name.startswith(".")} == set()
     assert not s3_client(bucket).list_multipart_uploads(Bucket=BUCKET).get("Uploads")
+
+
+# ------------------------------------------------------------------------------------------- large objects
+
+SIZES = [2**21] * 14
+"""Elements of the parameters of a module with 112 MiB."""
+
+
+def save_large(url: str, environment: dict[str, str], dies: bool) -> Any:
+    """Save a module that FSDP2 shards, in shards of several parts; rank 1 dies when it has sent four."""
+    os.environ.update(environment)
+    module = torch.nn.Module()
+    module.layers = torch.nn.ParameterList(torch.arange(size, dtype=torch.float32) for size in SIZES)
+    fully_shard(module)
+    if dies and dist.get_rank() == 1:
+        original, sent = StreamedObject.write, 0
+
+        def dying(self: StreamedObject, data: memoryview) -> None:
+            nonlocal sent
+            sent += len(data)
+            if sent > 4 * objects.PART_BYTES:
+                time.sleep(2)  # the parts are on their way
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, data)
+
+        StreamedObject.write = dying  # type: ignore[method-assign]
+    with hf_zero_stream.streaming(StreamingConfig(progress=False)):
+        report = hf_zero_stream.save_tensors(module, url, max_shard_size="60MB")
+    return report.files, report.ranks
+
+
+def uploads_in(environment: dict[str, str]) -> list[str]:
+    found = s3_client(environment).list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+    return sorted(upload["Key"] for upload in found)
+
+
+def test_memory_and_parts(cluster: None, bucket: dict[str, str], requests: Requests) -> None:
+    """A rank has two parts and 64 MiB at most, and each byte is sent once, in parts that S3 takes."""
+    files, ranks = run_ranks(2, save_large, URL, bucket, False)[0]
+    assert len(files) == 2
+    for rank in ranks:
+        assert rank.bytes_written == sum(SIZES) * 2
+        assert rank.anonymous_growth_peak <= 2 * objects.PART_BYTES + 64 * 2**20
+    for name in files:
+        parts = [size for method, path, size in requests.seen if method == "PUT" and name in path and "?" in path]
+        size = len(RemoteFolder(URL).read(name))
+        assert sum(parts) == size and len(parts) == -(-size // objects.PART_BYTES) > 6
+    tensors = load_file_of(RemoteFolder(URL).read(files[0])) | load_file_of(RemoteFolder(URL).read(files[1]))
+    assert len(tensors) == len(SIZES)
+    assert all(torch.equal(it, torch.arange(len(it), dtype=torch.float32)) for it in tensors.values())
+
+
+def test_parts_of_a_dead_save_are_aborted(cluster: None, bucket: dict[str, str]) -> None:
+    outcomes = run_ranks_expecting_errors(2, save_large, URL, bucket, True)
+    assert outcomes[1].error_type == "Died" and outcomes[0].error_type == "PeerError", outcomes
+    assert uploads_in(bucket) == [], "rank 0 lives, and removes what it can"
+    RemoteFolder(URL).put(LIST, SaveList(created=["x.safetensors"], replaced=["y.safetensors"]).to_json())
+    for name in ("x", "y", "z"):
+        s3_client(bucket).create_multipart_upload(Bucket=BUCKET, Key=f"a/b/{name}.safetensors")
+    assert len(uploads_in(bucket)) == 3
+    run_ranks(1, save_large, URL, bucket, False)
+    assert uploads_in(bucket) == ["a/b/z.safetensors"], "somebody else's"
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def save_otherwise(checkpoint: Path, url: str, environment: dict[str, str], folder: Path) -> list[str]:
+    os.environ.update(environment)
+    found = []
+    with contextlib.chdir(folder), hf_zero_stream.streaming():
+        model = model_on("whole", checkpoint)
+
+        class Own(type(model)):  # type: ignore[misc]
+            def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+                super().save_pretrained(*args, **kwargs)
+
+        own = model_on("whole", checkpoint)
+        own.__class__ = Own
+        for save in (
+            lambda: hf_zero_stream.save_pretrained(model, url if dist.get_rank() else "folder"),
+            lambda: hf_zero_stream.save_pretrained(model, f"{url}-{dist.get_rank()}"),
+            lambda: hf_zero_stream.save_pretrained(model, "hf://a/b"),
+            lambda: hf_zero_stream.save_pretrained(own, url),
+            lambda: own.save_pretrained(url),
+            lambda: model.save_pretrained(url, state_dict=model.state_dict()),
+            lambda: model.save_pretrained(url, push_to_hub=True),
+            lambda: model.save_pretrained(f"{url}/model.safetensors"),
+        ):
+            try:
+                save()
+            except HfZeroStreamError as error:
+                found.append(f"{type(error).__name__}: {error}")
+            else:
+                found.append("saved")
+        dist.barrier()
+        assert os.listdir() == []
+    return found
+
+
+def test_refused(
+    cluster: None, zoo_checkpoint: Checkpoint, bucket: dict[str, str], requests: Requests, tmp_path: Path
+) -> None:
+    (tmp_path / "here").mkdir()
+    ranks = run_ranks(2, save_otherwise, zoo_checkpoint(NAME), URL, bucket, tmp_path / "here")
+    expected = [
+        "Expected one place to save to on all ranks; rank 1 saves to",
+        "Expected one place to save to on all ranks; rank 1 saves to",
+        "'hf://a/b': checkpoints are read from hf:// and not written there",
+        "Own.save_pretrained: expected a local folder to save into; got a URL",
+        "Own.save_pretrained: expected a local folder to save into; got a URL",
+        "save_pretrained with these arguments: expected a local folder",
+        "push_to_hub=True: save first",
+        "expected the prefix of a checkpoint; found the name of a file",
+    ]
+    for found in ranks:
+        for message, text in zip(found, expected, strict=True):
+            assert text in message, message
+    assert [seen for seen in requests.seen if seen[0] == "PUT" and "/a/b" in seen[1]] == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[]",
+        b"{}",
+        b'{"is_complete": true, "files": {"../x": ""}, "created": [], "replaced": [], "removes": []}',
+        b'{"is_complete": true, "files": {}, "created": [], "replaced": [], "removes": ["a//b"]}',
+        b'{"is_complete": true, "files": {}, "created": [], "replaced": [], "removes": [1]}',
+        b'{"is_complete": 1, "files": {}, "created": [], "replaced": [], "removes": []}',
+        b'{"is_complete": true, "files": {"a": "?"}, "created": [], "replaced": [], "removes": []}',
+    ],
+)
+def test_a_list_of_somebody_else(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="s3://a/b: "):
+        parse_list(data, "s3://a/b")
+
+
+def test_the_list_is_read_as_it_was_written() -> None:
+    for order in (
+        SaveList(created=["a", "b/c"], replaced=["d"]),
+        SaveList(is_complete=True, files={"x/y.json": b"\0\xff", "latest": b"x"}, removes=["z"]),
+    ):
+        assert parse_list(order.to_json(), "here").to_json() == order.to_json()
+
+
+def run_block(source: str, environment: dict[str, str], checkpoint: Path) -> float:
+    os.environ.update(environment)
+    engine = engine_of(checkpoint, state_config(3), all_in_one_group)
+    train(engine, range(2))
+    exec(compile(source, "saving.md", "exec"), {"engine": engine, "model": engine.module})
+    return float(engine.global_steps)
+
+
+def test_the_example_of_the_page(cluster: None, zoo_checkpoint: Checkpoint, bucket: dict[str, str]) -> None:
+    page = (ROOT / "docs" / "saving.md").read_text(encoding="utf-8").partition("## Into buckets")[2]
+    source = page.partition("```python\n")[2].partition("```")[0]
+    assert run_ranks(2, run_block, source, bucket, zoo_checkpoint("llama")) == [2.0, 2.0]
+    assert "model.safetensors" in found_in(f"s3://{BUCKET}/trained")
+    assert found_in(f"s3://{BUCKET}/run")["latest"] == b"global_step2"
 
 
 @pytest.mark.slow
