@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..errors import PACKAGE, UrlError
@@ -52,6 +53,47 @@ class UrlCheckpoints(Protocol):
 
     def check_soundness(self, url: str) -> Soundness:
         """Do as :func:`.soundness.check_soundness`."""
+
+    def fetched(self, url: str) -> Path:
+        """A copy on this host of a small file; a FileNotFoundError if it is not there, a ReadError."""
+
+    def catch_up(self, url: str) -> None:
+        """From now on files are those of the last save to `url`, also if it died before it had put them all there."""
+
+
+class UrlPath:
+    """A file or folder behind a URL, for code that reads small files by methods of a ``Path``; inside a block."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> UrlPath:
+        return UrlPath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> UrlPath:
+        return UrlPath(self.url.rpartition("/")[0])
+
+    def is_file(self) -> bool:
+        return checkpoints_at(self.url).has_file(str(self.parent), self.name)
+
+    def read_bytes(self) -> bytes:
+        return on_this_host(self).read_bytes()
+
+    def read_text(self, encoding: str) -> str:
+        return self.read_bytes().decode(encoding)
+
+
+def on_this_host(path: Path | UrlPath) -> Path:
+    """The path of a file, or of a copy of one behind a URL; an OSError if there is no such file there."""
+    return checkpoints_at(path.url).fetched(path.url) if isinstance(path, UrlPath) else path
 
 
 def checkpoints_at(path: Any) -> UrlCheckpoints:

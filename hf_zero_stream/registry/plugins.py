@@ -58,6 +58,8 @@ class Plugin:
             there is none), and returns a :class:`..destinations.base.Destination`.
         holders: each a ``module:function`` that is a :class:`..holdings.holding.Holder`; asked before the core's.
         sources: scheme of URLs, in lower case -> :class:`Source`.
+        targets: scheme of URLs, in lower case -> a module with the functions of
+            :class:`..saving.targets.UploadTarget`, by which checkpoints are saved to such URLs.
         tools: functions, or classes, that the core calls for an option of a command, or for what a load or a save
             meets: name -> ``module:function``. Without one the name is the subject of the error.
         quantisers: ``quant_method`` as transformers knows it, of weights that can stay quantised -> the
@@ -76,6 +78,7 @@ class Plugin:
     destinations: Mapping[str, str] = field(default_factory=dict)
     holders: Sequence[str] = ()
     sources: Mapping[str, Source] = field(default_factory=dict)
+    targets: Mapping[str, str] = field(default_factory=dict)
     tools: Mapping[str, str] = field(default_factory=dict)
     quantisers: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[FileFormat] = ()

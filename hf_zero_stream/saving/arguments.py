@@ -36,14 +36,14 @@ _OF_EARLIER_VERSIONS = {"safe_serialization", "save_function"}
 _SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 
 
-def refuse_url(folder: Any) -> None:
-    """Raise an UrlError if `folder` is a URL, which would become the path of a local folder."""
+def refuse_url(folder: Any, what: str) -> None:
+    """Raise an UrlError if `folder`, into which `what` writes, is a URL: it would become the path of a folder."""
     if is_url(folder):
         raise UrlError(
-            f"Expected a local folder to save into; got a URL, {str(folder).partition(':')[0]}://... Checkpoints are "
-            "read from URLs, and not written there. Save into a folder, then upload it from one rank, for instance "
-            "with `aws s3 sync`. "
-            "(If you mean a local folder of this name, begin it with ./)"
+            f"{what}: expected a local folder to save into; got a URL, {str(folder).partition(':')[0]}://... "
+            "hf_zero_stream.save_pretrained and hf_zero_stream.save_state, and model.save_pretrained of a class that "
+            "does not override it, save to s3://, gs:// and az://. For the rest, save into a folder, then upload it "
+            "from one rank. (If you mean a local folder of this name, begin it with ./)"
         )
 
 

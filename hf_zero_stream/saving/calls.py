@@ -31,6 +31,7 @@ from ..reports.save import SaveReport
 from ..seams.saving import is_laying_out
 from ..seams.wrappers import unwrapped
 from ..settings.scope import active_configs, set_in_context
+from ..sources.base import is_url
 from .arguments import SIGNATURE, SaveArguments, refuse_unknown, refuse_url
 
 
@@ -54,7 +55,7 @@ def save_pretrained(
 
     Args:
         model: the model, or the engine, or what ``accelerator.prepare`` made of it.
-        folder: where to save; not a URL. Only rank 0 must see it.
+        folder: where to save: a folder, which only rank 0 must see, or a URL (``s3://``, ``gs://``, ``az://``).
         max_shard_size: of a file, in bytes, or as in ``"5GB"``.
         dtype: of the floating-point weights; default: the model's own. ``torch.float32`` saves the fp32 values that
             the optimizer trains, if it has them.
@@ -66,7 +67,7 @@ def save_pretrained(
     Raises:
         SaveError: on all ranks, if a file cannot be written on any.
         ConfigError, UnsupportedError: an argument or its value is not known, or cannot be honoured.
-        UrlError: `folder` is a URL.
+        UrlError: nothing can be saved to the URL.
 
     Example:
         >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
@@ -79,10 +80,10 @@ def save_pretrained(
 
     with expected_at(SAVE):
         save = Save(model, folder, **call)
-        has_own = "save_pretrained" in vars(save.model)  # in place of its class's
-        if not has_own and type(save.model).save_pretrained is PreTrainedModel.save_pretrained:
+        if not _has_own_code(save.model):
             refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
             return save.pretrained()
+        refuse_url(folder, f"{type(save.model).__name__}.save_pretrained")
         report = run_on_leader(save.model, save.call_own_code, {"dtype": dtype})
         if report is None:
             raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
@@ -98,12 +99,14 @@ def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *a
     if not _is_ours(arguments):
         _refuse_packed(arguments)
         if active_configs() and not is_laying_out():
-            refuse_url(arguments["save_directory"])
+            refuse_url(arguments["save_directory"], "save_pretrained with these arguments")
         return original(self, *args, **kwargs)
     leader = _leader.get()
+    if _has_own_code(self):
+        refuse_url(arguments["save_directory"], f"{type(self).__name__}.save_pretrained")
     if leader is None and arguments.get("state_dict") is None and is_gathered_whole(self):
         _refuse_packed(arguments)
-        refuse_url(arguments["save_directory"])
+        refuse_url(arguments["save_directory"], "save_pretrained inside GatheredParameters")
         # Of several callers rank 0 writes, as in newer versions of transformers.
         arguments["is_main_process"] = arguments.get("is_main_process", True) and dist.get_rank() == 0
         return original(*bound.args, **bound.kwargs)
@@ -135,7 +138,14 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     if any(map(has_partition, model.parameters())):
         # Rank 0 alone has values, gathered, and saves them, while the others call with the None that they have got.
         return "state_dict" not in arguments or bool(arguments.get("is_main_process", True))
-    return is_sharded(model) or is_packed(model)
+    # transformers would take a URL for the path of a folder.
+    return is_sharded(model) or is_packed(model) or is_url(arguments["save_directory"])
+
+
+def _has_own_code(model: PreTrainedModel) -> bool:
+    """Whether another ``save_pretrained`` than transformers' saves `model`, and may write more than that does."""
+    has_own = "save_pretrained" in vars(model)  # in place of its class's
+    return has_own or type(model).save_pretrained is not PreTrainedModel.save_pretrained
 
 
 def _refuse_packed(arguments: Mapping[str, Any]) -> None:
@@ -160,7 +170,7 @@ def run_on_leader(model: Any, work: Callable[[], Any], settings: Mapping[str, An
     The `settings` are for saves that do not give their own. With them, calls are taken over that else would be left to
     transformers, because each rank has the whole model. A failed save or `work` raises on all ranks.
     """
-    from .save import kind_of_save  # imports deepspeed, which takes seconds
+    from .readiness import kind_of_save
 
     whole, coordinator = unwrapped(model), Coordinator.of_default_group()
     with meeting(kind_of_save(whole, coordinator), coordinator=coordinator):
@@ -204,7 +214,7 @@ class _Leader:
         """Carry out one save with all ranks, of a module that is named for them."""
         if self.failure is not None:
             raise _Failed from self.failure
-        refuse_url(folder)
+        refuse_url(folder, "save_pretrained on rank 0 alone")
         part = unwrapped(model)
         name = next((name for name, module in self.model.named_modules() if module is part), None)
         if name is None:

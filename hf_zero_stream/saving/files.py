@@ -17,7 +17,7 @@ import shutil
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,14 +36,20 @@ _held: dict[Path, int | None] = {}
 _SHARD = re.compile(r"(.*?)-\d{5}-of-\d{5}")
 
 
-def reserve(folder: Path, shards: Sequence[ShardToWrite]) -> None:
-    """Make each shard in `folder`, at its final size and with its header, so that a full disk shows immediately."""
+def reserve(folder: Path, shards: Sequence[ShardToWrite], *, on_disk: bool = True) -> None:
+    """Make each shard in `folder`, at its final size and with its header, so that a full disk shows immediately.
+
+    Unless it shall have room `on_disk`, it takes none but for the header.
+    """
     for shard in shards:
         path, size_bytes = folder / shard.name, shard.size_bytes
         try:
             with open(path, "xb") as file:
                 file.write(shard.header)
                 file.flush()
+                if not on_disk:
+                    os.ftruncate(file.fileno(), size_bytes)
+                    continue
                 try:
                     os.posix_fallocate(file.fileno(), 0, size_bytes)
                 except OSError as error:
@@ -182,6 +188,12 @@ class Publication:
         _held[temporary] = _hold(temporary, fcntl.LOCK_SH)
         return cls(folder, temporary)
 
+    def read(self, path: str, start: int, nbytes: int) -> bytes:
+        """Some bytes of a file in :attr:`temporary`; raises an OSError."""
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(nbytes)
+
     def abandon(self) -> None:
         """Remove everything that has been written, unless files have begun to get their final names."""
         if not (self.temporary / _LIST).exists():
@@ -202,7 +214,8 @@ class Publication:
         """
         try:
             names = sorted(entry.name for entry in self.temporary.iterdir())
-            outdated = [*self._outdated(weights_name, index_name, set(names)), *replaced]
+            entries = [entry.name for entry in self.folder.iterdir() if entry.is_file() or entry.is_symlink()]
+            outdated = [*outdated_weights(entries, weights_name, index_name, set(names)), *replaced]
             # The index is what makes shards a checkpoint: the old one goes first, the new one comes last.
             order = {
                 "removes_first": sorted({index_name, *replaced} & {*names} | {index_name} & {*outdated}),
@@ -225,18 +238,18 @@ class Publication:
         finally:
             self._release()
 
-    def _outdated(self, weights_name: str, index_name: str, names: set[str]) -> list[str]:
-        """Weights of an earlier save that the new one does not replace."""
-        if not weights_name:
-            return []
-        stem = weights_name.removesuffix(".safetensors")
 
-        def is_weights(name: str) -> bool:
-            is_shard = name.startswith(stem) and _SHARD.fullmatch(name.removesuffix(".safetensors"))
-            return bool(is_shard) or name in (weights_name, index_name)
+def outdated_weights(there: Iterable[str], weights_name: str, index_name: str, names: Container[str]) -> list[str]:
+    """Weights of an earlier save, of the names that are `there`, which the new one with these `names` lacks."""
+    if not weights_name:
+        return []
+    stem = weights_name.removesuffix(".safetensors")
 
-        entries = [entry for entry in self.folder.iterdir() if entry.is_file() or entry.is_symlink()]
-        return sorted(entry.name for entry in entries if entry.name not in names and is_weights(entry.name))
+    def is_weights(name: str) -> bool:
+        is_shard = name.startswith(stem) and _SHARD.fullmatch(name.removesuffix(".safetensors"))
+        return bool(is_shard) or name in (weights_name, index_name)
+
+    return sorted(name for name in there if name not in names and is_weights(name))
 
 
 def is_unfinished(folder: Path) -> bool:

@@ -90,11 +90,14 @@ def save_model(
     call.apply_defaults()
     is_ours = active_configs() and has_sharded_model(model) and lacks_values(unwrapped(model))
     if not is_ours or is_gathered_whole(unwrapped(model)):
+        if active_configs():
+            refuse_url(save_directory, "accelerator.save_model of a model that each rank has whole")
         return original(self, model, save_directory, *args, **kwargs)
     why = _not_its_own(replaced_methods_of(self) + ([] if is_defined_by_accelerate(original) else ["save_model"]))
     if not call.arguments["safe_serialization"]:
         why = "save_model(safe_serialization=False) asks for files of torch.save"
     if why:
+        refuse_url(save_directory, f"accelerator.save_model, as {why},")
         with set_in_context(_asked_by, why):
             return original(self, model, save_directory, *args, **kwargs)
     from .preparation import SaveItem  # with the next line it imports deepspeed, which takes seconds
@@ -165,7 +168,7 @@ def trainer_save_model(
 ) -> Any:
     model: Any = getattr(self, "deepspeed", None) or self.model
     if active_configs():  # all ranks are here
-        refuse_url(output_dir or self.args.output_dir)
+        refuse_url(output_dir or self.args.output_dir, "the Trainer")
     is_stocks = not active_configs() or not has_sharded_model(model) or not is_defined_by_trainer(original)
     is_ours = not is_stocks and _saves_as_transformers(self)
     if not is_ours or is_gathered_whole(unwrapped(model)):

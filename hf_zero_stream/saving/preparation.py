@@ -25,11 +25,12 @@ from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..holdings.kinds import persistent_buffers
 from ..ranks.coordinator import Coordinator
 from .count import LeftOut, nothing, packed_padding, refuse_cut, refuse_too_few
-from .files import Publication, ShardWriter
+from .files import ShardWriter
 from .lazy_parameters import Held, holdings_of_model
 from .parameters import Layout, NewParameters, Parameters
 from .plan import SavePlan, make_save_plan
 from .shares import refuse_differing
+from .targets import AnyPublication
 
 
 class _Kept(NamedTuple):
@@ -189,7 +190,7 @@ LayOut = Callable[[Path, NewParameters], list[NotedShard]]
 
 
 Sibling = tuple[Held, Callable[[str], str]]
-"""Another state that lies as an item does, and the names of its shards, from those of the item's."""
+"""Another state that lies as an item does, and the names of its shards and index, from those of the item's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +230,7 @@ class SaveItem:
         found = [WritePlan(first, shards, plan, self.folder, self.index_name)]
         for (_, renamed), of_sibling in zip(self.siblings, others, strict=True):
             theirs = [replace(shard, name=renamed(shard.name)) for shard in shards]
-            found.append(WritePlan(of_sibling, theirs, plan, self.folder, self.index_name))
+            found.append(WritePlan(of_sibling, theirs, plan, self.folder, renamed(self.index_name)))
         return found
 
 
@@ -269,13 +270,13 @@ class Finalizer:
     """Publishes a save when all its shards are complete, on rank 0.
 
     Attributes:
-        write_rest: writes what is neither weights nor laid out with them into the folder that will be published; also
-            gets the digests of shards, by their names in there. None: no digests are needed.
+        write_rest: writes what is neither weights nor laid out with them into the temporary folder; also gets the
+            digests of shards, by their names in there, if they are known. None: they are not needed.
         last_name: the file that gets its name after all others; may be empty.
         replaced: files and folders that are removed then.
     """
 
-    write_rest: Callable[[Path, Mapping[str, int]], None] | None = None
+    write_rest: Callable[[AnyPublication, Mapping[str, int]], None] | None = None
     last_name: str = ""
     replaced: Sequence[str] = ()
 
@@ -284,11 +285,12 @@ class Finalizer:
         return self.write_rest is not None
 
     def publish(
-        self, publication: Publication, plans: Sequence[WritePlan], digests: Sequence[Mapping[str, int]]
+        self, publication: AnyPublication, plans: Sequence[WritePlan], digests: Sequence[Mapping[str, int]]
     ) -> None:
         """Give the files of `plans`, and all others of this save, their final names.
 
-        `digests` are, from each rank, those of what it wrote, as :func:`digests_of` gives them.
+        `digests` are, from each rank, those of what it wrote, as :func:`digests_of` gives them; none if they are not
+        known.
         """
         if self.write_rest is not None:
             headers = Counter(
@@ -298,8 +300,8 @@ class Finalizer:
                     for name, shard in zip(each.names, each.shards, strict=True)
                 }
             )
-            total = sum(map(Counter, digests), headers)
-            self.write_rest(publication.temporary, {name: digest % WORD for name, digest in total.items()})
+            total = sum(map(Counter, digests), headers if digests else Counter())
+            self.write_rest(publication, {name: digest % WORD for name, digest in total.items()})
         weights = next((each for each in plans if not each.folder), None)
         name, index = ("", "") if weights is None else (_SUFFIX.sub("", weights.shards[0].name), weights.index_name)
         publication.commit(name, index, self.last_name, self.replaced)

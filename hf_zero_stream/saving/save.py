@@ -6,33 +6,28 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..accelerators import settle
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
-from ..holdings.holder import refuse_meta, refuse_unreadable
-from ..holdings.introspection import has_gathered, is_packed
-from ..holdings.model_parallel import refuse_unknown_shards
+from ..holdings.holder import refuse_meta
+from ..holdings.introspection import is_packed
 from ..holdings.own_names import fixed_names
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
-from ..ranks.rendezvous import SAVE, MeetingKind
 from ..reports.measures import AnonymousMemory, PhaseClock, collector_paused, progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from .arguments import dtype_of_argument, refuse_url, refuse_values
+from .arguments import dtype_of_argument, refuse_values
 from .background import write_in_background
 from .count import anything, ignored_by
 from .files import Comparison, Publication, ShardWriter, reserve, sync_all
@@ -41,13 +36,14 @@ from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
 from .pending import PendingSave, finish_pending
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan, digests_of
+from .readiness import kind_of_save, make_ready
+from .targets import AnyPublication, ObjectWriter, UploadTarget, begin_at, place_of_save, refuse_other_place, target_at
+from .upload import check_all, planned_shards, send_all, uploads_of
 from .write import Put, SaveTask, bytes_of, execute_saves
 
 
 logger = logging.get_logger(__name__)
 
-ARRIVAL_S = 600.0  # how long the first rank waits for the last one to begin a save
-OTHERS_COME_S = 30.0  # how long rank 0 waits for the others inside a ``GatheredParameters``
 
 # Arguments of transformers' ``save_pretrained``.
 _CHANGES_NOTHING = {"push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function"}
@@ -79,7 +75,7 @@ class Save:
         takes_any: bool = False,
         **kwargs: Any,
     ) -> None:
-        refuse_url(folder)
+        place = place_of_save(folder)
         refuse_values(state_dict, kwargs.get("variant"))
         dtype = dtype_of_argument(dtype)
         if kwargs.get("push_to_hub"):
@@ -100,10 +96,13 @@ class Save:
         make_ready(model, inner, "save_pretrained", _OUTSIDE)
         refuse_meta(dict(inner.named_parameters()))
         self.model: PreTrainedModel = inner
-        self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
+        self._folder, self._dtype, self._state_dict = place, dtype, state_dict
         self._settings, self._keeps_plans = settings_in_force(), keeps_plans
         self._verify = self._has_single_writer = False
         self._plans: list[WritePlan] = []
+        self._names: list[str] = []
+        self._sent_bytes = self._rounds = 0  # to a URL
+        self._target = None if isinstance(place, Path) else target_at(place)
         self._kwargs = {name: value for name, value in kwargs.items() if name not in _CHANGES_NOTHING}
         self._coordinator = coordinator or Coordinator.of_default_group()
         self._clock = PhaseClock(PHASES)
@@ -157,6 +156,7 @@ class Save:
         with self._together():
             with self._measured(), self._staged(items) as publication:
                 if not self._must_wait():
+                    assert isinstance(publication, Publication)
                     with self._clock("copy"):
                         copies = self._copied()
                     beside = BackgroundCoordinator(self._coordinator)
@@ -188,7 +188,9 @@ class Save:
     def _must_wait(self) -> bool:
         """Whether the save cannot be made in the background, which rank 0 says then (all ranks)."""
         swapped = any(each.parameters.is_swapped for each in self._plans)
-        if self._has_single_writer:
+        if self._target is not None:
+            why = "shards that go to a URL are put together of what all ranks hold"
+        elif self._has_single_writer:
             why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
         elif any(self._coordinator.all_gather(swapped)):
             why = "values are in swap files, and host memory is not to hold them"
@@ -214,23 +216,57 @@ class Save:
         """The tasks of all plans, of which each `put` takes the bytes of one."""
         return [SaveTask(each.plan, each.parameters, put) for each, put in zip(self._plans, puts, strict=True)]
 
-    def _write(self, publication: Publication, finalizer: Finalizer) -> None:
+    def _write(self, publication: AnyPublication, finalizer: Finalizer) -> None:
         settle(self.model.parameters())
-        folder = publication.temporary
-        writer = partial(ShardWriter, has_digests=finalizer.needs_digests)
-        with self._execute("write", folder, writer, "Writing weights") as writers, self._clock("sync"):
-            self._coordinator.run_on_all(partial(sync_all, writers))
-        mine = digests_of(self._plans, writers)
-        digests = self._coordinator.all_gather(mine) if finalizer.needs_digests else []
-        if self._verify:
-            with self._execute("verify", folder, Comparison, "Verifying weights"):
-                pass
+        if self._target is not None:
+            self._upload(publication, self._target)
+            digests: Sequence[Mapping[str, int]] = []
+        else:
+            digests = self._write_files(publication.temporary, has_digests=finalizer.needs_digests)
         with self._clock("publish"):
             self._coordinator.run_on_main(partial(finalizer.publish, publication, self._plans, digests))
 
+    def _write_files(self, folder: Path, *, has_digests: bool) -> Sequence[Mapping[str, int]]:
+        """Write all shards; returns the digests of what each rank has written."""
+        writer = partial(ShardWriter, has_digests=has_digests)
+        with self._execute("write", folder, writer, "Writing weights") as writers, self._clock("sync"):
+            self._coordinator.run_on_all(partial(sync_all, writers))
+        mine = digests_of(self._plans, writers)
+        digests = self._coordinator.all_gather(mine) if has_digests else []
+        if self._verify:
+            with self._execute("verify", folder, Comparison, "Verifying weights"):
+                pass
+        return digests
+
+    def _upload(self, publication: Any, target: UploadTarget) -> None:
+        """Send all shards; what they replace stays until :meth:`.targets.RemotePublication.commit`."""
+        coordinator, planned = self._coordinator, [planned_shards(each) for each in self._plans]
+        urls: list[str] = [*chain.from_iterable(coordinator.broadcast(partial(publication.assign, planned)))]
+        self._names = [url.removeprefix(f"{self._folder}/") for url in urls]
+        uploads = uploads_of(self._plans, coordinator, single_writer=self._has_single_writer)
+        mine = [it.shard for it in uploads if it.writer == coordinator.rank]
+        self._sent_bytes = sum(shard.size_bytes - len(shard.header) for shard in mine)
+
+        def begin(number: int) -> ObjectWriter:
+            return target.writer(urls[number], uploads[number].shard.size_bytes, checks=self._verify)
+
+        with (
+            self._clock("write"),
+            progress_bar(
+                sum(shard.size_bytes for shard in mine), "Sending weights", self._settings.progress
+            ) as advance,
+        ):
+            parameters = [each.parameters for each in self._plans]
+            objects, self._rounds = send_all(uploads, parameters, coordinator, begin, advance)
+        self._memory.sample()
+        if self._verify:
+            with self._clock("verify"):
+                coordinator.run_on_all(partial(check_all, objects))
+
     def _together(self) -> AbstractContextManager[object]:
         """Inside, all ranks are here, and watch each other."""
-        return meeting(kind_of_save(self.model, self._coordinator), coordinator=self._coordinator)
+        kind = kind_of_save(self.model, self._coordinator, to_url=self._target is not None)
+        return meeting(kind, coordinator=self._coordinator)
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
@@ -244,14 +280,16 @@ class Save:
             yield
 
     @contextmanager
-    def _staged(self, items: Sequence[SaveItem]) -> Iterator[Publication]:
+    def _staged(self, items: Sequence[SaveItem]) -> Iterator[AnyPublication]:
         """Plan `items`; inside, files of their final sizes wait for their bytes, and an error removes them."""
         coordinator = self._coordinator
-        publication: Publication | None = None
+        publication: AnyPublication | None = None
         try:
+            place = coordinator.broadcast(lambda: self._folder)
+            coordinator.run_on_all(partial(refuse_other_place, self._folder, place, coordinator.rank))
             write_from, self._verify, publication = coordinator.broadcast(self._begun)
             folder = publication.temporary
-            if write_from == "auto":
+            if self._target is None and write_from == "auto":
                 write_from = "rank0" if self._is_hidden(folder) else "all"
             self._has_single_writer = write_from == "rank0"
             with self._clock("plan"):
@@ -260,7 +298,7 @@ class Save:
 
                 def reserve_all() -> None:
                     for each in self._plans:
-                        reserve(folder / each.folder, each.shards)
+                        reserve(folder / each.folder, each.shards, on_disk=self._target is None)
 
                 coordinator.run_on_main(reserve_all)
                 for item in items:
@@ -277,15 +315,15 @@ class Save:
         return SavePlanner(
             model=self.model,
             coordinator=self._coordinator,
-            single_writer=self._has_single_writer,
+            single_writer=self._has_single_writer and self._target is None,
             threads=self._threads(),
             settings=sorted(self._kwargs.items()) if keeps else None,
             is_state=self._keeps_plans,
         )
 
-    def _begun(self) -> tuple[str, bool, Publication]:
+    def _begun(self) -> tuple[str, bool, AnyPublication]:
         """Decide, on rank 0, who writes, whether the files are read again, and where they are."""
-        return self._settings.write_from, self._settings.verify == "full", Publication.begin(self._folder)
+        return self._settings.write_from, self._settings.verify == "full", begin_at(self._folder)
 
     def _is_hidden(self, folder: Path) -> bool:
         """Whether any rank cannot write into rank 0's temporary folder, whose unique name no other folder has."""
@@ -323,8 +361,8 @@ class Save:
         return SavingRank(
             rank=self._coordinator.rank,
             seconds=self._clock.seconds,
-            bytes_written=sum(each.plan.bytes_written for each in self._plans),
-            rounds=sum(len(each.plan.rounds) for each in self._plans),
+            bytes_written=self._sent_bytes if self._target else sum(each.plan.bytes_written for each in self._plans),
+            rounds=self._rounds if self._target else sum(len(each.plan.rounds) for each in self._plans),
             anonymous_growth_peak=self._memory.growth_peak,
         )
 
@@ -332,7 +370,7 @@ class Save:
         computations = [computation for each in self._plans for computation in each.plan.computations]
         report = SaveReport(
             folder=str(self._folder),
-            files=tuple(name for each in self._plans for name in each.names),
+            files=tuple(self._names or (name for each in self._plans for name in each.names)),
             ranks=tuple(ranks),
             verified=self._verify,
             materialised={each.name: each.reason for each in computations},
@@ -340,62 +378,3 @@ class Save:
         if self._coordinator.is_main:
             logger.info(report.summary())
         return report
-
-
-def make_ready(model: Any, inner: torch.nn.Module, doing: str, instead: str) -> None:
-    """Have all parameters of `inner` be there to be read; raises if those of `model`, around it, cannot be.
-
-    The error is ``{doing}: ... {instead}``.
-    """
-    refuse_unknown_shards(model, doing)
-    fill_whole(inner)
-    if isinstance(model, torch.nn.Module):
-        _refuse_fsdp1(model, doing, instead)
-    refuse_unreadable(inner, doing, instead)
-    if isinstance(inner, PreTrainedModel):
-        _refuse_without_dtype(inner, doing, instead)
-
-
-def _refuse_without_dtype(model: PreTrainedModel, doing: str, instead: str) -> None:
-    """Raise an UnsupportedError (``{doing}: ... {instead}``) if transformers cannot tell the dtype that it writes."""
-    try:
-        _ = model.dtype
-    except StopIteration:  # no error that anybody should get to see
-        dtypes = sorted({str(param.dtype) for param in model.parameters()})
-        raise UnsupportedError(
-            f"{doing}: expected a floating-point parameter, whose dtype transformers takes for the model's; found "
-            f"{', '.join(dtypes) or 'no parameters'} alone. DeepSpeed's stages 1 and 2 make all parameters complex "
-            f"that they flatten with a complex one: keep that as real numbers (torch.view_as_real). {instead}"
-        ) from None
-
-
-def _refuse_fsdp1(model: torch.nn.Module, doing: str, instead: str) -> None:
-    """Raise if FSDP1 shards any of `model`, whose parameters then are flat pieces that look like whole ones."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise UnsupportedError(
-            f"{doing}: expected parameters that are DTensors, ZeRO partitions or whole; FSDP1 "
-            "(FullyShardedDataParallel) keeps flat pieces in their place. Use FSDP2 (fully_shard; accelerate: "
-            f"fsdp_version 2). {instead}"
-        )
-
-
-def kind_of_save(model: PreTrainedModel, coordinator: Coordinator) -> MeetingKind:
-    """How ranks come together to save `model`. Rank 0 waits briefly in a ``GatheredParameters``: it is often alone."""
-    if coordinator.is_alone or not coordinator.is_main or not has_gathered(model):
-        return replace(SAVE, patience_s=ARRIVAL_S)
-    from ..holdings.deepspeed.gathered import partitioned_names  # imports deepspeed, which takes seconds
-
-    missing = partitioned_names(model)
-    if missing:
-        advice = (
-            f"Inside GatheredParameters rank 0 cannot save alone, because {len(missing)} parameters are not gathered: "
-            f"{', '.join(missing[:8])}. Gather these too, or save on all ranks, outside of `if rank == 0:` and the "
-            "like."
-        )
-    else:
-        advice = (
-            "Inside GatheredParameters, hf_zero_stream.save_pretrained is for all ranks: take it out of "
-            "`if rank == 0:` and the like. Or call model.save_pretrained inside streaming(): rank 0 may do so alone, "
-            "as all the model is gathered."
-        )
-    return replace(SAVE, patience_s=OTHERS_COME_S, advice=advice)

@@ -54,7 +54,7 @@ def _write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinat
     for of_round in plan.rounds:
         try:
             with opened(parameters.holdings) as values:
-                for segment, buffer in exchange(of_round, values, coordinator, _new_buffer):
+                for segment, buffer in exchange(of_round, values, coordinator, new_buffer):
                     put(segment.shard, segment.position, [buffer])
         except PeerError:
             raise  # no exchange will come to an end any more
@@ -227,7 +227,7 @@ def _in_place(arriving: Sequence[tuple[torch.Tensor, Box]]) -> torch.Tensor | No
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, at, (end - begin,))
 
 
-def _new_buffer(segment: Segment) -> torch.Tensor:
+def new_buffer(segment: Segment) -> torch.Tensor:
     return torch.empty(segment.numel, dtype=segment.dtype, device=collective_device())
 
 

@@ -24,6 +24,7 @@ from ..errors import UnsupportedError
 from ..holdings.model_parallel import is_model_parallel, unknown_shards_reason
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD
+from ..saving.arguments import refuse_url
 from ..saving.pending import finish_pending
 from ..settings.scope import active_configs
 from .callers import (
@@ -52,6 +53,8 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> Any:
+    if active_configs():
+        refuse_url(save_dir, "engine.save_checkpoint")
     if save_dir and is_on() and save_latest and not _is_node_local(self) and not _is_replaced(self, original):
         from ..holdings.deepspeed.engine_training import validate_tag  # there is an engine: DeepSpeed is imported
 
@@ -93,6 +96,8 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Any = None,
 ) -> Any:
+    if active_configs():
+        refuse_url(load_dir, "engine.load_checkpoint")
     if active_configs() and load_dir and not _asks_for_universal(self, load_dir, tag):
         finish_pending(raises=False)
         with meeting(LOAD) as coordinator:

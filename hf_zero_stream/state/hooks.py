@@ -62,7 +62,7 @@ def _of_accelerator(accelerator: Any) -> Caller:
 def save_state_of_accelerator(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not active_configs():
         return original(self, *args, **kwargs)
-    refuse_url(args[0] if args else kwargs.get("output_dir"))
+    refuse_url(args[0] if args else kwargs.get("output_dir"), "accelerator.save_state")
     finish_pending()  # before accelerate removes older checkpoints
     with entered(_of_accelerator(self)):
         return original(self, *args, **kwargs)

@@ -20,6 +20,7 @@ from torch import nn
 from ..checkpoint.formats import INDEX, read_index_file
 from ..checkpoint.safetensors import NotedShard
 from ..checkpoint.state_folder import NAMES
+from ..checkpoint.urls import on_this_host
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
 from ..errors import UnsupportedError
@@ -81,7 +82,8 @@ def files_of(place: Path, key: str | None) -> list[Path]:
     """The files of the state `key`, or of weights, in the folder `place`."""
     index = place / index_name(key)
     if index.is_file():
-        return sorted(place / shard for shard in set(read_index_file(index)["weight_map"].values()))
+        weight_map = read_index_file(on_this_host(index))["weight_map"]
+        return [place / shard for shard in sorted(set(weight_map.values()))]
     return [place / ("model.safetensors" if key is None else f"model.{key}.safetensors")]
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers.utils import logging
 
 from ..checkpoint.format import excerpt
 from ..checkpoint.formats import KnownHeaders
+from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.model_parallel import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, own_names, own_or_clean
@@ -26,6 +27,8 @@ from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
+from ..settings import scope
+from ..sources.base import is_url
 from . import adapters, schedules
 from .base import refuse_other_base
 from .entries import Recorded, prepare_entries, refuse_lost, set_entries
@@ -89,7 +92,8 @@ def load_state(
     Args:
         trained, optimizer, scheduler, scaler: what is going to train, as for :func:`hf_zero_stream.save_state`; made
             as for a new training, of the same model with the same groups.
-        folder: what ``save_state`` wrote, or DeepSpeed's ``engine.save_checkpoint`` (ZeRO stages 1 to 3).
+        folder: what ``save_state`` wrote, or a URL that it wrote to, or DeepSpeed's ``engine.save_checkpoint`` (ZeRO
+            stages 1 to 3).
         tag: the name of the state; default: what `latest` says.
         batch_size: as for ``save_state``.
         with_scheduler: load the scheduler's state too.
@@ -102,18 +106,33 @@ def load_state(
         ConfigError: on all ranks: the state is that of another optimizer, or of other groups.
         HfZeroStreamError: on all ranks, in the middle of reading: some values are new; load again.
     """
-    return resume(
-        trained,
-        Path(folder),
-        optimizer=optimizer,
-        scheduler=scheduler,
-        scaler=scaler,
-        tag=tag,
-        batch_size=batch_size,
-        with_scheduler=with_scheduler,
-        with_rng=with_rng,
-        strict=strict,
-    )
+    with _place_of_state(folder) as place:
+        return resume(
+            trained,
+            place,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            tag=tag,
+            batch_size=batch_size,
+            with_scheduler=with_scheduler,
+            with_rng=with_rng,
+            strict=strict,
+        )
+
+
+@contextmanager
+def _place_of_state(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """The folder; of a URL, what reads small files by the methods of a ``Path`` that are called for states."""
+    if not is_url(folder):
+        yield Path(folder)
+        return
+    with scope.inside():
+        with expected_at(LOAD):
+            known = checkpoints_at(folder)
+            url = known.canonical(str(folder))
+        with known.prefetching(url, ()):
+            yield cast(Path, UrlPath(url))
 
 
 @fixed_names()
@@ -143,7 +162,9 @@ def resume(
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
     with coordinator.watched(LOAD):
         with coordinator.reporting():
-            finish_saves_into(folder, read_from, coordinator)
+            if isinstance(folder, UrlPath):
+                coordinator.run_on_all(partial(checkpoints_at(folder.url).catch_up, folder.url))
+            finish_saves_into(None if isinstance(folder, UrlPath) else folder, read_from, coordinator)
             place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))
             names = own_names(training.model)
             found = found.renamed(partial(own_or_clean, names))
@@ -255,7 +276,7 @@ def _trained_in(record: StateRecord) -> set[str]:
 
 def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRecord | ForeignState]:
     """The folder of the state, and what is in it."""
-    if tag is None and (foreign := foreign_state_in(folder)) is not None:
+    if tag is None and (foreign := _foreign_state_in(folder)) is not None:
         return folder, foreign
     if tag is None:
         try:
@@ -268,12 +289,17 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     if not is_tag(tag):
         raise CheckpointError(f"{folder / LATEST}: expected the name of a folder; found {excerpt(tag)}")
     place = folder / tag
-    if (foreign := foreign_state_in(place)) is not None:  # newer than a state of ours there
+    if (foreign := _foreign_state_in(place)) is not None:  # newer than a state of ours there
         return place, foreign
     record = StateRecord.read(place / FILE)
     keys = [*record.keys, *([EXACT] if record.exact else ()), *([BLOCKS] if record.has_parts else ())]
     refuse_missing_files(place, keys, [RNG_FILE] if with_rng else [])
     return place, record
+
+
+def _foreign_state_in(folder: Path) -> ForeignState | None:
+    """Read another library's state in a folder; behind a URL nothing is listed, and none is found."""
+    return None if isinstance(folder, UrlPath) else foreign_state_in(folder)
 
 
 def _record_for(

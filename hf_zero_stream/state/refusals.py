@@ -7,7 +7,9 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ from .resumable import fingerprint
 
 
 logger = logging.get_logger(__name__)
+
+_AT_ONCE = 32
+"""Files that are looked for at the same time."""
 
 SlotDigests = Mapping[tuple[int, str], bytes]
 
@@ -323,7 +328,9 @@ def refuse_other_weights(
 def refuse_missing_files(place: Path, keys: Sequence[str], others: Sequence[str]) -> None:
     """Raise a CheckpointError if a file of one of the states `keys`, or one of `others`, is not in `place`."""
     files = [*(path for key in keys for path in files_of(place, key)), *(place / name for name in others)]
-    missing = [path for path in files if not path.is_file()]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        there = [threads.submit(copy_context().run, path.is_file) for path in files]
+    missing = [path for path, is_there in zip(files, there, strict=True) if not is_there.result()]
     if missing:
         raise CheckpointError(
             f"{missing[0]}: this file of the training state is gone ({len(missing)} in all). Copy the whole folder "

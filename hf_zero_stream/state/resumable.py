@@ -12,7 +12,9 @@ The weights beside a state can be replaced without it. So a state has a fingerpr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -23,9 +25,12 @@ from transformers import PreTrainedModel
 from ..checkpoint.format import NotAMap
 from ..checkpoint.formats import INDEX, KnownHeaders, read_index_file, read_map
 from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.map import CheckpointMap
 from ..checkpoint.nodes import Stored, View, is_computed, sources_of
+from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..destinations.base import source_of
 from ..destinations.skeleton import convert_lazy
+from ..engine.places import read_checkpoint_map
 from ..errors import CheckpointError, HfZeroStreamError, ReadError, UnsupportedError
 from ..holdings.introspection import whole_shape
 from ..holdings.own_names import named_buffers, named_parameters
@@ -35,6 +40,7 @@ from ..saving.lazy_parameters import LazyParameters
 from ..saving.preparation import quiet
 from ..seams.saving import as_stored
 from ..settings.config import StreamingConfig
+from ..sources.base import RETRIES, Retries, SourceFile
 from .layout import persistent_buffers
 
 
@@ -145,9 +151,14 @@ def _what(model: nn.Module) -> str:
 
 _MOST_TENSORS = 1024
 _SAMPLE_BYTES = 64
+_READS_AT_ONCE = 32
 
 
-def fingerprint(folder: Path, known: KnownHeaders | None = None) -> str | None:
+ReadBytes = Callable[[str, int, int], bytes]
+"""``read(path, start, nbytes)``: some bytes of a file of weights."""
+
+
+def fingerprint(folder: Path | UrlPath, known: KnownHeaders | None = None) -> str | None:
     """Give that of the weights in `folder`, whatever their shards; None if there are none that can be read.
 
     Headers that are `known` are not read again, and those that are read become known.
@@ -156,23 +167,55 @@ def fingerprint(folder: Path, known: KnownHeaders | None = None) -> str | None:
     optimizer changes nearly all of them, and reading all bytes would take as long as a load.
     """
     try:
-        return fingerprint_of_new(folder, known)
+        return _fingerprint_at(folder) if isinstance(folder, UrlPath) else fingerprint_of_new(folder, known)
     except (OSError, CheckpointError, ReadError, NotAMap):
         return None
 
 
-def fingerprint_of_new(folder: Path, known: KnownHeaders | None = None) -> str | None:
-    """Give the :func:`fingerprint` of weights that were written just now: an OSError or a ReadError if need be."""
-    found = read_map(_files(folder), known=known)
-    digest = hashlib.sha256()
+def _read_file(path: str, start: int, nbytes: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(nbytes)
+
+
+def fingerprint_of_new(folder: Path, known: KnownHeaders | None = None, read: ReadBytes = _read_file) -> str | None:
+    """Give the :func:`fingerprint` of weights that were written just now: an OSError or a ReadError if need be.
+
+    Their headers are in the `folder`, and `read` gives their bytes.
+    """
+    return _fingerprint_of(read_map(_files(folder), known=known), read)
+
+
+def _fingerprint_at(folder: UrlPath) -> str | None:
+    found = read_checkpoint_map(folder.url)
+    source = checkpoints_at(folder.url).source(Retries(RETRIES))
+    source.add([SourceFile(shard.path, shard.size_bytes, tag=shard.tag) for shard in found.shards])
+    numbers = {shard.path: number for number, shard in enumerate(found.shards)}
+
+    def read(path: str, start: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        source.read_into(numbers[path], start, [memoryview(data)])
+        return bytes(data)
+
+    with closing(source):
+        return _fingerprint_of(found, read)
+
+
+def _fingerprint_of(found: CheckpointMap, read: ReadBytes) -> str | None:
     entries = found.entries
     names = sorted(entries)
-    for name in names[:: -(-len(names) // _MOST_TENSORS) or 1]:
+    names = names[:: -(-len(names) // _MOST_TENSORS) or 1]
+
+    def sample(name: str) -> bytes:
         entry = entries[name]
-        digest.update(f"{name} {entry.dtype} {list(entry.shape)} ".encode())
-        with open(found.shards[entry.shard].path, "rb") as file:
-            file.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2))
-            digest.update(file.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
+        start = max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2)
+        return read(found.shards[entry.shard].path, start, min(_SAMPLE_BYTES, entry.stop - entry.start))
+
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+        for name, data in zip(names, threads.map(sample, names), strict=True):
+            digest.update(f"{name} {entries[name].dtype} {list(entries[name].shape)} ".encode())
+            digest.update(data)
     return digest.hexdigest() if names else None
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers.utils import logging
 
 from .. import accelerators
+from ..checkpoint.urls import on_this_host
 from ..errors import CheckpointError, UnsupportedError
 
 
@@ -41,7 +42,7 @@ def restore_rank(path: Path, rank: int) -> bool:
     """
     prefix = f"{rank}."
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(on_this_host(path), "pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]
             found = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:

@@ -37,13 +37,14 @@ from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
-from ..saving.arguments import refuse_unknown, refuse_url
+from ..saving.arguments import refuse_unknown
 from ..saving.files import finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Finalizer, LayOut, SaveItem
 from ..saving.save import Save
 from ..saving.shares import refuse_differing
+from ..saving.targets import AnyPublication, place_of_save, target_at
 from . import adapters, rng, schedules
 from .base import split_base
 from .blocks import item_of, with_parts
@@ -102,7 +103,8 @@ def save_state(
     Args:
         trained: a DeepSpeed engine, at any ZeRO stage; or a model, whole or sharded by DTensor (FSDP2, tensor
             parallelism), which `optimizer` trains. If it is not transformers', its weights are saved as states are.
-        folder: where to save. `latest` there names the newest state; older ones of other names stay.
+        folder: where to save: a folder, or a URL (``s3://``, ``gs://``, ``az://``). `latest` there names the newest
+            state; older ones of other names stay.
         optimizer, scheduler, scaler: what trains a model that is not in an engine; an engine has its own.
         tag: the name of the state's folder; default: ``global_step`` and the number of steps.
         data: anything that JSON can hold and that you will need, such as the position in the data. Each rank may give
@@ -124,7 +126,7 @@ def save_state(
     Raises:
         UnsupportedError: the optimizer's state is not elementwise, gradients are being accumulated, or a load of this
             model could not read what would be saved.
-        ConfigError: an argument or its value is not known. UrlError: `folder` is a URL.
+        ConfigError: an argument or its value is not known. UrlError: nothing can be saved to the URL.
         SaveError: on all ranks, if a file cannot be written on any, or could not be in the background the last time.
 
     Example:
@@ -133,9 +135,12 @@ def save_state(
     finish_pending()
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
-        refuse_url(folder)
         refuse_unknown(kwargs, ("dtype",))
-        folder = Path(folder)
+        place = place_of_save(folder)
+        if not with_weights and not isinstance(place, Path):
+            raise UnsupportedError(
+                f"save_state(with_weights=False): expected a folder, whose weights are looked at; got {place}."
+            )
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).without_frozen()
         refuse_optimizer(training)
         refuse_unreadable(training.model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
@@ -153,7 +158,7 @@ def save_state(
         data = plain(data, "data", exactly=True, with_tensors=True)
         random_state = rng.of_this_rank()
         record = _record(training, keys, exact, data, coordinator.world_size)
-        refuse_lost(training, record, folder, is_new=True)
+        refuse_lost(training, record, Path(folder), is_new=True)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
@@ -167,14 +172,14 @@ def save_state(
             exact, digests_of_base = split_base(training, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
             record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
-        name, replaced = coordinator.broadcast(partial(_name, folder, tag, keep_older))
+        name, replaced = coordinator.broadcast(partial(_name, place, tag, keep_older))
         items: list[SaveItem] = []
         in_state, known = record.with_masters | {*exact}, KnownHeaders()
         max_shard_size = kwargs.get("max_shard_size", "5GB")
         if with_weights and (is_adapted(training.model) or not has_base):
             items.append(_weights(training.model, save, in_state, known, max_shard_size, coordinator))
         elif not has_base:
-            coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, folder))
+            coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, Path(folder)))
         together = _of_same_dtypes(training, keys)
         refuse_differing(coordinator, str(together).encode(), "would save other tensors")
         items += [_state_item(training, name, group, max_shard_size) for group in together]
@@ -189,11 +194,12 @@ def save_state(
                 )
             )
 
-        def fingerprinted(folder: Path) -> str | None:
+        def fingerprinted(publication: AnyPublication) -> str | None:
             if not with_weights:
-                return fingerprint(folder.parent, known)  # the final folder, around the temporary one
-            # Beside a base the values that are trained are in the state too.
-            return None if has_base else fingerprint_of_new(folder, known)
+                return fingerprint(publication.temporary.parent, known)  # the final folder, around the temporary one
+            if has_base:  # what is trained beside it is in the state too
+                return None
+            return fingerprint_of_new(publication.temporary, known, publication.read)
 
         act = save.start if asynchronous else save.run
         names = names_of(training, keys, exact, has_base=has_base) if coordinator.is_main else {}  # rank 0 writes them
@@ -275,12 +281,14 @@ def _record(training: Training, keys: list[str], exact: list[str], data: Any, wo
     )
 
 
-def _name(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]]:
+def _name(folder: Path | str, tag: str, keep_older: bool) -> tuple[str, list[str]]:
     """(`tag`, or that with a number if something that is no state has this name; what is replaced).
 
     Raises:
         ConfigError: DeepSpeed's own checkpoint is in `folder` itself: which of the two is to be loaded later?
     """
+    if isinstance(folder, str):
+        return _name_at(folder, tag, keep_older)
     finish_interrupted(folder)
     of_deepspeed = entries_of_deepspeed(folder)
     if of_deepspeed and keep_older:
@@ -297,20 +305,33 @@ def _name(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]]:
     raise ConfigError(f"{folder / tag}: there are a thousand states of this name")
 
 
+def _name_at(url: str, tag: str, keep_older: bool) -> tuple[str, list[str]]:
+    """Do what :func:`_name` does for a folder; DeepSpeed saves to no URL."""
+    target = target_at(url)
+    target.finish_interrupted(url)
+    there = {name.rstrip("/") for name in target.names(url)}
+    states = {name for name in there if FILE in target.names(f"{url}/{name}")} if not keep_older else set()
+    for name in [tag, *(f"{tag}.{number}" for number in range(1, 1000))]:
+        if name not in there or FILE in target.names(f"{url}/{name}"):
+            return name, sorted(states | ({name} & there))
+    raise ConfigError(f"{url}/{tag}: there are a thousand states of this name")
+
+
 def _write_record(
     name: str,
     record: StateRecord,
     random_states: Sequence[rng.Arrays],
-    fingerprinted: Callable[[Path], str | None],
+    fingerprinted: Callable[[AnyPublication], str | None],
     names: Mapping[str, Any],
     has_zero: bool,
-    folder: Path,
+    publication: AnyPublication,
     digests: Mapping[str, int],
 ) -> None:
     """Write what of a state is no tensor of its parameters; `digests` are those of its shards."""
+    folder = publication.temporary
     place = folder / name
     try:
-        weights = fingerprinted(folder)
+        weights = fingerprinted(publication)
         place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
         rng.write_ranks(random_states, place / rng.FILE)
         write_names(place, names)

@@ -151,7 +151,7 @@ def test_a_server_that_does_not_tell_versions(server: Behaviour, caplog: pytest.
 
 def test_a_signature_is_not_quoted() -> None:
     text = "Error performing GET https://store/x?X-Amz-Signature=secret&b=c in 3ms - 500"
-    explained = files._explained("https://h/x", type("Other", (Exception,), {})(text))
+    explained = files.explained("https://h/x", type("Other", (Exception,), {})(text))
     assert "secret" not in str(explained) and "https://store/x?..." in str(explained)
 
 

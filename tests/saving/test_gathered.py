@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError
-from hf_zero_stream.saving import save as saving
+from hf_zero_stream.saving import readiness as saving
 from tests.saving.test_hooks import INDEX, prepared
 from tests.support.checkpoint_files import add_one, tensors_of
 from tests.support.cluster import run_ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError
-from hf_zero_stream.saving import save as saving
+from hf_zero_stream.saving import readiness as saving
 from hf_zero_stream.saving.calls import run_on_leader
 from tests import sampling
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors

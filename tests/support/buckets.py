@@ -16,11 +16,13 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import boto3
@@ -39,28 +41,64 @@ ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1
 """Of Azurite; its documentation gives it."""
 
 
+@dataclass
+class Requests:
+    """The requests to a server of :func:`s3_bucket`, and what goes wrong with them; a test may change that."""
+
+    fault: Callable[[str, str], int] = lambda method, path: 0
+    """The status with which a request is answered in place of the server's, from its method, and its path with the
+    query; 0 for the server's own."""
+    seen: list[tuple[str, str, int]] = field(default_factory=list)
+    """(method, path with query, bytes of its body) of each request that was answered without a fault."""
+
+    def around(self, server: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+        """The WSGI application `server`, with these faults."""
+
+        def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+            method, length = environ["REQUEST_METHOD"], int(environ.get("CONTENT_LENGTH") or 0)
+            path = f"{environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}".rstrip("?")
+            if status := self.fault(method, path):
+                environ["wsgi.input"].read(length)
+                start(f"{status} No", [("Content-Length", "4")])
+                return [b"busy"]
+            self.seen.append((method, path, length))
+            return server(environ, start)
+
+        return answer
+
+
 @contextmanager
-def s3_bucket(folder: Path) -> Iterator[dict[str, str]]:
+def s3_bucket(folder: Path, requests: Requests | None = None) -> Iterator[dict[str, str]]:
     """moto's server, in this process."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
+    if requests is not None:
+        assert server._server is not None
+        server._server.app = requests.around(server._server.app)
     host, port = server.get_host_and_port()
     access = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "secret"}
     environment = {**access, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
     try:
-        client = boto3.client(
-            "s3",
-            endpoint_url=environment["AWS_ENDPOINT_URL"],
-            aws_access_key_id="somebody",
-            aws_secret_access_key="secret",
-            region_name="us-east-1",
-        )
+        client = s3_client(environment)
         client.create_bucket(Bucket=BUCKET)
         for name, file in _files(folder):
             client.upload_file(str(file), BUCKET, name)
         yield {**environment, "AWS_REGION": "us-east-1"}
     finally:
+        # What a server was given is kept by moto, for the next one of this process too.
+        urllib.request.urlopen(f"{environment['AWS_ENDPOINT_URL']}/moto-api/reset", data=b"", timeout=30).close()
         server.stop()
+
+
+def s3_client(environment: dict[str, str]) -> Any:
+    """Amazon's own client of a server of :func:`s3_bucket`."""
+    return boto3.client(
+        "s3",
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        aws_access_key_id="somebody",
+        aws_secret_access_key="secret",
+        region_name="us-east-1",
+    )
 
 
 @contextmanager

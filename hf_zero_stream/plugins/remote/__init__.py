@@ -20,6 +20,7 @@ _FEATURE, _WHEN = "loads from URLs", ".sources.base:has_url_argument"
 PLUGIN = Plugin(
     "remote",
     sources={scheme: Source(form, f"{__name__}.checkpoints") for scheme, form in _FORMS.items()},
+    targets=dict.fromkeys(("s3", "gs", "az"), f"{__name__}.saves"),
     rows={
         PatchScope.BLOCK: [
             # Where transformers looks for any file of a checkpoint that is in no folder; modules among them.

@@ -20,6 +20,7 @@ from ...settings import scope
 from ...sources.base import Retries
 from .files import RemoteFiles
 from .hub import remember_token
+from .lists import LIST, parse_list
 from .response_cache import cached_responses
 from .small_files import SmallFiles
 from .urls import RequestFailed, checkpoint_url, joined, repository_of, scheme_of
@@ -114,6 +115,25 @@ def check_soundness(url: str) -> Soundness:
             indexes[name] = header
     check_tensors(indexes, weight_map, found)
     return found
+
+
+def fetched(url: str) -> Path:
+    try:
+        return scope.resource(SmallFiles).fetch(url)
+    except RequestFailed as error:
+        if error.status in _ABSENT:
+            raise FileNotFoundError(f"{url}: {error}") from error
+        raise ReadError(f"{url}: {error}") from error
+
+
+def catch_up(url: str) -> None:
+    try:
+        data = fetched(joined(url, LIST)).read_bytes()
+    except FileNotFoundError:
+        return
+    order = parse_list(data, joined(url, LIST))
+    contents: dict[str, bytes | None] = dict.fromkeys(order.removes)
+    scope.resource(SmallFiles).know({joined(url, name): data for name, data in {**contents, **order.files}.items()})
 
 
 def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointMap | tuple[str, str]:

@@ -170,7 +170,7 @@ class RemoteFiles:
             ReadError: the answer is longer than what was asked for, or compressed.
             CheckpointError: the object is not the one that this rank, or rank 0, saw first.
         """
-        _refuse_after_fork(path)
+        refuse_after_fork(path)
         with self._explaining(path):
             import obstore
 
@@ -241,10 +241,10 @@ class RemoteFiles:
                 raise _changed(path) from error
             if not isinstance(error, (kinds.BaseError, FileNotFoundError)):
                 raise
-            explained = _explained(path, error)
-            if explained.status in (401, 403) and scheme_of(path) == "hf":
-                explained.is_transient = self.hub.forget(path)  # the address has expired
-            raise explained from error
+            found = explained(path, error)
+            if found.status in (401, 403) and scheme_of(path) == "hf":
+                found.is_transient = self.hub.forget(path)  # the address has expired
+            raise found from error
 
     def read_whole(self, path: str, most_bytes: int) -> bytes:
         """A small object as it is now, whatever it was before; raises as :meth:`read_into`, or RequestFailed (404)."""
@@ -279,13 +279,13 @@ class RemoteFiles:
         with self._lock:
             if url not in self._stores:
                 try:
-                    self._stores[url] = _open_store(url, dict(headers))
+                    self._stores[url] = open_store(url, dict(headers))
                 except ValueError as error:  # such as a port of six digits
                     raise RequestFailed(f"the address is not valid: {error}. Check the host and its port.") from error
             return self._stores[url]
 
 
-def _refuse_after_fork(path: str) -> None:
+def refuse_after_fork(path: str) -> None:
     """Raise a ReadError in a process that was forked from one that has made requests: obstore would wait for ever."""
     global _asking_process
     if _asking_process is None:
@@ -298,7 +298,11 @@ def _refuse_after_fork(path: str) -> None:
         )
 
 
-def _open_store(url: str, headers: dict[str, str]) -> Any:
+_NEVER: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}  # a source tries again itself, and counts it
+
+
+def open_store(url: str, headers: dict[str, str], retry: RetryConfig = _NEVER) -> Any:
+    """The store at `url`: a bucket, a container, a host; raises a ValueError if there can be none."""
     from obstore.store import AzureStore, HTTPStore, from_url
 
     options: ClientConfig = {
@@ -306,21 +310,28 @@ def _open_store(url: str, headers: dict[str, str]) -> Any:
         "read_timeout": timedelta(seconds=STALL_S),
         "timeout": timedelta(seconds=REQUEST_S),
     }
-    never: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}  # we try again, and count it
     scheme = scheme_of(url)
     if scheme in ("http", "https"):
         # From https no redirect leads to plain http; to other schemes, such as file, none does.
         options["allow_http"] = scheme == "http"
         if headers:
             options["default_headers"] = headers
-        return HTTPStore.from_url(url, client_options=options, retry_config=never)
+        return HTTPStore.from_url(url, client_options=options, retry_config=retry)
     # Our options take the place of AWS_ALLOW_HTTP: who gives an endpoint with http:// allows it.
-    endpoints = (os.environ.get(name, "") for name in _ENDPOINTS.get(scheme, ()))
-    options["allow_http"] = any(endpoint.startswith("http://") for endpoint in endpoints)
+    options["allow_http"] = any(endpoint.startswith("http://") for endpoint in _endpoints(scheme))
     if scheme == "az":  # whose account obstore takes for a container
         account, container = url.removeprefix("az://").split("/")
-        return AzureStore(container, account_name=account, client_options=options, retry_config=never)
-    return from_url(url, client_options=options, retry_config=never)
+        return AzureStore(container, account_name=account, client_options=options, retry_config=retry)
+    return from_url(url, client_options=options, retry_config=retry)
+
+
+def _endpoints(scheme: str) -> list[str]:
+    return [os.environ[name] for name in _ENDPOINTS.get(scheme, ()) if os.environ.get(name)]
+
+
+def endpoint_of(scheme: str) -> str:
+    """The address of the server that the environment names for all buckets of a `scheme`; "" if it names none."""
+    return next(iter(_endpoints(scheme)), "")
 
 
 def _refuse_encoded(path: str, answer: GetResult) -> None:
@@ -351,7 +362,7 @@ def _changed(path: str) -> CheckpointError:
     )
 
 
-def _explained(path: str, error: Exception) -> RequestFailed:
+def explained(path: str, error: Exception) -> RequestFailed:
     """Shorten an error of obstore, without the signatures that addresses may hold, and say what to do about it."""
     import obstore.exceptions as kinds
 
@@ -360,12 +371,12 @@ def _explained(path: str, error: Exception) -> RequestFailed:
     status = int(found[1]) if found else 0
     if isinstance(error, FileNotFoundError):
         return RequestFailed("there is no such object (404). Check the bucket or host, and the prefix.", 404)
-    if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
+    if _CREDENTIALS_SERVICE in text:
+        return RequestFailed(f"no credentials were found. Check {_WHO_MAY_READ.get(scheme_of(path), 'them')}. {text}")
+    if status in (401, 403) or isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
         check = _WHO_MAY_READ.get(scheme_of(path), "whether the server wants credentials, which cannot be given here")
         return RequestFailed(f"access is denied ({status or 403}). Check {check}.", status or 403)
     if isinstance(error, kinds.NotSupportedError):
         return RequestFailed(f"the server does not give ranges of files. Download the checkpoint, or move it. {text}")
-    if _CREDENTIALS_SERVICE in text:
-        return RequestFailed(f"no credentials were found. Check {_WHO_MAY_READ.get(scheme_of(path), 'them')}. {text}")
     is_transient = status >= 500 or status in PASSING_STATUS or (not status and _LOST.search(text) is not None)
     return RequestFailed(f"{text}.", status, is_transient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +11,7 @@ from typing import TypeVar
 from ...sources.base import RETRIES, ByteSource, Retries
 from .files import RemoteFiles
 from .response_cache import ResponseCache
+from .urls import RequestFailed
 
 
 MOST_BYTES = 200_000_000
@@ -32,6 +33,7 @@ class SmallFiles:
     def __init__(self) -> None:
         self._retries = Retries(RETRIES)
         self._remote = RemoteFiles(self._retries)
+        self._known: dict[str, bytes | None] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="hf-zero-stream-")
 
     def fetch(self, url: str, folder: Path | None = None) -> Path:
@@ -39,10 +41,22 @@ class SmallFiles:
 
         Raises RequestFailed if it is not there (status 404) or cannot be read.
         """
+        self._refuse_removed(url)
         path = (folder or self.new_folder(url)) / url.rpartition("/")[2]
         read, cache = partial(self._remote.read_whole, url, MOST_BYTES), ResponseCache.current()
-        path.write_bytes(read() if cache is None else cache.get((_WHOLE, url), read))
+        data = self._known.get(url)
+        if data is None:
+            data = read() if cache is None else cache.get((_WHOLE, url), read)
+        path.write_bytes(data)
         return path
+
+    def know(self, contents: Mapping[str, bytes | None]) -> None:
+        """Give these `contents`, by URL, in place of what the server has; None is a file that is not there."""
+        self._known |= contents
+
+    def _refuse_removed(self, url: str) -> None:
+        if self._known.get(url, b"") is None:
+            raise RequestFailed("the last save there has replaced it by another file (404).", 404)
 
     def prefetch(self, urls: Iterable[str], beginnings: Iterable[str], cache: ResponseCache) -> None:
         """Begin to fetch small files, of which some may not be there, and the beginnings of large ones."""
@@ -59,6 +73,9 @@ class SmallFiles:
 
     def require(self, url: str) -> None:
         """Raise as :meth:`fetch` if there is no such file; only its beginning is read."""
+        self._refuse_removed(url)
+        if url in self._known:
+            return
         self._retries.call(partial(self._remote.beginning, url), self._remote.is_transient, jitter=True)
 
     def header(self, url: str, read: Callable[[ByteSource, str], T]) -> T:

@@ -1,0 +1,177 @@
+"""Objects below a URL that is saved to: listed, read, written and removed, by obstore, which tries again by itself."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ...errors import SaveError
+from .files import explained, open_store, refuse_after_fork
+from .urls import joined, located
+
+
+if TYPE_CHECKING:
+    from obstore.store import RetryConfig
+
+PART_BYTES = 8 * 2**20
+"""Parts of an upload, but for very large objects. S3 and Google take none below 5 MiB but the last, and 10,000."""
+
+MOST_PARTS = 10_000
+
+IN_FLIGHT_BYTES = 48 * 2**20
+"""Parts that are on their way at the same time, and one at least: with the one that is being filled, and what a round
+of the exchange between ranks takes, a rank has two parts and 64 MiB at most."""
+
+RETRY_S = 20.0
+"""Seconds in which a request is tried again, up to 8 times: a rank that gives up must do so soon."""
+
+
+@functools.cache
+def _store(url: str) -> Any:
+    refuse_after_fork(url)
+    pauses = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2.0}
+    retry: RetryConfig = {"max_retries": 8, "retry_timeout": timedelta(seconds=RETRY_S), "backoff": pauses}  # type: ignore[typeddict-item]
+    return open_store(url, {}, retry)
+
+
+@contextmanager
+def _explaining(url: str, doing: str) -> Iterator[None]:
+    """Turn the errors of obstore into a SaveError."""
+    try:
+        yield
+    except ImportError as error:
+        raise SaveError(f"{url}: saving into buckets needs obstore: pip install 'hf_zero_stream[remote]'.") from error
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        import obstore.exceptions as kinds
+
+        if not isinstance(error, (kinds.BaseError, ValueError, OSError)) or isinstance(error, SaveError):
+            raise
+        raise SaveError(
+            f"{url}: cannot {doing} it: {explained(url, error)} What could be loaded from there before still can be."
+        ) from error
+
+
+def part_bytes(size_bytes: int) -> int:
+    """The size of the parts of an object: as many MiB as it takes to need no more than :data:`MOST_PARTS`."""
+    mib = 2**20
+    return max(PART_BYTES, -(-size_bytes // (MOST_PARTS * mib)) * mib)
+
+
+class RemoteFolder:
+    """The objects below a URL, by the names that they have there."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def _located(self, name: str) -> tuple[Any, str]:
+        store, key = located(joined(self.url, name))
+        return _store(store), key.rstrip("/")
+
+    def names(self, folder: str = "") -> set[str]:
+        """The names in `folder` ("" for the place itself): relative to it, those of folders with a slash behind."""
+        return self._listed(folder, everything=False)
+
+    def below(self, folder: str) -> set[str]:
+        """The names of all objects below `folder`, relative to the place."""
+        return {f"{folder}/{name}" for name in self._listed(folder, everything=True)}
+
+    def _listed(self, folder: str, *, everything: bool) -> set[str]:
+        with _explaining(joined(self.url, folder), "list"):
+            import obstore
+
+            store, key = self._located(folder)
+            prefix = f"{key}/" if key else ""
+            if everything:
+                paths = [entry["path"] for batch in obstore.list(store, prefix or None) for entry in batch]
+            else:
+                found = obstore.list_with_delimiter(store, prefix or None)
+                paths = [entry["path"] for entry in found["objects"]]
+                paths += [f"{path.rstrip('/')}/" for path in found["common_prefixes"]]
+            return {path.removeprefix(prefix) for path in paths}
+
+    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """All bytes of an object, or some of them; a FileNotFoundError if it is not there."""
+        url = joined(self.url, name)
+        with _explaining(url, "read"):
+            import obstore
+
+            store, key = self._located(name)
+            if nbytes is None:
+                return bytes(obstore.get(store, key).bytes())
+            return bytes(obstore.get_range(store, key, start=start, length=nbytes))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small object by one request."""
+        with _explaining(joined(self.url, name), "write"):
+            import obstore
+
+            store, key = self._located(name)
+            obstore.put(store, key, data, use_multipart=False)
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove objects, of which some may not be there."""
+        if not names:
+            return
+        with _explaining(self.url, "remove objects below"):
+            import obstore
+
+            store, _ = self._located("")
+            keys = [self._located(name)[1] for name in names]
+            try:
+                obstore.delete(store, keys)
+            except FileNotFoundError:  # what comes behind it may still be there
+                for key in keys:
+                    with suppress(FileNotFoundError):
+                        obstore.delete(store, key)
+
+
+class StreamedObject:
+    """An object that is sent in parts while its bytes come (:class:`...saving.targets.ObjectWriter`)."""
+
+    def __init__(self, url: str, size_bytes: int, *, checks: bool) -> None:
+        self._url, self._size_bytes = url, size_bytes
+        self._part_bytes = part_bytes(size_bytes)
+        self._digest = hashlib.sha256() if checks else None
+        store, key = located(url)
+        with _explaining(url, "write"):
+            import obstore
+
+            self._upload = obstore.open_writer(
+                _store(store),
+                key,
+                buffer_size=self._part_bytes,
+                max_concurrency=max(1, IN_FLIGHT_BYTES // self._part_bytes),
+            )
+
+    def write(self, data: memoryview) -> None:
+        if self._digest is not None:
+            self._digest.update(data)
+        with _explaining(self._url, "write"):
+            for start in range(0, len(data), self._part_bytes):  # else more parts than allowed would be on their way
+                self._upload.write(data[start : start + self._part_bytes])
+
+    def finish(self) -> None:
+        with _explaining(self._url, "write"):
+            self._upload.close()
+
+    def check(self) -> None:
+        assert self._digest is not None
+        found, size_bytes = hashlib.sha256(), 0
+        with _explaining(self._url, "read"):
+            import obstore
+
+            store, key = located(self._url)
+            for piece in obstore.get(_store(store), key).stream(min_chunk_size=PART_BYTES):
+                found.update(piece)
+                size_bytes += len(piece)
+        if (size_bytes, found.digest()) != (self._size_bytes, self._digest.digest()):
+            raise SaveError(
+                f"{self._url}: expected the {self._size_bytes} bytes that were sent; found {size_bytes} bytes, or "
+                "others. What could be loaded from there before still can be. Save again."
+            )

@@ -1,0 +1,157 @@
+"""Carries out saves into objects: each rank sends its shards in order, with what other ranks hold of them.
+
+Nothing is written on a disk. A rank has the parts that are on their way in memory, and what it gets and gives in one
+round (:mod:`.upload_plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import torch
+
+from ..errors import PeerError, SaveError
+from ..holdings.holding import Holding
+from ..ranks.coordinator import Coordinator
+from .parameters import Parameters, Values, opened
+from .plan import Computation
+from .preparation import WritePlan
+from .targets import ObjectWriter, PlannedShards
+from .upload_plan import Upload, deal, upload_steps
+from .write import bytes_of, exchange, new_buffer
+
+
+_STEPS_PER_AGREEMENT = 8
+"""Rounds after which ranks hear of each other's errors: a rank that has failed takes part until then."""
+
+Begin = Callable[[int], ObjectWriter]
+"""Begins the object of an upload, by its number."""
+
+
+def planned_shards(plan: WritePlan) -> PlannedShards:
+    """The shards of `plan`, for whoever names the objects."""
+    tensors = [list(shard.starts) for shard in plan.shards]
+    nbytes = sum(shard.size_bytes - len(shard.header) for shard in plan.shards)
+    index = str(Path(plan.folder, plan.index_name))
+    return PlannedShards(plan.names, index, tensors, nbytes)
+
+
+def uploads_of(plans: Sequence[WritePlan], coordinator: Coordinator, *, single_writer: bool) -> list[Upload]:
+    """All shards of `plans`, dealt to ranks: those that follow each other are on different hosts (all ranks)."""
+    positions = coordinator.all_gather(coordinator.topology.position)
+    ranks = sorted(range(len(positions)), key=lambda rank: (positions[rank], rank))
+    shards = [(number, plan, shard) for number, plan in enumerate(plans) for shard in plan.shards]
+    writers = deal([shard.size_bytes for _, _, shard in shards], [0] if single_writer else ranks)
+    return [
+        Upload(shard, plan.parameters.sources, number, writer)
+        for (number, plan, shard), writer in zip(shards, writers, strict=True)
+    ]
+
+
+class _Sender:
+    """The objects that this rank sends, one after the other."""
+
+    def __init__(self, uploads: Sequence[Upload], begin: Begin, advance: Callable[[int], object]) -> None:
+        self._uploads, self._begin, self._advance = uploads, begin, advance
+        self._writer: ObjectWriter | None = None
+        self._position = self._upload = 0
+        self.finished: list[ObjectWriter] = []
+
+    def send(self, upload: int, position: int, values: torch.Tensor) -> None:
+        """Send the next bytes of a shard, which must be all that come before those sent later."""
+        shard = self._uploads[upload].shard
+        if self._writer is None:
+            self._writer, self._upload = self._begin(upload), upload
+            self._write(shard.header)
+        if (upload, position) != (self._upload, self._position):
+            raise SaveError(
+                f"{shard.name}: expected byte {self._position} of {self._uploads[self._upload].shard.name} next; got "
+                f"byte {position}. Save into a folder, and report this, please."
+            )
+        self._write(bytes_of(values))
+        if self._position == shard.size_bytes:
+            self._finish()
+
+    def send_empty(self, upload: int) -> None:
+        """Send a shard that has a header and no values."""
+        self._writer = self._begin(upload)
+        self._write(self._uploads[upload].shard.header)
+        self._finish()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        assert self._writer is not None
+        self._writer.write(memoryview(data))
+        self._position += len(data)
+        self._advance(len(data))
+
+    def _finish(self) -> None:
+        assert self._writer is not None
+        self._writer.finish()
+        self.finished.append(self._writer)
+        self._writer, self._position = None, 0
+
+
+def send_all(
+    uploads: Sequence[Upload],
+    parameters: Sequence[Parameters],
+    coordinator: Coordinator,
+    begin: Begin,
+    advance: Callable[[int], object],
+) -> tuple[list[ObjectWriter], int]:
+    """Send all objects (all ranks); returns those of this rank, and the number of rounds. An error is raised on all.
+
+    `parameters` are those of each plan.
+    """
+    sender = _Sender(uploads, begin, advance)
+    holdings = {f"{number} {name}": it for number, each in enumerate(parameters) for name, it in each.holdings.items()}
+    error: BaseException | None = None
+    number = 0
+    with _opened_for_long(holdings) as values_of_round:
+        for number, step in enumerate(upload_steps(uploads), 1):
+            if number % _STEPS_PER_AGREEMENT == 0 or isinstance(step, Computation):
+                coordinator.agree(error)
+            try:
+                if isinstance(step, Computation):
+                    upload = uploads[step.shard]
+                    gathered = parameters[upload.plan].gather(step.view)
+                    if upload.writer == coordinator.rank:
+                        sender.send(step.shard, step.position, gathered.reshape(-1))
+                    continue
+                with values_of_round() as values:
+                    for segment, buffer in exchange(step, values, coordinator, new_buffer):
+                        if error is None:
+                            sender.send(segment.shard, segment.position, buffer)
+            except PeerError:
+                raise  # no exchange will come to an end any more
+            except BaseException as caught:  # the others still wait, in the next rounds, for what this rank holds
+                error = error or caught
+        try:
+            for which, upload in enumerate(uploads):
+                is_empty = upload.shard.size_bytes == len(upload.shard.header)
+                if error is None and is_empty and upload.writer == coordinator.rank:
+                    sender.send_empty(which)
+        except BaseException as caught:
+            error = error or caught
+    coordinator.agree(error)
+    return sender.finished, number
+
+
+def check_all(objects: Iterable[ObjectWriter]) -> None:
+    """Raise a SaveError if any of these is not read as it was written."""
+    for each in objects:
+        each.check()
+
+
+@contextmanager
+def _opened_for_long(holdings: Mapping[str, Holding]) -> Iterator[Callable[[], AbstractContextManager[Values]]]:
+    """Gives a context for each round, in which values stay open; one in a swap file stays so until the next one."""
+    with opened(holdings) as from_files:
+
+        @contextmanager
+        def of_round() -> Iterator[Values]:
+            with opened(holdings) as in_memory:
+                yield lambda source, start: (from_files if holdings[source].is_swapped else in_memory)(source, start)
+
+        yield of_round
