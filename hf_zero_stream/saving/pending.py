@@ -20,10 +20,11 @@ class PendingSave:
     the end of the interpreter, which only logs the error.
     """
 
-    def __init__(self, work: Callable[[], SaveReport]) -> None:
+    def __init__(self, work: Callable[[], SaveReport], secure: Callable[[], object] = lambda: None) -> None:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._is_told = False  # whether somebody has heard of the error
+        self._secure = secure
         self._after: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         # No daemon: the interpreter waits for it before it ends.
@@ -55,6 +56,15 @@ class PendingSave:
             raise self._error
         assert self._report is not None
         return self._report
+
+    def take_values(self) -> None:
+        """Return when nothing is read from the memory of the training any more.
+
+        Steps of optimizers of torch do so themselves. Call it before anything else that changes parameters or the
+        optimizer's state in place: averaged weights that are swapped in, adapters that are merged, edits by hand. What
+        is not written yet is copied where there is room (`snapshot_bytes`), and else written first.
+        """
+        self._secure()
 
     def start(self) -> None:
         """Begin; no other may be under way."""
@@ -98,6 +108,12 @@ def finish_pending(*, raises: bool = True) -> None:
         _current = None
         if not pending._is_told:
             pending.wait()
+
+
+def take_pending_values() -> None:
+    """Have the save that is under way, if there is one, read no memory of the training any more."""
+    if _current is not None:
+        _current.take_values()
 
 
 def after_pending(work: Callable[[], object]) -> None:

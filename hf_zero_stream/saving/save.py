@@ -6,48 +6,40 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..accelerators import settle
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
-from ..holdings.holder import refuse_meta, refuse_unreadable
-from ..holdings.introspection import has_gathered, is_packed
-from ..holdings.model_parallel import refuse_unknown_shards
+from ..holdings.holder import refuse_meta
+from ..holdings.introspection import is_packed
 from ..holdings.own_names import fixed_names
+from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
-from ..ranks.rendezvous import SAVE, MeetingKind
 from ..reports.measures import AnonymousMemory, PhaseClock, collector_paused, progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .arguments import dtype_of_argument, refuse_url, refuse_values
-from .background import write_in_background
+from .background import ALL, Taken, WholeCopy, begun_snapshot, write_in_background
 from .count import anything, ignored_by
 from .files import Comparison, Publication, ShardWriter, reserve, sync_all
-from .host_copy import HostCopy, HostMemory
 from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
 from .pending import PendingSave, finish_pending
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
+from .readiness import kind_of_save, make_ready
 from .write import Put, SaveTask, bytes_of, execute_saves
 
 
 logger = logging.get_logger(__name__)
-
-ARRIVAL_S = 600.0  # how long the first rank waits for the last one to begin a save
-OTHERS_COME_S = 30.0  # how long rank 0 waits for the others inside a ``GatheredParameters``
 
 # Arguments of transformers' ``save_pretrained``.
 _CHANGES_NOTHING = {"push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function"}
@@ -104,6 +96,7 @@ class Save:
         self._settings, self._keeps_plans = settings_in_force(), keeps_plans
         self._verify = self._has_single_writer = False
         self._plans: list[WritePlan] = []
+        self._background: Taken | None = None
         self._kwargs = {name: value for name, value in kwargs.items() if name not in _CHANGES_NOTHING}
         self._coordinator = coordinator or Coordinator.of_default_group()
         self._clock = PhaseClock(PHASES)
@@ -151,33 +144,62 @@ class Save:
             return self._report(self._coordinator.all_gather(self._own_figures()))
 
     @fixed_names()
-    def start(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> PendingSave:
-        """Save as :meth:`run` does, but return when the values are copied; they are written in the background."""
+    def start(
+        self, *items: SaveItem, finalizer: Finalizer = _NO_MORE, steps: Steps, snapshot_bytes: int, copies: str
+    ) -> PendingSave:
+        """Save as :meth:`run` does, but return when :mod:`.background` can go on alone.
+
+        It copies `snapshot_bytes` bytes at most, or everything if that has a reason, `copies`, on any rank.
+        """
         finish_pending()
         with self._together():
             with self._measured(), self._staged(items) as publication:
                 if not self._must_wait():
-                    with self._clock("copy"):
-                        copies = self._copied()
+                    with self._clock("copy"), ExitStack() as opened:
+                        paths = [each.paths(publication.temporary) for each in self._plans]
+                        writers = [opened.enter_context(closing(ShardWriter(each))) for each in paths]
+                        taken = self._taken(writers, steps, snapshot_bytes, copies)
+                        opened.pop_all()
                     beside = BackgroundCoordinator(self._coordinator)
-                    pending = PendingSave(partial(self._finish_in_background, publication, finalizer, copies, beside))
+                    work = partial(self._finish, publication, finalizer, taken, writers, beside)
+                    pending = PendingSave(work, taken.secure)
                     try:
                         pending.start()
                     except BaseException as error:
+                        taken.end()
                         beside.close(error)
                         raise
                     return pending
                 self._write(publication, finalizer)
             return PendingSave.finished(self._report(self._coordinator.all_gather(self._own_figures())))
 
-    def _finish_in_background(
-        self, publication: Publication, finalizer: Finalizer, copies: Sequence[HostCopy], beside: BackgroundCoordinator
+    def _taken(self, writers: Sequence[ShardWriter], steps: Steps, snapshot_bytes: int, copies: str) -> Taken:
+        """A snapshot of what this rank writes, or copies of it, as all ranks can (all ranks)."""
+        settle(self.model.parameters())
+        coordinator = self._coordinator
+        reasons = [each for each in coordinator.all_gather(copies) if each]
+        if not reasons:
+            arguments = self.model, self._plans, writers, coordinator, steps, snapshot_bytes
+            return begun_snapshot(*arguments, verifies=self._verify)
+        if coordinator.is_main and reasons[0] != ALL:
+            logger.warning_once(f"This save copies all that it writes in host memory at the call: {reasons[0]}.")
+        return WholeCopy(self.model, self._plans, writers, coordinator, self._threads())
+
+    def _finish(
+        self,
+        publication: Publication,
+        finalizer: Finalizer,
+        taken: Taken,
+        writers: Sequence[ShardWriter],
+        beside: BackgroundCoordinator,
     ) -> SaveReport:
+        self._background = taken
         ranks = write_in_background(
             publication,
             self._plans,
             finalizer,
-            copies,
+            taken,
+            writers,
             beside,
             self._clock,
             self._own_figures,
@@ -197,18 +219,6 @@ class Save:
         if self._coordinator.is_main:
             logger.warning_once(f"This save is not made in the background: {why}.")
         return True
-
-    def _copied(self) -> list[HostCopy]:
-        """Copies in host memory of what this rank writes (all ranks)."""
-        settle(self.model.parameters())
-        sizes = [each.plan.bytes_written for each in self._plans]
-        memory = self._coordinator.run_on_all(partial(HostMemory.of_model, self.model, sum(sizes)))
-        copies = [HostCopy(memory, stop - size) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-        puts = [copy.put for copy in copies]
-        execute_saves(self._tasks(puts), self._coordinator, self._threads())
-        for copy in copies:
-            copy.wait()
-        return copies
 
     def _tasks(self, puts: Sequence[Put]) -> list[SaveTask]:
         """The tasks of all plans, of which each `put` takes the bytes of one."""
@@ -321,6 +331,7 @@ class Save:
             rank=self._coordinator.rank,
             seconds=self._clock.seconds,
             bytes_written=sum(each.plan.bytes_written for each in self._plans),
+            bytes_copied=0 if self._background is None else self._background.copied_bytes,
             rounds=sum(len(each.plan.rounds) for each in self._plans),
             anonymous_growth_peak=self._memory.growth_peak,
         )
@@ -337,62 +348,3 @@ class Save:
         if self._coordinator.is_main:
             logger.info(report.summary())
         return report
-
-
-def make_ready(model: Any, inner: torch.nn.Module, doing: str, instead: str) -> None:
-    """Have all parameters of `inner` be there to be read; raises if those of `model`, around it, cannot be.
-
-    The error is ``{doing}: ... {instead}``.
-    """
-    refuse_unknown_shards(model, doing)
-    fill_whole(inner)
-    if isinstance(model, torch.nn.Module):
-        _refuse_fsdp1(model, doing, instead)
-    refuse_unreadable(inner, doing, instead)
-    if isinstance(inner, PreTrainedModel):
-        _refuse_without_dtype(inner, doing, instead)
-
-
-def _refuse_without_dtype(model: PreTrainedModel, doing: str, instead: str) -> None:
-    """Raise an UnsupportedError (``{doing}: ... {instead}``) if transformers cannot tell the dtype that it writes."""
-    try:
-        _ = model.dtype
-    except StopIteration:  # no error that anybody should get to see
-        dtypes = sorted({str(param.dtype) for param in model.parameters()})
-        raise UnsupportedError(
-            f"{doing}: expected a floating-point parameter, whose dtype transformers takes for the model's; found "
-            f"{', '.join(dtypes) or 'no parameters'} alone. DeepSpeed's stages 1 and 2 make all parameters complex "
-            f"that they flatten with a complex one: keep that as real numbers (torch.view_as_real). {instead}"
-        ) from None
-
-
-def _refuse_fsdp1(model: torch.nn.Module, doing: str, instead: str) -> None:
-    """Raise if FSDP1 shards any of `model`, whose parameters then are flat pieces that look like whole ones."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise UnsupportedError(
-            f"{doing}: expected parameters that are DTensors, ZeRO partitions or whole; FSDP1 "
-            "(FullyShardedDataParallel) keeps flat pieces in their place. Use FSDP2 (fully_shard; accelerate: "
-            f"fsdp_version 2). {instead}"
-        )
-
-
-def kind_of_save(model: PreTrainedModel, coordinator: Coordinator) -> MeetingKind:
-    """How ranks come together to save `model`. Rank 0 waits briefly in a ``GatheredParameters``: it is often alone."""
-    if coordinator.is_alone or not coordinator.is_main or not has_gathered(model):
-        return replace(SAVE, patience_s=ARRIVAL_S)
-    from ..holdings.deepspeed.gathered import partitioned_names  # imports deepspeed, which takes seconds
-
-    missing = partitioned_names(model)
-    if missing:
-        advice = (
-            f"Inside GatheredParameters rank 0 cannot save alone, because {len(missing)} parameters are not gathered: "
-            f"{', '.join(missing[:8])}. Gather these too, or save on all ranks, outside of `if rank == 0:` and the "
-            "like."
-        )
-    else:
-        advice = (
-            "Inside GatheredParameters, hf_zero_stream.save_pretrained is for all ranks: take it out of "
-            "`if rank == 0:` and the like. Or call model.save_pretrained inside streaming(): rank 0 may do so alone, "
-            "as all the model is gathered."
-        )
-    return replace(SAVE, patience_s=OTHERS_COME_S, advice=advice)

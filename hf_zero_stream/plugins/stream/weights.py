@@ -31,7 +31,7 @@ from ...saving.count import refuse_cut
 from ...saving.lazy_parameters import holdings_of_model
 from ...saving.parameters import Layout, NewParameters, Parameters
 from ...saving.preparation import circumstances, quiet
-from ...saving.save import make_ready
+from ...saving.readiness import make_ready
 from ...saving.shares import refuse_differing
 from ...seams.adapter_saving import lay_out_adapters
 from ...seams.saving import lay_out_pretrained
