@@ -49,7 +49,7 @@ def save_at_each_file(
                 **arguments,
                 **SHARDS,
             )
-            was_held = writer.wait_until_held(pending)
+            was_held = writer.wait_until_held()
             steps(2 * file)
             steps(2 * file + 1)
             writer.let_go()
@@ -116,7 +116,7 @@ ENGINES = {
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
     """ZeRO-3 steps sub-group by sub-group; the values of stage 2 all change after the first step of a group."""
-    for found in run_ranks(2, of_engine, zoo_checkpoint("llama"), tmp_path, ENGINES[name], None, timeout=120):
+    for found in run_ranks(2, of_engine, zoo_checkpoint("llama"), tmp_path, ENGINES[name], None, timeout=60):
         assert found["files"] > 3 and 0 < found["copied"] <= found["written"] // 8
     same_trees(tmp_path, found["files"])
 
@@ -130,6 +130,6 @@ def of_fsdp(folder: Path, target: Path) -> dict[str, Any]:
 
 
 def test_fsdp2(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    for found in run_ranks(2, of_fsdp, zoo_checkpoint("llama"), tmp_path, timeout=120):
+    for found in run_ranks(2, of_fsdp, zoo_checkpoint("llama"), tmp_path, timeout=60):
         assert found["files"] > 3 and 0 < found["copied"] <= found["written"] // 8
     same_trees(tmp_path, found["files"])

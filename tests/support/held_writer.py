@@ -17,23 +17,28 @@ class HeldWriter:
         self.reached = 0
         """The files that the present save has come to."""
         self._passes: float = 0
+        self._has_ended = False
         self._changed = threading.Condition()
 
     def hold_at(self, file: int) -> None:
         """Have the next save write `file` files, and be held at the one that follows."""
-        self.reached, self._passes = 0, file
+        self.reached, self._passes, self._has_ended = 0, file, False
 
     def let_go(self) -> None:
         with self._changed:
             self._passes = float("inf")
             self._changed.notify_all()
 
-    def wait_until_held(self, pending: Any) -> bool:
-        """Whether it was held; else the save has ended."""
+    def wait_until_held(self) -> bool:
+        """Wait until it is held, or until this rank has written all; whether it is held."""
         with self._changed:
-            while self.reached <= self._passes and not pending.done:
-                self._changed.wait(0.01)
-        return self.reached > self._passes
+            self._changed.wait_for(lambda: self.reached > self._passes or self._has_ended)
+            return self.reached > self._passes
+
+    def _end(self) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
     def _pass(self) -> None:
         with self._changed:
@@ -55,7 +60,9 @@ def held_writer() -> Iterator[HeldWriter]:
             if (id(self), unit.plan, shard) not in seen:
                 seen.add((id(self), unit.plan, shard))
                 held._pass()
-                return original(self)  # others may have taken it
+                unit = original(self)  # others may have taken it
+        if unit is None:
+            held._end()
         return unit
 
     Snapshot._next = held_next  # type: ignore[method-assign]
