@@ -23,8 +23,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..accelerators import is_accelerator, side_streams
+from ..bindings.table import installed
 from ..holdings.steps import Steps
 from ..ranks.coordinator import Coordinator
+from ..registry.rows import PatchScope
 from .files import Comparison, ShardWriter, digest_of
 from .live import LiveValues
 from .parameters import Values, opened
@@ -85,7 +87,7 @@ class Snapshot:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._written: list[tuple[int, int, int, int, bytes]] | None = [] if verifies else None
-        self._handle: Any = None
+        self._watching = ExitStack()
         self.copied_bytes, self.held_seconds = 0, 0.0
 
     # ------------------------------------------------------------------------------------------------- at the call
@@ -95,7 +97,9 @@ class Snapshot:
         coordinator.run_on_all(self._take_what_passes)
         for number, each in enumerate(self._plans):
             write_exchanged(each.plan, each.parameters, partial(self._take, number), coordinator)
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        handle = register_optimizer_step_pre_hook(self._before_step)
+        self._watching.callback(handle.remove)
+        self._watching.enter_context(installed(PatchScope.SNAPSHOT))
 
     def _take_what_passes(self) -> None:
         """Copy values in memory that does not last, such as buffers, or write them where there is no room."""
@@ -313,8 +317,7 @@ class Snapshot:
 
     def end(self) -> None:
         """Watch no more steps, and keep nothing alive."""
-        if self._handle is not None:
-            self._handle.remove()
+        self._watching.close()
         self._fail(RuntimeError("the save has ended"))
         for unit in self._units:
             self._room.give_back(unit.memory)
