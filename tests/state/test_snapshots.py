@@ -251,9 +251,9 @@ def test_wrong_rooms(tmp_path: Path, room: Any) -> None:
 
 
 def edit_by_deepspeed(folder: Path, target: Path) -> None:
-    """``GatheredParameters`` and ``safe_set_full_fp32_param`` wait until the writer needs the old values no more."""
+    """``GatheredParameters`` and ``safe_set_local_fp32_param`` wait until the writer needs the old values no more."""
     import deepspeed
-    from deepspeed.utils import safe_set_full_fp32_param
+    from deepspeed.utils import safe_set_local_fp32_param
 
     engine = engine_of(folder, state_config(3), all_in_one_group)
     train(engine, (0,))
@@ -266,7 +266,7 @@ def edit_by_deepspeed(folder: Path, target: Path) -> None:
                         if dist.get_rank() == 0:
                             param.data.add_(1)
                 else:
-                    safe_set_full_fp32_param(param, torch.ones(param.ds_shape))
+                    safe_set_local_fp32_param(param, torch.ones_like(param.ds_tensor, dtype=torch.float32))
         pending.wait()
         hf_zero_stream.load_state(engine, target / "waited")
 
