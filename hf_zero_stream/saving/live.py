@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
+from ..accelerators import settle
 from ..errors import SaveError
 from ..holdings.holding import Holding
 
@@ -46,6 +47,7 @@ class LiveValues:
             version = None if values.is_inference() else values._version
             watched = _spread(values)
             self._live[source] = _Live(values, holding.first, version, watched, watched.clone())
+        settle(live.values for live in self._live.values())  # threads compare on other streams
 
     def __contains__(self, source: object) -> bool:
         return source in self._live

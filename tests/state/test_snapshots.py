@@ -274,3 +274,22 @@ def edit_by_deepspeed(folder: Path, target: Path) -> None:
 def test_edits_by_deepspeed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     run_ranks(2, edit_by_deepspeed, zoo_checkpoint("llama"), tmp_path)
     assert tree(tmp_path / "gathered") == tree(tmp_path / "set") == tree(tmp_path / "waited")
+
+
+def test_merged_adapters(tmp_path: Path) -> None:
+    """A base that its checkpoint does not have is saved, too, and merging waits."""
+    from peft import LoraConfig, get_peft_model
+
+    base, _, _ = plain_training(make_checkpoint("llama", tmp_path / "model", torch.float32), None)
+    with torch.no_grad():
+        for param in base.parameters():
+            param.add_(0.5)
+    model = get_peft_model(base, LoraConfig(target_modules=["up_proj"], init_lora_weights=False))
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+    hf_zero_stream.save_state(model, tmp_path / "waited", optimizer=optimizer, **SHARDS)
+    before = base.model.layers[0].mlp.up_proj.weight.detach().clone()
+    with held_save(tmp_path / "background", model, optimizer=optimizer) as pending:
+        model.merge_adapter()
+    assert pending.wait().ranks[0].seconds["held"] > 0
+    assert not torch.equal(before, base.model.layers[0].mlp.up_proj.weight)
+    assert tree(tmp_path / "background") == tree(tmp_path / "waited")
