@@ -2,6 +2,7 @@
 
     python -m benchmarks.save                                  # a 1.7 GB Qwen3-MoE, 2 ranks, 5 repeats
     python -m benchmarks.save --gigabytes 3.4 --worlds 2,4 --repeats 3 --json save.json
+    python -m benchmarks.save --asynchronous                   # of a training that goes on: benchmarks/asynchronous.py
 
 Stock is what the Trainer and accelerate do: DeepSpeed gathers all parameters on rank 0, which then calls
 ``save_pretrained``. `raw`: each rank writes its 1/N of as many bytes, from memory, into files of their final size. All
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import machine
+from benchmarks import asynchronous, machine
 from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import run
 from benchmarks.rank import seconds_of
@@ -116,6 +117,9 @@ def run_one(arm: str, source: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    if "--asynchronous" in given:
+        return asynchronous.main([each for each in given if each != "--asynchronous"])
     parser = argparse.ArgumentParser(description="Compare saving with stock's, and with plain writes.")
     parser.add_argument("--gigabytes", type=float, default=1.7, help="size of the checkpoint, in units of 10^9 bytes")
     parser.add_argument("--worlds", type=lambda text: [int(part) for part in text.split(",")], default=[2])

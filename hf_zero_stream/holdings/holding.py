@@ -29,6 +29,7 @@ class Holding:
         is_whole: this rank holds all elements of the box, as other ranks do; their values are compared.
         is_swapped: the values come out of a swap file each time they are opened.
         is_gathered: a ``GatheredParameters`` around the save holds them, and they may be new on one rank only.
+        is_zero: all values are zero, and nothing has memory for them yet.
     """
 
     box: ParameterBox
@@ -39,6 +40,7 @@ class Holding:
     is_whole: bool = False
     is_swapped: bool = False
     is_gathered: bool = False
+    is_zero: bool = False
 
     @property
     def first(self) -> int:

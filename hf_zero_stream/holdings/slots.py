@@ -254,6 +254,7 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
                 partial(opened, slot, member),
                 is_whole=member.is_whole,
                 is_swapped=slot.is_swapped,
+                is_zero=kept is None and not slot.is_swapped,
             )
     return found
 

@@ -37,6 +37,9 @@ class Training:
         device: where this rank trains.
         copy_masters: brings new masters, inside `replacing_state`, into the model (all ranks).
         can_copy_masters: whether that can be done.
+        copies_own_masters: a step of a slot's tensor is followed by a copy into the values of its members, and of no
+            other parameters.
+        unseen_steps: why steps may come that nothing announces; "" if none does.
     """
 
     model: nn.Module
@@ -53,6 +56,8 @@ class Training:
     device: torch.device = torch.device("cpu")
     copy_masters: Callable[[], object] = lambda: None
     can_copy_masters: bool = True
+    copies_own_masters: bool = False
+    unseen_steps: str = ""
 
     @property
     def copies_masters(self) -> bool:

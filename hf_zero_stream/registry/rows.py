@@ -36,6 +36,7 @@ class PatchScope:
     FLAT: ClassVar[PatchScope]
     EXPERTS: ClassVar[PatchScope]
     RECORDERS: ClassVar[PatchScope]
+    SNAPSHOT: ClassVar[PatchScope]
     CALLED: ClassVar[PatchScope]
 
 
@@ -51,6 +52,7 @@ PatchScope.SHARDED = PatchScope("SHARDED", "during a load by distributed_config"
 PatchScope.HIDING = PatchScope("HIDING", "while ZeRO-3 is hidden from transformers")
 PatchScope.DEFERRED = PatchScope("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
 PatchScope.LAYOUT = PatchScope("LAYOUT", "while a save lays out its files")
+PatchScope.SNAPSHOT = PatchScope("SNAPSHOT", "while a save in the background reads from the memory of a training")
 PatchScope.FLAT = PatchScope("FLAT", "while models live that stages 1 and 2 may flatten")
 PatchScope.EXPERTS = PatchScope("EXPERTS", "from the first load of converted experts on")
 PatchScope.CALLED = PatchScope("CALLED", "never: they are only called")

@@ -9,8 +9,11 @@ from .load import Report
 from .text import bytes_text, count_text
 
 
-PHASES = ("plan", "copy", "write", "sync", "verify", "publish", "total")
-"""The keys of `SavingRank.seconds`, in the order of a save; "copy" is only in asynchronous ones, "total" all of it."""
+PHASES = ("plan", "copy", "write", "sync", "held", "verify", "publish", "total")
+"""The keys of `SavingRank.seconds`, in the order of a save; "total" is all of it.
+
+In asynchronous ones "copy" is what was copied at the call, and "held" how long steps of the optimizer waited.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,7 @@ class SavingRank:
     Attributes:
         seconds: one for each of `PHASES`.
         bytes_written: bytes of tensors.
+        bytes_copied: bytes that were copied in host memory, to be written later.
         rounds: the exchanges between ranks of elements that none of them could write alone.
         anonymous_growth_peak: most anonymous host memory during the save, in bytes over what it was before.
     """
@@ -27,6 +31,7 @@ class SavingRank:
     rank: int
     seconds: Mapping[str, float]
     bytes_written: int
+    bytes_copied: int
     rounds: int
     anonymous_growth_peak: int
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from transformers.utils import logging
 
@@ -20,10 +21,11 @@ class PendingSave:
     the end of the interpreter, which only logs the error.
     """
 
-    def __init__(self, work: Callable[[], SaveReport]) -> None:
+    def __init__(self, work: Callable[[], SaveReport], secure: Callable[[], object] = lambda: None) -> None:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._is_told = False  # whether somebody has heard of the error
+        self._secure = secure
         self._after: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         # No daemon: the interpreter waits for it before it ends.
@@ -55,6 +57,15 @@ class PendingSave:
             raise self._error
         assert self._report is not None
         return self._report
+
+    def take_values(self) -> None:
+        """Return when nothing is read from the memory of the training any more.
+
+        Steps of optimizers of torch do so themselves. Call it before anything else that changes parameters or the
+        optimizer's state in place: averaged weights that are swapped in, adapters that are merged, edits by hand. What
+        is not written yet is copied where there is room (`snapshot_bytes`), and else written first.
+        """
+        self._secure()
 
     def start(self) -> None:
         """Begin; no other may be under way."""
@@ -98,6 +109,27 @@ def finish_pending(*, raises: bool = True) -> None:
         _current = None
         if not pending._is_told:
             pending.wait()
+
+
+def take_pending_values() -> None:
+    """Have the save that is under way, if there is one, read no memory of the training any more."""
+    if _current is not None:
+        _current.take_values()
+
+
+def edit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Something that changes parameters in place."""
+    take_pending_values()
+    return original(*args, **kwargs)
+
+
+def gather(
+    original: Callable[..., Any], self: Any, params: Any, modifier_rank: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """DeepSpeed's ``GatheredParameters``, in which `modifier_rank` may change what is gathered."""
+    if modifier_rank is not None:
+        take_pending_values()
+    return original(self, params, modifier_rank, *args, **kwargs)
 
 
 def after_pending(work: Callable[[], object]) -> None:

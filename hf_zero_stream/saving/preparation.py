@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,6 +209,7 @@ class SaveItem:
         buffers: the names of those that are saved with what is held.
         model: has parameters by whose names that is held, if it is no part of the model that is saved.
         left_out: which parameters may be missing in what is laid out.
+        changes_with: the steps that change it, by the names of parameters (:class:`..holdings.steps.Steps`).
     """
 
     lay_out: LayOut
@@ -221,16 +222,18 @@ class SaveItem:
     buffers: frozenset[str] = frozenset()
     left_out: LeftOut = nothing
     model: nn.Module | None = None
+    changes_with: Mapping[str, int] = field(default_factory=dict)
 
     def write_plans(
         self, parameters: Sequence[Parameters], shards: list[ShardToWrite], plan: SavePlan
     ) -> list[WritePlan]:
         """The plans of this and of its siblings, each with its own of these `parameters`; all are the one `plan`."""
         first, *others = parameters
-        found = [WritePlan(first, shards, plan, self.folder, self.index_name)]
+        found = [WritePlan(first, shards, plan, self.folder, self.index_name, self.changes_with)]
         for (_, renamed), of_sibling in zip(self.siblings, others, strict=True):
             theirs = [replace(shard, name=renamed(shard.name)) for shard in shards]
-            found.append(WritePlan(of_sibling, theirs, plan, self.folder, renamed(self.index_name)))
+            index_name = renamed(self.index_name)
+            found.append(WritePlan(of_sibling, theirs, plan, self.folder, index_name, self.changes_with))
         return found
 
 
@@ -242,6 +245,7 @@ class WritePlan(NamedTuple):
     plan: SavePlan
     folder: str
     index_name: str
+    changes_with: Mapping[str, int]
 
     @property
     def names(self) -> list[str]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta
 from ..holdings.introspection import is_packed
 from ..holdings.own_names import fixed_names
+from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
 from ..reports.measures import AnonymousMemory, PhaseClock, collector_paused, progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
@@ -28,10 +29,9 @@ from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .arguments import dtype_of_argument, refuse_values
-from .background import write_in_background
+from .background import ALL, Taken, WholeCopy, begun_snapshot, write_in_background
 from .count import anything, ignored_by
 from .files import Comparison, Publication, ShardWriter, reserve, sync_all
-from .host_copy import HostCopy, HostMemory
 from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
 from .pending import PendingSave, finish_pending
@@ -43,7 +43,6 @@ from .write import Put, SaveTask, bytes_of, execute_saves
 
 
 logger = logging.get_logger(__name__)
-
 
 # Arguments of transformers' ``save_pretrained``.
 _CHANGES_NOTHING = {"push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function"}
@@ -103,6 +102,7 @@ class Save:
         self._names: list[str] = []
         self._sent_bytes = self._rounds = 0  # to a URL
         self._target = None if isinstance(place, Path) else target_at(place)
+        self._background: Taken | None = None
         self._kwargs = {name: value for name, value in kwargs.items() if name not in _CHANGES_NOTHING}
         self._coordinator = coordinator or Coordinator.of_default_group()
         self._clock = PhaseClock(PHASES)
@@ -150,34 +150,64 @@ class Save:
             return self._report(self._coordinator.all_gather(self._own_figures()))
 
     @fixed_names()
-    def start(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> PendingSave:
-        """Save as :meth:`run` does, but return when the values are copied; they are written in the background."""
+    def start(
+        self, *items: SaveItem, finalizer: Finalizer = _NO_MORE, steps: Steps, snapshot_bytes: int, copies: str
+    ) -> PendingSave:
+        """Save as :meth:`run` does, but return when :mod:`.background` can go on alone.
+
+        It copies `snapshot_bytes` bytes at most, or everything if that has a reason, `copies`, on any rank.
+        """
         finish_pending()
         with self._together():
             with self._measured(), self._staged(items) as publication:
                 if not self._must_wait():
                     assert isinstance(publication, Publication)
-                    with self._clock("copy"):
-                        copies = self._copied()
+                    with self._clock("copy"), ExitStack() as opened:
+                        writer = partial(ShardWriter, has_digests=finalizer.needs_digests)
+                        paths = [each.paths(publication.temporary) for each in self._plans]
+                        writers = [opened.enter_context(closing(writer(each))) for each in paths]
+                        taken = self._taken(writers, steps, snapshot_bytes, copies)
+                        opened.pop_all()
                     beside = BackgroundCoordinator(self._coordinator)
-                    pending = PendingSave(partial(self._finish_in_background, publication, finalizer, copies, beside))
+                    work = partial(self._finish, publication, finalizer, taken, writers, beside)
+                    pending = PendingSave(work, taken.secure)
                     try:
                         pending.start()
                     except BaseException as error:
+                        taken.end()
                         beside.close(error)
                         raise
                     return pending
                 self._write(publication, finalizer)
             return PendingSave.finished(self._report(self._coordinator.all_gather(self._own_figures())))
 
-    def _finish_in_background(
-        self, publication: Publication, finalizer: Finalizer, copies: Sequence[HostCopy], beside: BackgroundCoordinator
+    def _taken(self, writers: Sequence[ShardWriter], steps: Steps, snapshot_bytes: int, copies: str) -> Taken:
+        """A snapshot of what this rank writes, or copies of it, as all ranks can (all ranks)."""
+        settle(self.model.parameters())
+        coordinator = self._coordinator
+        reasons = [each for each in coordinator.all_gather(copies) if each]
+        if not reasons:
+            arguments = self.model, self._plans, writers, coordinator, steps, snapshot_bytes
+            return begun_snapshot(*arguments, verifies=self._verify)
+        if coordinator.is_main and reasons[0] != ALL:
+            logger.warning_once(f"This save copies all that it writes in host memory at the call: {reasons[0]}.")
+        return WholeCopy(self.model, self._plans, writers, coordinator, self._threads())
+
+    def _finish(
+        self,
+        publication: Publication,
+        finalizer: Finalizer,
+        taken: Taken,
+        writers: Sequence[ShardWriter],
+        beside: BackgroundCoordinator,
     ) -> SaveReport:
+        self._background = taken
         ranks = write_in_background(
             publication,
             self._plans,
             finalizer,
-            copies,
+            taken,
+            writers,
             beside,
             self._clock,
             self._own_figures,
@@ -199,18 +229,6 @@ class Save:
         if self._coordinator.is_main:
             logger.warning_once(f"This save is not made in the background: {why}.")
         return True
-
-    def _copied(self) -> list[HostCopy]:
-        """Copies in host memory of what this rank writes (all ranks)."""
-        settle(self.model.parameters())
-        sizes = [each.plan.bytes_written for each in self._plans]
-        memory = self._coordinator.run_on_all(partial(HostMemory.of_model, self.model, sum(sizes)))
-        copies = [HostCopy(memory, stop - size) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-        puts = [copy.put for copy in copies]
-        execute_saves(self._tasks(puts), self._coordinator, self._threads())
-        for copy in copies:
-            copy.wait()
-        return copies
 
     def _tasks(self, puts: Sequence[Put]) -> list[SaveTask]:
         """The tasks of all plans, of which each `put` takes the bytes of one."""
@@ -362,6 +380,7 @@ class Save:
             rank=self._coordinator.rank,
             seconds=self._clock.seconds,
             bytes_written=self._sent_bytes if self._target else sum(each.plan.bytes_written for each in self._plans),
+            bytes_copied=0 if self._background is None else self._background.copied_bytes,
             rounds=self._rounds if self._target else sum(len(each.plan.rounds) for each in self._plans),
             anonymous_growth_peak=self._memory.growth_peak,
         )

@@ -45,10 +45,10 @@ def execute_saves(tasks: Sequence[SaveTask], coordinator: Coordinator, threads: 
 
     coordinator.run_on_all(write_all_alone)
     for task in tasks:
-        _write_exchanged(*task, coordinator)
+        write_exchanged(*task, coordinator)
 
 
-def _write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinator: Coordinator) -> None:
+def write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinator: Coordinator) -> None:
     """Give `put` this rank's part of what ranks must exchange or compute before it is written (all ranks)."""
     error: BaseException | None = None
     for of_round in plan.rounds:
@@ -111,11 +111,11 @@ def in_runs(pieces: Iterable[PlacedValues]) -> Iterator[tuple[int, int, list[tor
 
 def _write(segments: Sequence[Segment], values: Values, put: Put) -> None:
     """Write segments all of which this rank holds."""
-    for run in in_runs(chain.from_iterable(_pieces(segment, values) for segment in segments)):
+    for run in in_runs(chain.from_iterable(pieces_of(segment, values) for segment in segments)):
         put(*run)
 
 
-def _pieces(segment: Segment, values: Values) -> Iterator[PlacedValues]:
+def pieces_of(segment: Segment, values: Values) -> Iterator[PlacedValues]:
     """The values of a segment all of which this rank holds, from a run at most a buffer's worth each."""
     if not segment.is_run:
         # On the device of the parameters, if there are any: a GPU orders elements faster.

@@ -37,6 +37,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)")
 
 _OR_AUTO = ("keep_quantized",)
+_OR_ALL = ("snapshot_bytes",)
 """Booleans that may also be "auto"."""
 
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -129,7 +130,13 @@ class StreamingConfig:
     """
 
     asynchronous_save: bool = False
-    """Have these states written in the background, from copies in host memory (`save_state(asynchronous=True)`)."""
+    """Have these states written in the background, while training goes on (`save_state(asynchronous=True)`)."""
+
+    snapshot_bytes: int | Literal["all"] = 0
+    """The most host memory that copies for such a state take on each rank; 0: 1/8 of what the rank writes.
+
+    Only what a step is about to change is copied; without room the step waits. `"all"`: copy everything at the call.
+    """
 
     progress: bool = True
     """Show a progress bar on the main process of each node, if HF_HUB_DISABLE_PROGRESS_BARS and transformers allow it.
@@ -264,9 +271,11 @@ def _expected_instead(name: str, value: Any, default: Any) -> str:
     """The values that the field `name` allows, if `value` is none of them; else ""."""
     if name in _OR_AUTO:
         return "" if isinstance(value, bool) or value == "auto" else "True, False or 'auto'"
+    if name in _OR_ALL and value == "all":
+        return ""
     # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
     if type(value) is not type(default):
-        return type(default).__name__
+        return type(default).__name__ + (" or 'all'" if name in _OR_ALL else "")
     if isinstance(value, str):
         choices = _choices(name)  # none: any string
         return "" if not choices or value in choices else f"one of {', '.join(choices)}"
@@ -287,6 +296,8 @@ def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
     elif is_boolean:
         parsed, expected = _BOOLEANS.get(str(value).strip().lower()), "a boolean (1, 0, true, false, yes, no)"
         expected += ' or "auto"' if name in _OR_AUTO else ""
+    elif name in _OR_ALL and str(value).strip().lower() == "all":
+        parsed, expected = "all", ""
     elif name.endswith("_bytes"):
         parsed, expected = parse_size(value), 'a whole number of bytes, or a size such as "64MiB" or "64MB"'
     else:

@@ -33,11 +33,13 @@ from ..holdings.holder import refuse_unreadable
 from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names
 from ..holdings.slots import EXACT, elementwise_keys, holdings_of
+from ..holdings.steps import Steps, unseen_reason
 from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown
+from ..saving.background import ALL
 from ..saving.files import finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
@@ -45,6 +47,7 @@ from ..saving.preparation import Finalizer, LayOut, SaveItem
 from ..saving.save import Save
 from ..saving.shares import refuse_differing
 from ..saving.targets import AnyPublication, place_of_save, target_at
+from ..seams.ds_config import settings_in_force
 from . import adapters, rng, schedules
 from .base import split_base
 from .blocks import item_of, with_parts
@@ -94,6 +97,7 @@ def save_state(
     keep_older: bool = True,
     exclude_frozen: bool = False,
     asynchronous: bool = False,
+    snapshot_bytes: int | Literal["all"] | None = None,
     **kwargs: Any,
 ) -> SaveReport | PendingSave:
     """Save the weights and the training state of a model, such that any number of ranks can go on (all ranks).
@@ -115,9 +119,13 @@ def save_state(
         keep_older: False removes the states that are in `folder` already, once this one is complete.
         exclude_frozen: leave out what is not trained and is seen to be in the checkpoint that the model was loaded
             from, with the same values, as is done for adapters of PEFT. The folder has no weights then, only a state.
-        asynchronous: return when this rank's values are copied in host memory, and write them in the background. The
-            copies take as much memory as this rank writes, and keep it for the next save. The next save or load of a
-            training waits until this one is complete, and so does the end of the interpreter.
+        asynchronous: write in the background, from the memory of the training. Each step of the optimizer first has
+            those values secured that it is going to change. The next save or load of a training waits until this one
+            is complete, and so does the end of the interpreter. Before you change values in place by other means, call
+            ``take_values()`` of what is returned.
+        snapshot_bytes: the most host memory, in bytes, that copies take on a rank if the save is `asynchronous`; a
+            step that needs more waits. ``"all"``: copy everything at the call. Default: the setting of this name, and
+            1/8 of what the rank writes.
         kwargs: as for :func:`hf_zero_stream.save_pretrained`: ``max_shard_size``, ``dtype``, ...
 
     Returns:
@@ -127,7 +135,8 @@ def save_state(
         UnsupportedError: the optimizer's state is not elementwise, gradients are being accumulated, or a load of this
             model could not read what would be saved.
         ConfigError: an argument or its value is not known. UrlError: nothing can be saved to the URL.
-        SaveError: on all ranks, if a file cannot be written on any, or could not be in the background the last time.
+        SaveError: on all ranks, if a file cannot be written on any, or could not be in the background the last time;
+            or if something but a step of an optimizer has changed values before they were written in the background.
 
     Example:
         >>> hf_zero_stream.save_state(engine, "checkpoints", data={"epoch": 3, "batch": 1200})
@@ -157,6 +166,8 @@ def save_state(
         exact = sorted(changed_in_weights(training.model, coordinator)) if not has_base else []
         data = plain(data, "data", exactly=True, with_tensors=True)
         random_state = rng.of_this_rank()
+        if snapshot_bytes not in (None, ALL) and (type(snapshot_bytes) is not int or snapshot_bytes < 0):
+            raise ConfigError(f"snapshot_bytes: expected a number of bytes or {ALL!r}; got {snapshot_bytes!r}")
         record = _record(training, keys, exact, data, coordinator.world_size)
         refuse_lost(training, record, Path(folder), is_new=True)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
@@ -173,26 +184,28 @@ def save_state(
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
             record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
         name, replaced = coordinator.broadcast(partial(_name, place, tag, keep_older))
+        steps = Steps.of_training(training) if asynchronous else Steps()
         items: list[SaveItem] = []
         in_state, known = record.with_masters | {*exact}, KnownHeaders()
         max_shard_size = kwargs.get("max_shard_size", "5GB")
         if with_weights and (is_adapted(training.model) or not has_base):
-            items.append(_weights(training.model, save, in_state, known, max_shard_size, coordinator))
+            weights = _weights(training.model, save, in_state, known, max_shard_size, coordinator)
+            items.append(replace(weights, changes_with=steps.of_values))
         elif not has_base:
             coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, Path(folder)))
         together = _of_same_dtypes(training, keys)
         refuse_differing(coordinator, str(together).encode(), "would save other tensors")
-        items += [_state_item(training, name, group, max_shard_size) for group in together]
+        of_states = [_state_item(training, name, group, max_shard_size) for group in together]
+        items += [replace(item, changes_with=steps.of_states) for item in of_states]
         if (in_blocks := item_of(training, record, name, max_shard_size)) is not None:
             items.append(in_blocks)
         if exact:
             held = partial(held_values, training.model, exact, coordinator)
             laid_out = partial(lay_out, EXACT, max_shard_size, buffers=exact)
-            items.append(
-                SaveItem(
-                    lay_out=laid_out, index_name=index_name(EXACT), folder=name, held=held, buffers=frozenset(exact)
-                )
+            exactly = SaveItem(
+                lay_out=laid_out, index_name=index_name(EXACT), folder=name, held=held, buffers=frozenset(exact)
             )
+            items.append(replace(exactly, changes_with=steps.of_values))
 
         def fingerprinted(publication: AnyPublication) -> str | None:
             if not with_weights:
@@ -201,12 +214,23 @@ def save_state(
                 return None
             return fingerprint_of_new(publication.temporary, known, publication.read)
 
-        act = save.start if asynchronous else save.run
         names = names_of(training, keys, exact, has_base=has_base) if coordinator.is_main else {}  # rank 0 writes them
         # DeepSpeed has tools for the states of such an engine.
         has_zero = bool(getattr(trained, "zero_optimization", bool)())
         write_rest = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)
-        return act(*items, finalizer=Finalizer(write_rest, LATEST, replaced))
+        finalizer = Finalizer(write_rest, LATEST, replaced)
+        if not asynchronous:
+            return save.run(*items, finalizer=finalizer)
+        limit, copies = _snapshot_limit(training, snapshot_bytes)
+        return save.start(*items, finalizer=finalizer, steps=steps, snapshot_bytes=limit, copies=copies)
+
+
+def _snapshot_limit(training: Training, snapshot_bytes: int | str | None) -> tuple[int, str]:
+    """The most bytes that a snapshot may copy, 0 for the usual share; and why everything is copied, if it is."""
+    limit = settings_in_force().snapshot_bytes if snapshot_bytes is None else snapshot_bytes
+    if isinstance(limit, str):
+        return 0, limit
+    return limit, training.unseen_steps or unseen_reason(training.optimizer)
 
 
 def _weights(

@@ -192,7 +192,7 @@ def saved_in_the_background(folder: Path, target: Path, devices: int, waited_for
         event.synchronize() for event in self._copied if event.device.index < waited_for
     ]
     before = paper.pinned()["locked"]
-    pending = hf_zero_stream.save_state(model, target, optimizer=optimizer, asynchronous=True)
+    pending = hf_zero_stream.save_state(model, target, optimizer=optimizer, asynchronous=True, snapshot_bytes="all")
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()  # training goes on
@@ -214,6 +214,39 @@ def test_a_save_in_the_background(even_checkpoint: Path, tmp_path: Path, devices
     assert found["wrong"] == [] and found["tensors"] > 20
     in_one_block = 1 << (found["written"] - 1).bit_length()
     assert found["written"] <= found["pinned"] <= found["written"] * (1 + 1 / 32) + 2**16 < in_one_block
+
+
+def saved_beside_steps(folder: Path, target: Path, devices: int, room: int) -> dict[str, Any]:
+    """Save from the memory of `devices`, with steps before anything is written."""
+    from tests.support.held_writer import held_writer
+
+    model = spread(plain_model(folder), devices)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    hf_zero_stream.save_state(model, target / "waited", optimizer=optimizer, tag="state")
+    with held_writer() as writer:
+        writer.hold_at(0)
+        arguments = {"optimizer": optimizer, "tag": "state", "snapshot_bytes": room}
+        pending = hf_zero_stream.save_state(model, target / "background", asynchronous=True, **arguments)
+        assert writer.wait_until_held()
+        for _ in range(2):
+            optimizer.step()
+        writer.let_go()
+        mine = pending.wait().ranks[0]
+    return {"copied": mine.bytes_copied, "written": mine.bytes_written, "held": mine.seconds["held"]}
+
+
+@pytest.mark.parametrize(("devices", "room"), [(1, 0), (2, 0), (2, 2**24), (1, 1)])
+def test_a_snapshot_beside_steps(even_checkpoint: Path, tmp_path: Path, devices: int, room: int) -> None:
+    (found,) = run_ranks(1, saved_beside_steps, even_checkpoint, tmp_path, devices, room, on=PAPER_GPUS)
+    assert found["held"] > 0 and found["copied"] <= (room or found["written"] // 8)
+    assert (found["copied"] > 0) == (room != 1)
+    names = {path.relative_to(tmp_path / "waited") for path in (tmp_path / "waited").rglob("*") if path.is_file()}
+    assert len(names) > 5
+    for name in names:
+        assert (tmp_path / "waited" / name).read_bytes() == (tmp_path / "background" / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("waited_for", [0, 1])

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,27 @@ from tests.support.zoo import make_checkpoint
 
 NAME = "llama"
 SETTINGS = {"max_shard_size": "100KB"}
-WAYS = {"waited": False, "background": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "waited": {},
+    "background": {"asynchronous": True},
+    "beside a step": {"asynchronous": True, "snapshot_bytes": 2**17},  # which the step fills, and then writes itself
+    "background, all copied": {"asynchronous": True, "snapshot_bytes": "all"},
+}
 
 
-def save(trained: Any, folder: Path, asynchronous: bool, **arguments: Any) -> None:
+def save(trained: Any, folder: Path, *, step: Callable[[], object] = lambda: None, **arguments: Any) -> None:
+    """Save, and make a `step` before the files are there, if the save is asynchronous."""
     set_seed(0)  # random numbers are part of a state
-    saved = hf_zero_stream.save_state(trained, folder, asynchronous=asynchronous, **arguments, **SETTINGS)
+    saved: Any = hf_zero_stream.save_state(trained, folder, **arguments, **SETTINGS)
     if isinstance(saved, hf_zero_stream.PendingSave):
+        step()
         saved.wait()
 
 
 def trials_of_one_rank(parent: Path, way: str, faults: list[str], stride: int = 1) -> Counter[str]:
     """One rank, which fails in turn at each of its steps, or at each `stride`-th."""
     model, optimizer, scheduler = plain_training(make_checkpoint(NAME, parent / "model", torch.float32), None)
-    arguments = {"optimizer": optimizer, "scheduler": scheduler, "asynchronous": WAYS[way]}
+    arguments = {"optimizer": optimizer, "scheduler": scheduler}
     old_folder, new_folder = parent / "old", parent / "new"
     train_plain(model, optimizer, scheduler, (0,))
     save(model, old_folder, **arguments)
@@ -50,30 +58,33 @@ def trials_of_one_rank(parent: Path, way: str, faults: list[str], stride: int = 
     old, new = tree(old_folder), tree(new_folder)
     assert (old["latest"], new["latest"]) == (b"global_step1", b"global_step2")
     checking = partial(check, old=old, new=new)
-    return at_each_step(old_folder, partial(save, model, **arguments), checking, faults, stride)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    beside = {"step": optimizer.step} if way == "beside a step" else {}
+    return at_each_step(old_folder, partial(save, model, **arguments, **WAYS[way], **beside), checking, faults, stride)
 
 
 def train_and_save(checkpoint: Path, old: Path, new: Path) -> None:
     """The older state, and the newer one in a copy of its folder."""
     engine = engine_of(checkpoint, state_config(3), all_in_one_group)
     train(engine, (0,))
-    save(engine, old, asynchronous=False)
+    save(engine, old)
     if dist.get_rank() == 0:
         shutil.copytree(old, new)
     hf_zero_stream.load_state(engine, old)
     train(engine, (1,))
-    save(engine, new, asynchronous=False)
+    save(engine, new)
 
 
 def save_with_fault(
-    folder: Path, checkpoint: Path, old: Path, rank: int, step: int, fault: str, asynchronous: bool
+    folder: Path, checkpoint: Path, old: Path, rank: int, step: int, fault: str, arguments: dict[str, Any]
 ) -> None:
     engine = engine_of(checkpoint, state_config(3), all_in_one_group)
     hf_zero_stream.load_state(engine, old)
     train(engine, (1,))
     if dist.get_rank() == rank:
         strike(step, fault)
-    save(engine, folder, asynchronous)
+    save(engine, folder, **arguments)
 
 
 def make_states(parent: Path) -> Path:
@@ -107,7 +118,9 @@ def main() -> None:
         counts: Counter[str] = Counter()
         for number in range(arguments.trials):
             rank, fault = generator.randrange(2), generator.choice(list(FAULTS))
-            counts[trial_of_two_ranks(states, rank, generator.randrange(80), fault, list(WAYS)[number % 2])] += 1
+            counts[
+                trial_of_two_ranks(states, rank, generator.randrange(80), fault, list(WAYS)[number % len(WAYS)])
+            ] += 1
     print(f"two ranks, random steps: {sum(counts.values())} trials, {dict(counts)}")
     print(f"{time.perf_counter() - began:.0f} s; every folder held the older state or the newer one")
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from hf_zero_stream.checkpoint.formats import UNFINISHED
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving import pending, preparation
 from hf_zero_stream.saving.host_copy import HostMemory
+from hf_zero_stream.saving.room import Room
 from tests import sampling
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.saving import saves_with
@@ -55,7 +56,9 @@ def full_disk(rank: int) -> Iterator[None]:
         os.pwritev = original
 
 
-def save_both_ways(folder: Path, target: Path, configs: dict[str, Any]) -> dict[str, Any]:
+def save_both_ways(
+    folder: Path, target: Path, configs: dict[str, Any], room: int | Literal["all"] | None
+) -> dict[str, Any]:
     """For each config, states of two steps, saved in both ways; those saved in the background train on meanwhile."""
     planned: list[str] = []
     plan_anew = preparation.SavePlanner._planned
@@ -72,24 +75,33 @@ def save_both_ways(folder: Path, target: Path, configs: dict[str, Any]) -> dict[
             train(engine, steps)
             hf_zero_stream.save_state(engine, target / name / "waited", data={"step": steps[-1]}, **SHARDS)
             with saves_with(verify="full"):
-                saved = hf_zero_stream.save_state(
-                    engine, target / name / "background", data={"step": steps[-1]}, asynchronous=True, **SHARDS
-                )
+                where = {"folder": target / name / "background", "data": {"step": steps[-1]}, "snapshot_bytes": room}
+                saved = hf_zero_stream.save_state(engine, asynchronous=True, **where, **SHARDS)
             assert isinstance(saved, hf_zero_stream.PendingSave)
             train(engine, (7, 8))  # changes all values
             report = saved.wait()
             assert saved.done and report.verified and report.ranks[1].seconds["copy"] > 0
             engine_bytes = sum(path.stat().st_size for path in (target / name / "background").rglob("*.safetensors"))
             assert 0 < report.bytes_written <= engine_bytes
-            memory = HostMemory.of_model(engine.module, report.ranks[dist.get_rank()].bytes_written)
-            memories.setdefault(name, []).append(memory.blocks[0].data_ptr())
+            mine = report.ranks[dist.get_rank()]
+            if room == "all":
+                assert mine.bytes_copied == mine.bytes_written
+                memory = HostMemory.of_model(engine.module, mine.bytes_written)
+                memories.setdefault(name, []).append(memory.blocks[0].data_ptr())
+            else:
+                assert mine.bytes_copied <= mine.bytes_written // 8
+                kept = Room.of_model(engine.module, mine.bytes_written // 8)
+                memories.setdefault(name, []).append(id(kept))
             hf_zero_stream.load_state(engine, target / name / "waited")  # as before the two steps
     return {"planned": planned, "memories": memories}
 
 
-def test_files_are_those_of_a_synchronous_save(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [None, "all"])
+def test_files_are_those_of_a_synchronous_save(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, room: int | Literal["all"] | None
+) -> None:
     configs = dict(sampling.every(2, CONFIGS.items()))
-    found = run_ranks(2, save_both_ways, zoo_checkpoint("qwen3_moe"), tmp_path, configs, timeout=300)
+    found = run_ranks(2, save_both_ways, zoo_checkpoint("qwen3_moe"), tmp_path, configs, room, timeout=300)
     for name in configs:
         waited, background = tmp_path / name / "waited", tmp_path / name / "background"
         assert sorted(path.name for path in waited.glob("global_step*")) == ["global_step2", "global_step3"]

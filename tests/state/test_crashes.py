@@ -22,6 +22,9 @@ from tests.support.zoo import Checkpoint
         ("waited", "killed", 5),
         pytest.param("background", "killed", 5, marks=pytest.mark.slow),
         ("background", "no space", 11),
+        ("beside a step", "killed", 9),
+        pytest.param("beside a step", "no space", 5, marks=pytest.mark.slow),
+        pytest.param("background, all copied", "killed", 5, marks=pytest.mark.slow),
     ],
 )
 def test_one_rank(tmp_path: Path, way: str, fault: str, stride: int) -> None:
@@ -101,6 +104,7 @@ def states(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("background", 0, 40, "killed"),
         ("background", 1, 5, "killed"),
         ("background", 1, 9, "i/o error"),
+        ("background, all copied", 1, 5, "killed"),
     ],
 )
 def test_one_of_two_ranks(states: Path, way: str, rank: int, step: int, fault: str) -> None:

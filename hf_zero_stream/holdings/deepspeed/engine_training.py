@@ -20,7 +20,7 @@ from ..slots import MASTER, Member, Slot, entries_of, slots_of_parameters
 from ..training import STEPS, Training
 from . import partitions
 from .autotp_shards import autotp_shard_of, is_empty_on_any_rank, trained_box
-from .masters import ZENFLOW, fragments_of, trained_by
+from .masters import MASTERED, ZENFLOW, fragments_of, trained_by
 from .model_parallel import refuse_unknown_shards
 
 
@@ -72,7 +72,16 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         device=partitions.local_device(),
         copy_masters=partial(_copy_masters, model, wrapper),
         can_copy_masters=not _has_swapped(wrapper),
+        copies_own_masters=isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3),
+        unseen_steps=_unseen_steps(wrapper, optimizer),
     )
+
+
+def _unseen_steps(wrapper: Any, optimizer: Any) -> str:
+    """Why DeepSpeed may step without calling the step of `optimizer`; "" if it does not."""
+    if wrapper is optimizer or type(wrapper) in (DeepSpeedZeroOptimizer_Stage3, *MASTERED):
+        return ""
+    return f"{type(wrapper).__name__} may step by code of its own"
 
 
 def _add_empty_parts(model: nn.Module, optimizer: Any, slots: list[Slot]) -> None:

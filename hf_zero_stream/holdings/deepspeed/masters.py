@@ -43,6 +43,9 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
 it, and the ranks that share it. FP16_UnfusedOptimizer has no flat buffers, but a tensor for each parameter.
 """
 
+MASTERED = tuple(_ATTRIBUTES)
+"""These classes themselves: subclasses may step otherwise."""
+
 
 class Master(NamedTuple):
     """Flat values that an optimizer trains in place of elements ``[start, stop)`` of a parameter."""

@@ -1,0 +1,93 @@
+"""The values of a training that goes on, read from its own memory; whatever changes them too early is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import NamedTuple
+
+import numpy
+import torch
+
+from ..accelerators import settle
+from ..errors import SaveError
+from ..holdings.holding import Holding
+
+
+_SAMPLES, _SAMPLE_BYTES = 16, 16
+
+
+class _Live(NamedTuple):
+    """Flat values in memory that lasts, from element `first` of a source on; and how to see that they are the same."""
+
+    values: torch.Tensor
+    first: int
+    version: int | None
+    watched: torch.Tensor
+    sample: torch.Tensor
+
+
+class LiveValues:
+    """The values that sources have at the call, wherever training keeps them; see :data:`.parameters.Values`.
+
+    Sources whose memory does not last are left out: of these, somebody makes a copy at the call.
+    """
+
+    def __init__(self, holdings: Mapping[str, Holding], storages: Set[int]) -> None:
+        self._live: dict[str, _Live] = {}
+        for source, holding in holdings.items():
+            if holding.is_zero:
+                values = _zeros(holding)
+            elif holding.is_swapped:
+                continue
+            else:
+                with holding.open() as opened:
+                    values = opened.detach()
+                if values.numel() and values.untyped_storage().data_ptr() not in storages:
+                    continue
+            version = None if values.is_inference() else values._version
+            watched = _spread(values)
+            self._live[source] = _Live(values, holding.first, version, watched, watched.clone())
+        settle(live.values for live in self._live.values())  # threads compare on other streams
+
+    def __contains__(self, source: object) -> bool:
+        return source in self._live
+
+    def __call__(self, source: str, start: int) -> torch.Tensor:
+        live = self._live[source]
+        return live.values[start - live.first :]
+
+    def device_of(self, source: str) -> torch.device:
+        return self._live[source].values.device
+
+    def refuse_changed(self, source: str) -> None:
+        """Raise a SaveError if the values of `source` are seen to be others than at the call.
+
+        torch counts what changes a tensor, but not through ``.data``, and not what other code does to its memory. So
+        some bytes are compared, too, spread over all.
+        """
+        live = self._live[source]
+        is_counted = live.version is not None and live.values._version != live.version
+        if is_counted or not torch.equal(live.watched, live.sample):
+            raise SaveError(
+                f"{source}: expected the values of the call of save_state, as long as they are not written and no "
+                "optimizer steps; found other ones. Something else has changed them: an edit in place, averaged "
+                "weights that were swapped in, or a step that calls no hooks of torch. Nothing was published: what "
+                "was there before still is. Call take_values() of the pending save before such changes, or save with "
+                'snapshot_bytes="all".'
+            )
+
+
+def _zeros(holding: Holding) -> torch.Tensor:
+    """Zeros that take no memory: the system gives pages of them when they are read."""
+    count = holding.box.numel if holding.is_whole else holding.stop - holding.start
+    nothing = torch.from_numpy(numpy.zeros(count * holding.dtype.itemsize, dtype=numpy.uint8))
+    return nothing.view(holding.dtype)
+
+
+def _spread(values: torch.Tensor) -> torch.Tensor:
+    """A view of a few bytes of flat `values` in each of equal parts of them; the last part counts up to the end."""
+    data = values.view(torch.uint8)
+    if data.numel() < _SAMPLES * _SAMPLE_BYTES:
+        return data
+    step = (data.numel() - _SAMPLE_BYTES) // (_SAMPLES - 1)
+    return data.as_strided((_SAMPLES, _SAMPLE_BYTES), (step, 1), data.storage_offset())

@@ -1,0 +1,346 @@
+"""A snapshot of what a rank is going to write, which is copied only where a step of an optimizer would change it.
+
+Between two steps nothing changes that is saved. So a thread writes values from the memory of the training, in the
+order of the files. Before a step, a hook of torch's optimizers has those secured that the step is going to change.
+What is not written yet is copied while there is room, from the end of the files on; the thread that steps writes the
+rest itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..accelerators import is_accelerator, side_streams
+from ..bindings.table import installed
+from ..holdings.steps import Steps
+from ..ranks.coordinator import Coordinator
+from ..registry.rows import PatchScope
+from .files import Comparison, ShardWriter, digest_of
+from .live import LiveValues
+from .parameters import Values, opened
+from .plan import Segment
+from .preparation import WritePlan
+from .room import Room
+from .write import PlacedValues, bytes_of, in_runs, pieces_of, write_exchanged
+
+
+Keys = frozenset[int] | None
+"""The steps that change values, by ids as in :class:`Steps`; None: any may."""
+
+
+class _State(Enum):
+    LIVE = auto()  # in the memory of the training alone
+    TAKEN = auto()  # a thread copies or writes it
+    COPIED = auto()
+    WRITTEN = auto()
+
+
+@dataclass(eq=False, slots=True)
+class _Unit:
+    """What is copied or written at once, of one plan.
+
+    Attributes:
+        sources: those that its values come from.
+        copies: shard, position there and bytes of each part, if they are copied.
+        memory: where these copies lie.
+    """
+
+    plan: int
+    segments: Sequence[Segment] = ()
+    nbytes: int = 0
+    keys: Keys = None
+    sources: Set[str] = frozenset()
+    state: _State = _State.LIVE
+    copies: list[PlacedValues] = field(default_factory=list)
+    memory: list[torch.Tensor] = field(default_factory=list)
+
+
+class Snapshot:
+    """What `plans` write, into these `writers`, of the values at the call of :meth:`begin`.
+
+    Args:
+        steps: what steps change.
+        room: for copies.
+        verifies: keep digests of what is written.
+    """
+
+    def __init__(
+        self, plans: Sequence[WritePlan], writers: Sequence[ShardWriter], steps: Steps, room: Room, *, verifies: bool
+    ) -> None:
+        self._plans, self._writers, self._room = plans, writers, room
+        self._steps, self._known = steps, {id(tensor) for tensor in steps.alive}
+        self._values = [LiveValues(each.parameters.holdings, steps.storages) for each in plans]
+        self._units: OrderedDict[_Unit, None] = OrderedDict()
+        """Those that are not written, in the order of the files."""
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._written: list[tuple[int, int, int, int, bytes]] | None = [] if verifies else None
+        self._watching = ExitStack()
+        self.copied_bytes, self.held_seconds = 0, 0.0
+
+    # ------------------------------------------------------------------------------------------------- at the call
+
+    def begin(self, coordinator: Coordinator) -> None:
+        """Take what cannot stay where it is, and watch steps from now on (all ranks)."""
+        coordinator.run_on_all(self._take_what_passes)
+        for number, each in enumerate(self._plans):
+            write_exchanged(each.plan, each.parameters, partial(self._take, number), coordinator)
+        handle = register_optimizer_step_pre_hook(self._before_step)
+        self._watching.callback(handle.remove)
+        self._watching.enter_context(installed(PatchScope.SNAPSHOT))
+
+    def _take_what_passes(self) -> None:
+        """Copy values in memory that does not last, such as buffers, or write them where there is no room."""
+        for number, (each, values) in enumerate(zip(self._plans, self._values, strict=True)):
+            lasts: list[Segment] = []
+            passes: list[Segment] = []
+            for segment in sorted(each.plan.alone):
+                (lasts if all(part.source in values for part in segment.parts) else passes).append(segment)
+            for unit in self._cut(number, passes):
+                with opened(each.parameters.holdings) as now:
+                    self._copy_or_write(unit, now)
+            self._units.update(dict.fromkeys(self._cut(number, lasts, each.changes_with)))
+
+    def _cut(
+        self, plan: int, segments: Iterable[Segment], changes_with: Mapping[str, int] | None = None
+    ) -> list[_Unit]:
+        """Units of these segments, in their order, each of one shard and of as many bytes as a piece of the room."""
+        found: list[_Unit] = []
+        names, size = self._plans[plan].parameters.layout.names, self._room.piece_bytes
+        cut: list[Segment] = []
+        nbytes = 0
+
+        def end_unit() -> None:
+            nonlocal cut, nbytes
+            if cut:
+                sources = {part.source for segment in cut for part in segment.parts if isinstance(part.source, str)}
+                keys = {(changes_with or {}).get(names[source]) for source in sources}
+                known = None if None in keys else frozenset(key for key in keys if key is not None)
+                found.append(_Unit(plan, cut, nbytes, known, sources))
+            cut, nbytes = [], 0
+
+        for segment in segments:
+            rest: Segment | None = segment
+            if cut and cut[-1].shard != segment.shard:
+                end_unit()
+            while rest is not None:
+                first, after = _split(rest, (size - nbytes) // rest.dtype.itemsize)
+                if first is None and cut:
+                    end_unit()
+                    continue
+                first = first or rest  # larger than a piece, and no run
+                cut.append(first)
+                nbytes, rest = nbytes + first.nbytes, None if first is rest else after
+        end_unit()
+        return found
+
+    def _take(self, plan: int, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
+        """Copy or write what is in temporary memory; a :data:`.write.Put`."""
+        unit = _Unit(plan, nbytes=sum(piece.nbytes for piece in pieces))
+        if not self._copies(unit, [(shard, position, [*pieces])]):
+            self._put(plan, shard, position, [*map(bytes_of, pieces)])
+
+    def _copy_or_write(self, unit: _Unit, values: Values) -> None:
+        if not self._copies(unit, _runs(unit, values)):
+            self._write(unit, values)
+
+    # ---------------------------------------------------------------------------------------------- before a step
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        stepped = frozenset(id(param) for group in optimizer.param_groups for param in group["params"])
+        if stepped:
+            self.secure(stepped if stepped <= self._known else None)
+
+    def secure(self, keys: Keys = None) -> None:
+        """Return when nothing is read any more from memory that steps of `keys` change, or any.
+
+        An error is the save's: it is not raised here, and what steps then may change everything.
+        """
+        began = time.perf_counter()
+        with self._changed:
+            units = [unit for unit in self._units if keys is None or unit.keys is None or unit.keys & keys]
+        with suppress(Exception):  # which :meth:`_end` keeps
+            for unit in reversed(units):
+                if self._begin(unit, may_copy=True):
+                    self._end(unit, partial(self._copy_live, unit))
+            for unit in units:
+                if self._begin(unit):
+                    self._end(unit, partial(self._write_live, unit))
+            with self._changed:
+                self._changed.wait_for(lambda: self._error or not any(unit.state is _State.TAKEN for unit in units))
+        self.held_seconds += time.perf_counter() - began
+
+    def _begin(self, unit: _Unit, *, may_copy: bool = False) -> bool:
+        """Take a unit for this thread, if it is where it was; to be copied only if there is room."""
+        with self._changed:
+            if self._error or unit.state is not _State.LIVE:
+                return False
+            if may_copy:
+                memory = self._room.take(unit.nbytes)
+                if memory is None:
+                    return False
+                unit.memory = memory
+            unit.state = _State.TAKEN
+            return True
+
+    def _end(self, unit: _Unit, work: Callable[[], _State]) -> None:
+        try:
+            state = work()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        with self._changed:
+            unit.state = state
+            if state is _State.WRITTEN:
+                self._units.pop(unit, None)
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _copy_live(self, unit: _Unit) -> _State:
+        with self._checked(unit) as values:
+            self._fill(unit, _runs(unit, values))
+        return _State.COPIED
+
+    def _write_live(self, unit: _Unit) -> _State:
+        with self._checked(unit) as values:
+            self._write(unit, values)
+        return _State.WRITTEN
+
+    @contextmanager
+    def _checked(self, unit: _Unit) -> Iterator[Values]:
+        """Inside, devices copy beside what training has given them. An error if values are not those of the call."""
+        values = self._values[unit.plan]
+        with ExitStack() as stack:
+            for device in sorted({values.device_of(source) for source in unit.sources}, key=str):
+                if is_accelerator(device):
+                    beside = side_streams(device)[0]
+                    stack.enter_context(beside.lock)
+                    stack.enter_context(beside.stream)
+            for source in unit.sources:
+                values.refuse_changed(source)
+            yield values
+            for source in unit.sources:
+                values.refuse_changed(source)
+
+    # --------------------------------------------------------------------------------------------------- copies
+
+    def _copies(self, unit: _Unit, runs: Iterable[tuple[int, int, list[torch.Tensor]]]) -> bool:
+        """Copy these values if there is room."""
+        with self._changed:
+            memory = self._room.take(unit.nbytes)
+        if memory is None:
+            return False
+        unit.memory = memory
+        self._fill(unit, runs)
+        unit.state = _State.COPIED
+        self._units[unit] = None
+        return True
+
+    def _fill(self, unit: _Unit, runs: Iterable[tuple[int, int, list[torch.Tensor]]]) -> None:
+        """Copy into the unit's memory."""
+        rooms = iter(unit.memory)
+        room = next(rooms)
+        for shard, position, pieces in runs:
+            for piece in pieces:
+                data = piece.detach().reshape(-1).view(torch.uint8)
+                while data.numel():
+                    if not room.numel():
+                        room = next(rooms)
+                    count = min(len(room), data.numel())
+                    unit.copies.append((shard, position, room[:count].copy_(data[:count])))
+                    room, data, position = room[count:], data[count:], position + count
+        with self._changed:
+            self.copied_bytes += unit.nbytes
+
+    # ---------------------------------------------------------------------------------------------- in the background
+
+    def write(self, check: Callable[[], None]) -> None:
+        """Write all, in the order of the files; `check` is called in between, and may raise."""
+        try:
+            while (unit := self._next()) is not None:
+                check()
+                if unit.state is _State.COPIED:
+                    self._end(unit, partial(self._write_copies, unit))
+                elif self._begin(unit):
+                    self._end(unit, partial(self._write_live, unit))
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _next(self) -> _Unit | None:
+        """The first unit that no other thread has taken; waits for these if there are no others."""
+        with self._changed:
+            while self._error is None:
+                unit = next((unit for unit in self._units if unit.state is not _State.TAKEN), None)
+                if unit is not None or not self._units:
+                    return unit
+                self._changed.wait()
+            raise self._error
+
+    def _write_copies(self, unit: _Unit) -> _State:
+        for shard, position, pieces in in_runs(unit.copies):
+            self._put(unit.plan, shard, position, [*map(bytes_of, pieces)])
+        with self._changed:
+            self._room.give_back(unit.memory)
+        return _State.WRITTEN
+
+    def _write(self, unit: _Unit, values: Values) -> None:
+        for shard, position, pieces in _runs(unit, values):
+            self._put(unit.plan, shard, position, [*map(bytes_of, pieces)])
+
+    def _put(self, plan: int, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
+        self._writers[plan].put(shard, position, buffers)
+        if self._written is not None:
+            self._written.append((plan, shard, position, sum(map(len, buffers)), digest_of(buffers)))
+
+    def verify(self, comparisons: Sequence[Comparison], check: Callable[[], None]) -> None:
+        """Compare what is in the files with the digests of what was written."""
+        for plan, shard, position, nbytes, digest in self._written or ():
+            check()
+            comparisons[plan].compare(shard, position, nbytes, digest)
+
+    def end(self) -> None:
+        """Watch no more steps, and keep nothing alive."""
+        self._watching.close()
+        self._fail(RuntimeError("the save has ended"))
+        for unit in self._units:
+            self._room.give_back(unit.memory)
+        self._units.clear()
+        self._values, self._steps = [], Steps()
+
+
+def _runs(unit: _Unit, values: Values) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+    return in_runs(chain.from_iterable(pieces_of(segment, values) for segment in unit.segments))
+
+
+def _split(segment: Segment, count: int) -> tuple[Segment | None, Segment | None]:
+    """The first `count` elements of a segment, and the others; all or nothing of one that is no run."""
+    if segment.numel <= count:
+        return segment, None
+    if count <= 0 or not segment.is_run:
+        return None, segment
+    (part,) = segment.parts
+
+    def cut(start: int, stop: int) -> Segment:
+        box = part.box.narrowed(0, start, stop)
+        here = part._replace(box=box._replace(to=0))
+        position = segment.position + start * segment.dtype.itemsize
+        return segment._replace(position=position, numel=stop - start, parts=(here,))
+
+    return cut(0, count), cut(count, segment.numel)
