@@ -23,6 +23,7 @@ from ..holdings.slots import BLOCKS, EXACT
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import meeting as meeting_of_ranks
 from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
 from ..seams.ds_config import settings_in_force
@@ -32,6 +33,7 @@ from .base import refuse_other_base
 from .entries import Recorded, prepare_entries, refuse_lost, set_entries
 from .foreign import ForeignState, foreign_state_in
 from .groups import drop_options, set_group, set_option
+from .host_load import newest_on_hosts, pieces_mounted
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
 from .refusals import (
@@ -79,6 +81,7 @@ def load_state(
     with_scheduler: bool = True,
     with_rng: bool = True,
     strict: bool = True,
+    hosts: bool = False,
 ) -> Resumed:
     """Go on from a training state, at any number of ranks and any ZeRO stage, and between ZeRO and FSDP2 (all ranks).
 
@@ -96,15 +99,17 @@ def load_state(
         with_rng: go on with the random numbers that this rank had.
         strict: raise if the weights lack anything that the model has, or have anything else. If false, what they lack
             stays as it is. What the optimizer trains must be in the state in any case.
+        hosts: `folder` is that of each host, as for ``save_state(hosts=True)``. The newest state of which these hosts
+            have all pieces between them is taken, and a warning names newer ones.
 
     Raises:
         CheckpointError: on all ranks: `folder` has no such state, or it is not sound.
         ConfigError: on all ranks: the state is that of another optimizer, or of other groups.
         HfZeroStreamError: on all ranks, in the middle of reading: some values are new; load again.
     """
-    return resume(
+    load = partial(
+        resume,
         trained,
-        Path(folder),
         optimizer=optimizer,
         scheduler=scheduler,
         scaler=scaler,
@@ -114,6 +119,13 @@ def load_state(
         with_rng=with_rng,
         strict=strict,
     )
+    if not hosts:
+        return load(Path(folder))
+    finish_pending()
+    with meeting_of_ranks(LOAD) as coordinator:
+        if (found := newest_on_hosts(Path(folder), coordinator)) is None:
+            raise CheckpointError(f"{folder}: no host has a state there. Start anew, or go on from another folder.")
+        return load(Path(folder) / found.name, meeting=coordinator)
 
 
 @fixed_names()
@@ -143,7 +155,7 @@ def resume(
             adapters.refuse_unreachable(training)
         if not training.is_between_steps:
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
-    with coordinator.watched(LOAD):
+    with coordinator.watched(LOAD), pieces_mounted(folder, coordinator):
         with coordinator.reporting():
             finish_saves_into(folder, read_from, coordinator)
             place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))

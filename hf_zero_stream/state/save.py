@@ -91,6 +91,9 @@ def save_state(
     with_weights: bool = True,
     keep_older: bool = True,
     asynchronous: bool = False,
+    hosts: bool = False,
+    copies: int = 1,
+    keep: int = 1,
     **kwargs: Any,
 ) -> SaveReport | PendingSave:
     """Save the weights and the training state of a model, such that any number of ranks can go on (all ranks).
@@ -112,6 +115,10 @@ def save_state(
         asynchronous: return when this rank's values are copied in host memory, and write them in the background. The
             copies take as much memory as this rank writes, and keep it for the next save. The next save or load of a
             training waits until this one is complete, and so does the end of the interpreter.
+        hosts: `folder` is on a disk, or in the memory (``/dev/shm``), of each host: its ranks write there what they
+            hold. :func:`load_state` with ``hosts=True`` reads it on any hosts that have all of it between them.
+        copies: of what a host writes, on as many other hosts, if `hosts`.
+        keep: states that stay in the folders of the `hosts`, this one included.
         kwargs: as for :func:`hf_zero_stream.save_pretrained`: ``max_shard_size``, ``dtype``, ...
 
     Returns:
@@ -130,7 +137,7 @@ def save_state(
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
         refuse_url(folder)
-        refuse_unknown(kwargs, ("dtype",))
+        refuse_unknown(kwargs, ("dtype", *(["beside"] if hosts else ())))
         folder = Path(folder)
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).without_frozen()
         refuse_optimizer(training)
@@ -152,7 +159,10 @@ def save_state(
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
-        save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_any=True, **kwargs)
+        kind: Callable[..., Save] = Save
+        if hosts:
+            kind = _host_save(copies, keep, with_weights, training.counters[STEPS], kwargs)
+        save = kind(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_any=True, **kwargs)
     with meeting(SAVE, coordinator=coordinator):
         mine = digests_of(record.groups), record.data, random_state
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
@@ -162,7 +172,7 @@ def save_state(
             exact, digests_of_base = split_base(training, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
             record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
-        name, replaced = coordinator.broadcast(partial(_name, folder, tag, keep_older))
+        name, replaced = (tag, []) if hosts else coordinator.broadcast(partial(_name, folder, tag, keep_older))
         items: list[SaveItem] = []
         in_state, known = record.with_masters | {*exact}, KnownHeaders()
         max_shard_size = kwargs.get("max_shard_size", "5GB")
@@ -188,7 +198,7 @@ def save_state(
             if not with_weights:
                 return fingerprint(folder.parent, known)  # the final folder, around the temporary one
             # Adapters have the values that are trained in the state too.
-            return None if is_adapted(training.model) else fingerprint_of_new(folder, known)
+            return None if hosts or is_adapted(training.model) else fingerprint_of_new(folder, known)
 
         act = save.start if asynchronous else save.run
         names = names_of(training, keys, exact) if coordinator.is_main else {}  # rank 0 writes them
@@ -196,6 +206,15 @@ def save_state(
         has_zero = bool(getattr(trained, "zero_optimization", bool)())
         write_rest = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)
         return act(*items, finalizer=Finalizer(write_rest, LATEST, replaced))
+
+
+def _host_save(copies: int, keep: int, with_weights: bool, steps: int, kwargs: dict[str, Any]) -> Callable[..., Save]:
+    """What makes the save into folders of the hosts' own."""
+    from .host_save import HostSave
+
+    if not with_weights:
+        raise ConfigError("with_weights=False: a state on hosts has its weights; leave it out")
+    return partial(HostSave, copies=copies, keep=keep, steps=steps, beside=kwargs.pop("beside", None))
 
 
 def _weights(
