@@ -37,13 +37,13 @@ from .host_folders import (
 logger = logging.get_logger(__name__)
 
 
-def newest_on_hosts(folder: Path, coordinator: Coordinator) -> FoundState | None:
+def newest_on_hosts(folder: Path, coordinator: Coordinator, *, raises: bool = True) -> FoundState | None:
     """The newest state in the folders of the hosts that is whole (all ranks, in a meeting); None if there is no state.
 
     Its folder lies on every host then. Newer ones that are not whole are named in a warning.
 
     Raises:
-        CheckpointError: on all ranks: there are states, and none is whole.
+        CheckpointError: on all ranks: there are states, and none is whole. If not `raises`, a warning says that.
     """
     hosts = Hosts.meet(coordinator)
     is_leader = coordinator.rank == hosts.leader
@@ -51,13 +51,15 @@ def newest_on_hosts(folder: Path, coordinator: Coordinator) -> FoundState | None
     of_ranks = coordinator.all_gather(mine)
     whole, broken = whole_states(of_ranks)
     if not whole:
-        if not broken:
-            return None
-        raise CheckpointError(
+        why = (
             f"{folder}: no state is whole on {', '.join(hosts.names)}: "
-            f"{'; '.join(what_is_missing(each) for each in broken[:4])}. Start these hosts too, or go on from another "
-            "folder."
+            f"{'; '.join(what_is_missing(each) for each in broken[:4])}."
         )
+        if broken and raises:
+            raise CheckpointError(f"{why} Start these hosts too, or go on from another folder.")
+        if broken and coordinator.is_main:
+            logger.warning(why)
+        return None
     chosen = whole[0]
     newer = [each for each in broken if each.number > chosen.number]
     if newer and coordinator.is_main:
