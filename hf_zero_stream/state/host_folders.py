@@ -20,7 +20,9 @@ import os
 import shutil
 import socket
 import stat
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +31,7 @@ import numpy
 from transformers.utils import logging
 
 from ..checkpoint.format import parse_object
-from ..errors import CheckpointError, SaveError
+from ..errors import CheckpointError, ConfigError, SaveError
 from ..ranks.coordinator import Coordinator
 from ..saving.files import Publication
 from ..sources.base import is_plain_name
@@ -203,6 +205,42 @@ def refuse_foreign(folder: Path, status: os.stat_result) -> None:
             f"{folder}: expected a folder of user {os.geteuid()}, into which nobody else may write; it {fault}. "
             "Give another one, or let save_state make it."
         )
+
+
+_apart: set[tuple[Path, tuple[str, ...]]] = set()
+"""Folders, and names of hosts, of which it was seen that each host has its own."""
+
+
+def refuse_shared(folder: Path, hosts: Hosts, coordinator: Coordinator) -> None:
+    """Raise a ConfigError on all ranks if several hosts see the same `folder`; looks once in a process."""
+    key = folder, tuple(hosts.names)
+    if all(coordinator.all_gather(key in _apart)):
+        return
+    is_leader = coordinator.rank == hosts.leader
+    marks = [folder / f".host-{name}" for name in coordinator.all_gather(uuid.uuid4().hex)]
+    mine = marks[coordinator.rank]
+    try:
+
+        def mark() -> None:
+            if is_leader:
+                own_folder(folder)
+                mine.touch()
+
+        def look() -> None:
+            for number, ranks in enumerate(hosts.ranks):
+                if number != hosts.mine and marks[ranks[0]].exists():
+                    raise ConfigError(
+                        f"{folder}: expected a folder on a disk, or in the memory, of one host; "
+                        f"{hosts.names[hosts.mine]} and {hosts.names[number]} see the same one. Save there without "
+                        "hosts=True."
+                    )
+
+        coordinator.run_on_all(mark)
+        coordinator.run_on_all(look)
+        _apart.add(key)
+    finally:
+        with suppress(OSError):
+            mine.unlink()
 
 
 def states_in(folder: Path) -> list[FoundState]:

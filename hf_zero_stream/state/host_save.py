@@ -13,7 +13,7 @@ import shutil
 import uuid
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from .host_folders import (
     Piece,
     begin_in,
     piece_name,
+    refuse_shared,
     remove_states,
     states_in,
     tree_of,
@@ -77,6 +78,14 @@ class HostSave(Save):
                 raise ConfigError(f"{name}: expected a whole number from {least} on; got {value!r}")
         self._copies, self._steps, self._keep, self._beside = copies, steps, keep, dict(beside or {})
 
+    def _together(self) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        stack.enter_context(super()._together())
+        with stack:  # an error leaves the meeting
+            self._hosts = Hosts.meet(self._coordinator)
+            refuse_shared(self._folder, self._hosts, self._coordinator)
+            return stack.pop_all()
+
     def _must_wait(self) -> bool:
         if self._coordinator.is_main:
             logger.warning_once(
@@ -99,8 +108,7 @@ class HostSave(Save):
 
     def _write(self, publication: Publication, finalizer: Finalizer) -> None:
         settle(self.model.parameters())
-        coordinator = self._coordinator
-        hosts = Hosts.meet(coordinator)
+        coordinator, hosts = self._coordinator, self._hosts
         is_leader = coordinator.rank == hosts.leader
         own = coordinator.run_on_all(lambda: begin_in(self._folder) if is_leader else None)
         try:
@@ -108,7 +116,6 @@ class HostSave(Save):
             paths, of_hosts = zip(
                 *coordinator.all_gather((None if own is None else own.temporary, found)), strict=True
             )
-            coordinator.run_on_all(partial(self._refuse_shared, hosts, paths))
             state = self._write_pieces(paths[hosts.leader], hosts, [each for each in of_hosts if each])
             with self._clock("publish"):
                 tree = coordinator.broadcast(partial(self._tree, publication, finalizer))
@@ -126,16 +133,6 @@ class HostSave(Save):
         whole, _ = whole_states([each for each in of_hosts if each])
         keeps = [state.name, *[each.name for each in whole if each.number < state.number][: self._keep - 1]]
         coordinator.run_on_all(lambda: remove_states(self._folder, keeps) if is_leader else None)
-
-    def _refuse_shared(self, hosts: Hosts, paths: Sequence[Path | None]) -> None:
-        others = [ranks[0] for number, ranks in enumerate(hosts.ranks) if number != hosts.mine]
-        for rank in others:
-            path = paths[rank]
-            if path is not None and path.exists():
-                raise ConfigError(
-                    f"{self._folder}: expected a folder of a host's own disk or memory; {hosts.names[hosts.mine]} and "
-                    f"{hosts.names[hosts.host_of(rank)]} see the same one. Save there without hosts=True."
-                )
 
     def _write_pieces(self, temporary: Path, hosts: Hosts, of_hosts: Sequence[Any]) -> HostState:
         """Write this rank's piece, and the copies of others', into the `temporary` folder of this host."""
