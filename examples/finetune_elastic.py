@@ -56,9 +56,7 @@ class PrintLosses(TrainerCallback):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train on texts with the Trainer and ZeRO-3, on machines that may go."
-    )
+    parser = argparse.ArgumentParser(description="Train on texts with the Trainer, on machines that come and go.")
     parser.add_argument("--model", required=True, help="a folder, or the id of a repository")
     parser.add_argument("--data", required=True, help="the same, of a data set with `text`")
     parser.add_argument("--output", required=True, help="a folder for checkpoints, and the model in the end")

@@ -44,10 +44,10 @@ class Machines:
         """Start the example, as its head says, on a machine."""
         begin, end = ON_GPU.index("examples/"), ON_GPU.index("--model")
         options = "--rdzv_conf last_call_timeout=2,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
-        launcher = ON_GPU[:begin].replace("--nproc_per_node 8", "--nproc_per_node 1 --monitor-interval 0.3 " + options)
-        launcher = launcher.replace("FIRST_MACHINE:29500", self.endpoint).replace(
-            "--max-restarts 3", "--max-restarts 9"
-        )
+        # torchrun tells machines apart by their addresses and process ids, of which each has the same here.
+        options += f" --nproc_per_node 1 --monitor-interval 0.3 --local-addr 127.0.0.{'abc'.index(name) + 2}"
+        launcher = ON_GPU[:begin].replace("--nproc_per_node 8", options)
+        launcher = launcher.replace("FIRST_MACHINE:29500", self.endpoint)
         script = f"{ON_GPU[begin:end]} --model tiny-moe --data texts --output run1 --memory memory"
         script += f" --every 1 --steps {STEPS} --seconds-per-step 0.7"
         inside = f"hostname {name} && mount -t tmpfs tmpfs memory && exec {launcher} {script}"
@@ -77,7 +77,7 @@ class Machines:
         """Wait until rank 0 has printed such a line; the time that it took."""
         began = time.monotonic()
         while not any(re.search(pattern, line) for line in self.printed()):
-            logs = "".join(f"--- {log.name}\n{log.read_text()[-6000:]}" for log in self.folder.glob("log-*"))
+            logs = "".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in self.folder.glob("log-*"))
             assert time.monotonic() - began < seconds, f"{pattern} did not come:\n{logs}"
             time.sleep(0.1)
         return time.monotonic() - began
