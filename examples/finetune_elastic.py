@@ -7,8 +7,9 @@ is lost, the others go on from there. It may come back later. On each of three m
         --rdzv_endpoint FIRST_MACHINE:29500 examples/finetune_elastic.py --model Qwen/Qwen3-30B-A3B --data TEXTS \
         --output run1
 
-The machine of the endpoint must stay, or be one that does not train. A state on a disk that all machines see, every
-500 steps, is for when all of them are lost: a restart goes on from the newer of the two.
+Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them: else ranks of a later start find addresses of an earlier one
+in torchrun's store. The machine of the endpoint must stay, or be one that does not train. A state on a disk that all
+machines see, every 500 steps, is for when all of them are lost: a restart goes on from the newer of the two.
 
 Without a GPU, on two processes, with what the first command makes:
 

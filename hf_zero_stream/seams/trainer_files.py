@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
+from transformers import trainer as trainer_module
 from transformers.trainer_callback import ExportableState
 
 from ..errors import UnsupportedError, require_names
@@ -16,6 +18,11 @@ from .wrappers import is_fsdp2
 
 
 require_names("transformers", Trainer, "_save_rng_state", "_save_scaler")
+
+
+def last_checkpoint_in(folder: str) -> str | None:
+    """The Trainer's last checkpoint in `folder`, inside ``streaming()`` without those whose save has died."""
+    return trainer_module.get_last_checkpoint(folder) if os.path.isdir(folder) else None
 
 
 def trained_by(trainer: Any) -> tuple[Any, dict[str, Any]]:

@@ -75,7 +75,7 @@ class Hosts:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PieceRecord:
     """Bytes that a rank wrote: how many, their CRC-32, and the numbers of the hosts that have them, its own first."""
 
     size_bytes: int
@@ -101,7 +101,7 @@ class HostState:
     steps: int
     hosts: Sequence[str]
     shards: Sequence[tuple[str, int, int]]
-    pieces: Sequence[Piece]
+    pieces: Sequence[PieceRecord]
 
     @property
     def name(self) -> str:
@@ -119,7 +119,9 @@ class HostState:
             found = parse_object(path.read_bytes(), str(path))
             if (found.pop("format", None), found.pop("version", None)) != (_FORMAT, _VERSION):
                 raise ValueError("another format or version")
-            pieces = [Piece(int(each["size_bytes"]), int(each["digest"]), each["hosts"]) for each in found["pieces"]]
+            pieces = [
+                PieceRecord(int(each["size_bytes"]), int(each["digest"]), each["hosts"]) for each in found["pieces"]
+            ]
             shards = [(str(name), int(header), int(size)) for name, header, size in found["shards"]]
             hosts = [*map(str, found["hosts"])]
             if any(not 0 <= host < len(hosts) for piece in pieces for host in piece.hosts):
@@ -135,12 +137,14 @@ class HostState:
         return state
 
     def files(self, place: Path) -> dict[str, PiecedFile]:
-        """Its shards, by their paths in the folder `place`."""
-        table = numpy.fromfile(place / RUNS, dtype="<i8").reshape(-1, 4)
-        runs = placed(table, len(self.pieces))
+        """Its shards, by their paths in the folder `place`; a CheckpointError if the file of runs is not sound."""
         by_shard: list[list[Run]] = [[] for _ in self.shards]
-        for run in runs:
-            by_shard[run.file].append(run)
+        try:
+            table = numpy.fromfile(place / RUNS, dtype="<i8").reshape(-1, 4)
+            for run in placed(table, len(self.pieces)):
+                by_shard[run.file].append(run)
+        except (OSError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{place / RUNS}: expected where the bytes of shards lie: {error!r}") from error
         found = {}
         for (name, header_bytes, size_bytes), of_shard in zip(self.shards, by_shard, strict=True):
             path = os.path.abspath(place / name)
@@ -261,7 +265,7 @@ def states_in(folder: Path) -> list[FoundState]:
     return found
 
 
-def _is_there(path: Path, piece: Piece) -> bool:
+def _is_there(path: Path, piece: PieceRecord) -> bool:
     try:
         status = os.lstat(path)
     except FileNotFoundError:

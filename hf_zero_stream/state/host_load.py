@@ -12,11 +12,13 @@ from transformers.utils import logging
 
 from ..errors import CheckpointError
 from ..ranks.coordinator import Coordinator
+from ..seams.ds_config import settings_in_force
 from ..sources.base import ByteSource, Retries, SourceFile
 from ..sources.by_path import mounted
 from ..sources.local import LocalFiles
 from ..sources.pieces import PiecedFiles
 from ..sources.relay import RelayedFiles, RelayServer
+from .host_copies import digest_of_file
 from .host_folders import (
     MANIFEST,
     PIECES,
@@ -92,8 +94,10 @@ def pieces_mounted(place: Path, coordinator: Coordinator) -> Iterator[None]:
         yield
         return
     hosts = Hosts.meet(coordinator)
-    found = coordinator.run_on_all(partial(_look, place))
-    state, there = found
+    state, there = coordinator.run_on_all(partial(_look, place))
+    if settings_in_force().verify == "full" and coordinator.rank == hosts.leader:
+        with coordinator.reporting():
+            _refuse_changed(place, state, there)
     of_ranks = coordinator.all_gather(there)
     of_hosts = [of_ranks[ranks[0]] for ranks in hosts.ranks]
     reader_of: dict[int, int] = {}
@@ -138,6 +142,17 @@ def pieces_mounted(place: Path, coordinator: Coordinator) -> Iterator[None]:
                 server.close()
             if relays:
                 dist.destroy_process_group(group)
+
+
+def _refuse_changed(place: Path, state: HostState, there: frozenset[int]) -> None:
+    """Raise a CheckpointError if a piece on this host does not hold what was written."""
+    for rank in sorted(there):
+        path = place / PIECES / piece_name(rank)
+        if (found := digest_of_file(path)) != state.pieces[rank].digest:
+            raise CheckpointError(
+                f"{path}: expected bytes with the CRC-32 {state.pieces[rank].digest:08x}; found {found:08x}. Remove "
+                "this file, and load again: another host may have a copy, or an older state is taken."
+            )
 
 
 def _look(place: Path) -> tuple[HostState, frozenset[int]]:

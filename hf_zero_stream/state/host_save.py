@@ -38,7 +38,7 @@ from .host_folders import (
     RUNS,
     Hosts,
     HostState,
-    Piece,
+    PieceRecord,
     begin_in,
     piece_name,
     refuse_shared,
@@ -173,7 +173,7 @@ class HostSave(Save):
             steps=self._steps,
             hosts=hosts.names,
             shards=[(name, len(shard.header), shard.size_bytes) for name, shard in self._named_shards()],
-            pieces=[Piece(*each) for each in zip(sizes, digests, holders, strict=True)],
+            pieces=[PieceRecord(*each) for each in zip(sizes, digests, holders, strict=True)],
         )
 
     def _extents(self) -> Iterator[tuple[int, int, int]]:

@@ -12,7 +12,6 @@ from typing import Any
 from weakref import ref
 
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from ..errors import CheckpointError, ConfigError, SaveError
@@ -107,10 +106,12 @@ class HostStates:
         """
         if type(every) is not int or every < 1:
             raise ConfigError(f"every: expected a whole number of steps from 1 on; got {every!r}")
+        from ..seams.trainer_files import last_checkpoint_in  # imports the Trainer, which takes seconds
+
         trainer.add_callback(_SaveOnHosts(self, trainer, every))
         with meeting(LOAD) as coordinator:
             found = newest_on_hosts(self.folder, coordinator, raises=False)
-            shared = coordinator.broadcast(lambda: _last_of_trainer(trainer.args.output_dir))
+            shared = coordinator.broadcast(lambda: last_checkpoint_in(trainer.args.output_dir))
         steps = -1 if shared is None else checkpoint_number(Path(shared).name) or 0
         if found is not None and found.steps >= steps:
             return str(self.folder / found.name)
@@ -183,7 +184,3 @@ def _steps_in(folder: str | os.PathLike[str] | None) -> int:
         return StateRecord.read(place / FILE).counters.get(STEPS, 0)
     except CheckpointError:
         return 0  # DeepSpeed's own; or what is wrong with it, loading it says
-
-
-def _last_of_trainer(folder: str) -> str | None:
-    return get_last_checkpoint(folder) if os.path.isdir(folder) else None

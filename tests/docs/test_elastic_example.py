@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.support.hosts import can_mount
 
 EXAMPLE = (ROOT / "examples" / "finetune_elastic.py").read_text()
 ON_GPU, MAKE, ON_CPU = documented_commands(EXAMPLE[: EXAMPLE.index('"""', 3)])
+NEEDS = re.findall(r"(TORCH_\w+)=(\d)", EXAMPLE)
 STEPS = 40
 
 
@@ -55,7 +57,7 @@ class Machines:
         self.running[name] = subprocess.Popen(
             ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", inside],
             cwd=self.folder,
-            env=command_environment(),
+            env={**command_environment(), **dict(NEEDS)},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -107,7 +109,8 @@ def test_a_machine_is_killed_and_comes_back(tmp_path: Path) -> None:
             assert process.wait(120) == 0
     finally:
         for name in [*machines.running]:
-            machines.kill(name)
+            with suppress(ProcessLookupError):  # it has come to its end
+                machines.kill(name)
     lines = machines.printed()
     resumed = [line for line in lines if line.startswith("goes on from memory/")]
     assert len(resumed) >= 2, lines

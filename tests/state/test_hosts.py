@@ -94,7 +94,9 @@ def save_plain(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str]
     return errors
 
 
-def load_plain(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str]) -> tuple[int, str]:
+def load_plain(
+    checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], verify: Any = "sizes"
+) -> tuple[int, str]:
     """The step that is gone on from; the message of an error."""
     import hf_zero_stream
 
@@ -103,7 +105,8 @@ def load_plain(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str]
     found = []
 
     def load() -> None:
-        resumed = hf_zero_stream.load_state(model, folder, optimizer=optimizer, scheduler=scheduler, hosts=True)
+        with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(verify=verify)):
+            resumed = hf_zero_stream.load_state(model, folder, optimizer=optimizer, scheduler=scheduler, hosts=True)
         found.append(resumed.counters["global_steps"])
 
     message = message_of(load)
@@ -123,6 +126,14 @@ def test_the_newest_that_is_whole(cluster: None, zoo_checkpoint: Checkpoint, tmp
     # A stock reader is not given zeros.
     with pytest.raises(Exception, match="(?i)incomplete|invalid|header"):
         safe_open(newer / "model.safetensors", "pt")
+
+    # A piece that has changed is found, if all is verified, and can be removed.
+    piece = disks / "a" / newer.name / "pieces" / "rank-00000"
+    before = piece.read_bytes()
+    piece.write_bytes(bytes([before[0] ^ 1]) + before[1:])
+    for _, message in run_ranks(2, load_plain, checkpoint, disks, folder, "ab", "full"):
+        assert "rank-00000: expected bytes with the CRC-32" in message
+    piece.write_bytes(before)
 
     # Of the newer one, b has rank 0's piece and its own alone.
     (disks / "b" / newer.name / "pieces" / "rank-00001").unlink()
