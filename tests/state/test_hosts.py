@@ -182,3 +182,40 @@ def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str
     model, optimizer, scheduler = plain_training(checkpoint, None)
     train_plain(model, optimizer, scheduler, [0])
     return message_of(lambda: hf_zero_stream.save_state(model, folder / "state", optimizer=optimizer, hosts=True))
+
+
+def test_one_process(tmp_path: Path) -> None:
+    """Without a process group: one host, and no copies."""
+    import torch
+
+    import hf_zero_stream
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(5, 3)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make()
+    with pytest.raises(RuntimeError, match="the job crashes"), hf_zero_stream.HostStates(tmp_path, job="a") as states:
+        assert states.load(model, optimizer=optimizer) is None
+        step(model, optimizer)
+        states.save(model, optimizer=optimizer, data=[1])
+        hf_zero_stream.save_state(model, tmp_path / "shared", optimizer=optimizer, data=["shared"])
+        step(model, optimizer)
+        raise RuntimeError("the job crashes")
+    step_again, _ = again = make()
+    with hf_zero_stream.HostStates(tmp_path, job="b") as other:
+        assert other.load(step_again, optimizer=again[1]) is None
+    with hf_zero_stream.HostStates(tmp_path, job="a") as states:
+        resumed = states.load(step_again, tmp_path / "shared", optimizer=again[1])
+        assert resumed is not None and resumed.data == [1]
+        step(*again)
+        assert torch.equal(step_again.weight, model.weight)
+        hf_zero_stream.save_state(step_again, tmp_path / "shared", optimizer=again[1], data=["newer"])
+        resumed = states.load(step_again, tmp_path / "shared", optimizer=again[1])
+        assert resumed is not None and resumed.data == ["newer"]
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
