@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .saving.calls import save_pretrained as save_pretrained
     from .saving.pending import PendingSave as PendingSave
     from .settings.config import StreamingConfig as StreamingConfig
+    from .state.host_states import HostStates as HostStates
     from .state.load import Resumed as Resumed
     from .state.load import load_state as load_state
     from .state.save import save_state as save_state
@@ -36,6 +37,7 @@ __version__ = "0.2.0"
 # Imported at first use: transformers takes seconds to import, and a launcher's main process may never need it.
 _HOMES = {
     "Forecast": ".loading.dry_load",
+    "HostStates": ".state.host_states",
     "LoadPlan": ".planning.plan",
     "LoadReport": ".reports.load",
     "PendingSave": ".saving.pending",

@@ -280,6 +280,7 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
         starts.append(["deepspeed.initialize peaks at", _places(memory.start_peak)])
     else:
         starts = [["the first backward pass adds gradients", _places(memory.gradients) or "nothing"]]
+    saved = memory.partitions, memory.master, memory.optimizer_states
     rows = [
         *starts,
         ["the first step adds optimizer states", _places(memory.optimizer_states) or "nothing"],
@@ -288,6 +289,7 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
         ["gathered at once", memory.largest_gather_of or "nothing"],
         ["a step of the optimizer peaks at", _places(memory.step_peak)],
         *([f"... with {cure}", _places(places)] for cure, places in memory.step_cures.items()),
+        ["a state of this rank (save_state)", bytes_text(sum(sum(places.values()) for places in saved))],
     ]
     is_both = stock is not None or data["sharding"]
     yield frame.table(("Training", "streaming and stock" if is_both else "streaming"), rows)

@@ -143,23 +143,24 @@ class Coordinator:
                 )
         return [each for _, each in everyone]
 
-    def broadcast(self, produce: Callable[[], T]) -> T:
-        """Run `produce` on rank 0, and return its result on every rank."""
+    def broadcast(self, produce: Callable[[], T], source: int = 0) -> T:
+        """Run `produce` on rank `source`, and return its result on every rank."""
         if self.is_alone:
             return produce()
+        is_source = self.rank == source
         with self.reporting():
-            value: Any = produce() if self.is_main else None
+            value: Any = produce() if is_source else None
             data = _pickled(value)
         goes_along = data.numel() <= _SMALL_BYTES // 2  # with the agreement, in one collective
         everyone: list[Any] = self.all_gather((goes_along, value if goes_along else data.numel()))
-        goes_along, found = everyone[0]
+        goes_along, found = everyone[source]
         if goes_along:
-            return value if self.is_main else found
-        if not self.is_main:
+            return value if is_source else found
+        if not is_source:
             data = torch.empty(found, dtype=torch.uint8, device=_HOST)
         data = data.to(collective_device())
-        self.run(dist.broadcast, data, 0)
-        return value if self.is_main else _unpickled(data.cpu())
+        self.run(dist.broadcast, data, source)
+        return value if is_source else _unpickled(data.cpu())
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
         """Run `work` on rank 0. Returns its result there, None elsewhere."""

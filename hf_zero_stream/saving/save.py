@@ -313,12 +313,7 @@ class Save:
             with self._clock("plan"):
                 planner = self._planner()
                 self._plans = [each for item in items for each in planner.plan(folder, item)]
-
-                def reserve_all() -> None:
-                    for each in self._plans:
-                        reserve(folder / each.folder, each.shards, on_disk=self._target is None)
-
-                coordinator.run_on_main(reserve_all)
+                coordinator.run_on_main(partial(self._reserve, folder))
                 for item in items:
                     if item.check is not None:
                         coordinator.run_on_main(partial(item.check, folder / item.folder))
@@ -342,6 +337,11 @@ class Save:
     def _begun(self) -> tuple[str, bool, AnyPublication]:
         """Decide, on rank 0, who writes, whether the files are read again, and where they are."""
         return self._settings.write_from, self._settings.verify == "full", begin_at(self._folder)
+
+    def _reserve(self, folder: Path) -> None:
+        """Make the shards in `folder`, on rank 0."""
+        for each in self._plans:
+            reserve(folder / each.folder, each.shards, on_disk=self._target is None)
 
     def _is_hidden(self, folder: Path) -> bool:
         """Whether any rank cannot write into rank 0's temporary folder, whose unique name no other folder has."""

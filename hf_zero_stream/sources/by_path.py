@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from .base import ByteSource, Hints, ReadableFile, Retries, SourceFile, is_url
 from .local import LocalFiles
 
 
+_mounted: dict[str, Callable[[Retries], ByteSource]] = {}
+"""Folders whose files another source gives, with what makes it."""
+
+
+@contextmanager
+def mounted(folder: str | os.PathLike[str], make: Callable[[Retries], ByteSource]) -> Iterator[None]:
+    """Inside, the files of `folder` are read from what `make` makes, by all loads of this process."""
+    prefix = os.path.join(os.path.abspath(folder), "")
+    _mounted[prefix] = make
+    try:
+        yield
+    finally:
+        del _mounted[prefix]
+
+
 class FilesByPath:
-    """Files of this host and objects by URL (see :class:`ByteSource`); most loads have only one of the kinds.
+    """Files of this host and of mounted folders, and objects by URL (see :class:`ByteSource`).
+
+    Most loads have only one of the kinds.
 
     `maker_at` returns the function that makes the source for a URL; URLs with the same maker share one source.
     """
@@ -45,8 +63,8 @@ class FilesByPath:
             self._places.append((source, number))
 
     def hints(self, paths: Sequence[str]) -> Hints:
-        """The hints for URLs if there is one: they are good enough for a local file."""
-        first = self._of(next(filter(is_url, paths), ""))
+        """The hints for URLs or mounted folders if there is one: they are good enough for a local file."""
+        first = next((source for source in map(self._of, paths) if source is not self.local), self.local)
         return first.hints([path for path in paths if self._of(path) is first])
 
     def open(self, numbers: Iterable[int]) -> None:
@@ -75,9 +93,14 @@ class FilesByPath:
         return [self.local, *self._others.values()]
 
     def _of(self, path: str) -> ByteSource:
-        if not is_url(path):
-            return self.local
-        make = self._maker_at(path)
+        if is_url(path):
+            make = self._maker_at(path)
+        else:
+            place = os.path.abspath(path) if _mounted else ""
+            found = next((make for prefix, make in _mounted.items() if place.startswith(prefix)), None)
+            if found is None:
+                return self.local
+            make = found
         if make not in self._others:
             self._others[make] = make(self._retries)
         return self._others[make]

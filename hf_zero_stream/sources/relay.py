@@ -27,14 +27,22 @@ CLOSING_S = 10.0
 _DONE = -1
 """A file's number in a request that says that the client is done."""
 
+_REQUEST, _ANSWER = 1, 2
+"""Tags of messages: two ranks may read for each other at the same time, each by a thread of its own."""
+
 
 class RelayedFiles:
-    """The client's end: files that rank `reader` reads; `source` is for headers and hints only."""
+    """The client's end: files that rank `reader` reads; `source` is for headers and hints only.
 
-    def __init__(self, source: ByteSource, reader: int, group: dist.ProcessGroup) -> None:
+    The `group` is destroyed at the end, unless others use it too (`shares_group`).
+    """
+
+    def __init__(
+        self, source: ByteSource, reader: int, group: dist.ProcessGroup, *, shares_group: bool = False
+    ) -> None:
         self.open_file, self.is_transient, self.hints = source.open_file, source.is_transient, source.hints
         self._paths: list[str] = []
-        self._reader = reader
+        self._reader, self._shares_group = reader, shares_group
         self._group: dist.ProcessGroup | None = group
         self._request_lock = threading.Lock()
         self._refusal: ReadError | None = None
@@ -64,16 +72,16 @@ class RelayedFiles:
             raise ReadError(f"{self._paths[number]}: rank {self._reader} does not read for this rank any more.")
         if self._refusal is not None:
             raise self._refusal  # the reader would try again for seconds, once for each thread that waits here
-        dist.send(torch.tensor([number, start, len(part)]), self._reader, self._group)
+        dist.send(torch.tensor([number, start, len(part)]), self._reader, self._group, _REQUEST)
         status = torch.empty(1, dtype=torch.int64)
-        dist.recv(status, self._reader, self._group)
+        dist.recv(status, self._reader, self._group, _ANSWER)
         if status.item():
             self._refusal = ReadError(
                 f"{self._paths[number]}: rank {self._reader}, which reads for this rank, cannot read bytes "
                 f"{start} to {start + len(part)}; its own error says why."
             )
             raise self._refusal
-        dist.recv(torch.frombuffer(part, dtype=torch.uint8), self._reader, self._group)
+        dist.recv(torch.frombuffer(part, dtype=torch.uint8), self._reader, self._group, _ANSWER)
 
     def finish(self) -> None:
         """Tell the reader, which waits for this, that the client is done. May be called again."""
@@ -82,8 +90,9 @@ class RelayedFiles:
             if group is None:
                 return
             with suppress(RuntimeError):  # the reader has gone, and need not know
-                dist.send(torch.tensor([_DONE, 0, 0]), self._reader, group)
-        dist.destroy_process_group(group)
+                dist.send(torch.tensor([_DONE, 0, 0]), self._reader, group, _REQUEST)
+        if not self._shares_group:
+            dist.destroy_process_group(group)
 
     close = finish
 
@@ -92,11 +101,13 @@ class RelayServer:
     """The reader's end: answers clients with bytes of `source`.
 
     Each client has a thread of its own: a gloo receive from all at once misses the death of one. They are answered
-    one at a time.
+    one at a time. For `shares_group` see :class:`RelayedFiles`.
     """
 
-    def __init__(self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup) -> None:
-        self._source = source
+    def __init__(
+        self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup, *, shares_group: bool = False
+    ) -> None:
+        self._source, self._shares_group = source, shares_group
         self._group: dist.ProcessGroup | None = group
         self._chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._answer_lock = threading.Lock()
@@ -123,14 +134,15 @@ class RelayServer:
             deadline = time.monotonic() + CLOSING_S
             for listener in self._listeners:
                 listener.join(max(0.0, deadline - time.monotonic()))
-            if not any(listener.is_alive() for listener in self._listeners):  # else a rank hangs: others will say so
+            hangs = any(listener.is_alive() for listener in self._listeners)  # a rank does: others will say so
+            if not (hangs or self._shares_group):
                 dist.destroy_process_group(group)
 
     def _listen(self, client: int, group: dist.ProcessGroup) -> None:
         request = torch.empty(3, dtype=torch.int64)
         try:
             while True:
-                dist.recv(request, client, group)
+                dist.recv(request, client, group, _REQUEST)
                 number, start, length = request.tolist()
                 if number == _DONE:
                     return
@@ -145,7 +157,7 @@ class RelayServer:
             self._source.read_into(number, start, [memoryview(part.numpy())])
         except Exception as error:
             self._failures.append(error)
-            dist.send(torch.tensor([1]), client, group)
+            dist.send(torch.tensor([1]), client, group, _ANSWER)
             return
-        dist.send(torch.tensor([0]), client, group)
-        dist.send(part, client, group)
+        dist.send(torch.tensor([0]), client, group, _ANSWER)
+        dist.send(part, client, group, _ANSWER)

@@ -23,6 +23,7 @@ from ..holdings.slots import BLOCKS, EXACT
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import meeting as meeting_of_ranks
 from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
 from ..seams.ds_config import settings_in_force
@@ -35,6 +36,7 @@ from .entries import Recorded, prepare_entries, refuse_lost, set_entries
 from .file_digests import OUTSIDE, refuse_other_bytes
 from .foreign import ForeignState, foreign_state_in
 from .groups import drop_options, set_group, set_option
+from .host_load import newest_on_hosts, pieces_mounted
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
 from .refusals import (
@@ -82,6 +84,7 @@ def load_state(
     with_scheduler: bool = True,
     with_rng: bool = True,
     strict: bool = True,
+    hosts: bool = False,
 ) -> Resumed:
     """Go on from a training state, at any number of ranks and any ZeRO stage, and between ZeRO and FSDP2 (all ranks).
 
@@ -100,25 +103,34 @@ def load_state(
         with_rng: go on with the random numbers that this rank had.
         strict: raise if the weights lack anything that the model has, or have anything else. If false, what they lack
             stays as it is. What the optimizer trains must be in the state in any case.
+        hosts: `folder` is that of each host, as for ``save_state(hosts=True)``. The newest state of which these hosts
+            have all pieces between them is taken, and a warning names newer ones.
 
     Raises:
         CheckpointError: on all ranks: `folder` has no such state, or it is not sound.
         ConfigError: on all ranks: the state is that of another optimizer, or of other groups.
         HfZeroStreamError: on all ranks, in the middle of reading: some values are new; load again.
     """
-    with _place_of_state(folder) as place:
-        return resume(
-            trained,
-            place,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            scaler=scaler,
-            tag=tag,
-            batch_size=batch_size,
-            with_scheduler=with_scheduler,
-            with_rng=with_rng,
-            strict=strict,
-        )
+    load = partial(
+        resume,
+        trained,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        tag=tag,
+        batch_size=batch_size,
+        with_scheduler=with_scheduler,
+        with_rng=with_rng,
+        strict=strict,
+    )
+    if not hosts:
+        with _place_of_state(folder) as place:
+            return load(place)
+    finish_pending()
+    with meeting_of_ranks(LOAD) as coordinator:
+        if (found := newest_on_hosts(Path(folder), coordinator)) is None:
+            raise CheckpointError(f"{folder}: no host has a state there. Start anew, or go on from another folder.")
+        return load(Path(folder) / found.name, meeting=coordinator)
 
 
 @contextmanager
@@ -160,7 +172,7 @@ def resume(
         refuse_optimizer(training)
         if not training.is_between_steps:
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
-    with coordinator.watched(LOAD):
+    with coordinator.watched(LOAD), pieces_mounted(folder, coordinator):
         with coordinator.reporting():
             if isinstance(folder, UrlPath):
                 coordinator.run_on_all(partial(checkpoints_at(folder.url).catch_up, folder.url))

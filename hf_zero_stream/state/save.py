@@ -38,7 +38,7 @@ from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
-from ..saving.arguments import refuse_unknown
+from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.background import ALL
 from ..saving.files import finish_interrupted
 from ..saving.lazy_parameters import held_values
@@ -98,6 +98,9 @@ def save_state(
     exclude_frozen: bool = False,
     asynchronous: bool = False,
     snapshot_bytes: int | Literal["all"] | None = None,
+    hosts: bool = False,
+    copies: int = 1,
+    keep: int = 1,
     **kwargs: Any,
 ) -> SaveReport | PendingSave:
     """Save the weights and the training state of a model, such that any number of ranks can go on (all ranks).
@@ -126,6 +129,10 @@ def save_state(
         snapshot_bytes: the most host memory, in bytes, that copies take on a rank if the save is `asynchronous`; a
             step that needs more waits. ``"all"``: copy everything at the call. Default: the setting of this name, and
             1/8 of what the rank writes.
+        hosts: `folder` is on a disk, or in the memory (``/dev/shm``), of each host: its ranks write there what they
+            hold. :func:`load_state` with ``hosts=True`` reads it on any hosts that have all of it between them.
+        copies: of what a host writes, on as many other hosts, if `hosts`.
+        keep: states that stay in the folders of the `hosts`, this one included.
         kwargs: as for :func:`hf_zero_stream.save_pretrained`: ``max_shard_size``, ``dtype``, ...
 
     Returns:
@@ -144,7 +151,9 @@ def save_state(
     finish_pending()
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
-        refuse_unknown(kwargs, ("dtype",))
+        refuse_unknown(kwargs, ("dtype", *(["beside"] if hosts else ())))
+        if hosts:
+            refuse_url(folder, "save_state(hosts=True)")
         place = place_of_save(folder)
         if not with_weights and not isinstance(place, Path):
             raise UnsupportedError(
@@ -173,7 +182,10 @@ def save_state(
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
-        save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_any=True, **kwargs)
+        kind: Callable[..., Save] = Save
+        if hosts:
+            kind = _host_save(copies, keep, with_weights, training.counters[STEPS], kwargs)
+        save = kind(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_any=True, **kwargs)
     with meeting(SAVE, coordinator=coordinator):
         mine = digests_of(record.groups), record.data, random_state
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
@@ -183,7 +195,7 @@ def save_state(
             exact, digests_of_base = split_base(training, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
             record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
-        name, replaced = coordinator.broadcast(partial(_name, place, tag, keep_older))
+        name, replaced = (tag, []) if hosts else coordinator.broadcast(partial(_name, place, tag, keep_older))
         steps = Steps.of_training(training) if asynchronous else Steps()
         items: list[SaveItem] = []
         in_state, known = record.with_masters | {*exact}, KnownHeaders()
@@ -210,7 +222,7 @@ def save_state(
         def fingerprinted(publication: AnyPublication) -> str | None:
             if not with_weights:
                 return fingerprint(publication.temporary.parent, known)  # the final folder, around the temporary one
-            if has_base:  # what is trained beside it is in the state too
+            if has_base or hosts:  # what is trained beside a base is in the state too
                 return None
             return fingerprint_of_new(publication.temporary, known, publication.read)
 
@@ -221,8 +233,8 @@ def save_state(
         finalizer = Finalizer(write_rest, LATEST, replaced)
         if not asynchronous:
             return save.run(*items, finalizer=finalizer)
-        limit, copies = _snapshot_limit(training, snapshot_bytes)
-        return save.start(*items, finalizer=finalizer, steps=steps, snapshot_bytes=limit, copies=copies)
+        limit, why = _snapshot_limit(training, snapshot_bytes)
+        return save.start(*items, finalizer=finalizer, steps=steps, snapshot_bytes=limit, copies=why)
 
 
 def _snapshot_limit(training: Training, snapshot_bytes: int | str | None) -> tuple[int, str]:
@@ -231,6 +243,15 @@ def _snapshot_limit(training: Training, snapshot_bytes: int | str | None) -> tup
     if isinstance(limit, str):
         return 0, limit
     return limit, training.unseen_steps or unseen_reason(training.optimizer)
+
+
+def _host_save(copies: int, keep: int, with_weights: bool, steps: int, kwargs: dict[str, Any]) -> Callable[..., Save]:
+    """What makes the save into folders of the hosts' own."""
+    from .host_save import HostSave
+
+    if not with_weights:
+        raise ConfigError("with_weights=False: a state on hosts has its weights; leave it out")
+    return partial(HostSave, copies=copies, keep=keep, steps=steps, beside=kwargs.pop("beside", None))
 
 
 def _weights(

@@ -1,0 +1,323 @@
+"""States in folders of the hosts' own: what lies there, who may read it, and which of them are whole.
+
+The folder of a host has a folder for each state, with what the ranks of this host wrote, and copies of what those of
+others did::
+
+    state-00000012-3f9a0c51/host_state.json        which host has which piece, with sizes and digests
+    state-00000012-3f9a0c51/runs                   which bytes of which shard lie where in which piece
+    state-00000012-3f9a0c51/config.json, ...       a checkpoint with a state, as save_state writes it; but shards
+                                                   are cut off after their headers
+    state-00000012-3f9a0c51/pieces/rank-00003      the bytes that rank 3 wrote
+
+All but the pieces lies on every host. A stock reader refuses shards that are cut off, and so do ours outside of
+:func:`.host_load.pieces_mounted`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+from transformers.utils import logging
+
+from ..checkpoint.format import parse_object
+from ..errors import CheckpointError, ConfigError, SaveError
+from ..ranks.coordinator import Coordinator
+from ..saving.files import Publication
+from ..sources.base import is_plain_name
+from ..sources.pieces import PiecedFile, Run
+
+
+logger = logging.get_logger(__name__)
+
+MANIFEST = "host_state.json"
+RUNS = "runs"
+PIECES = "pieces"
+_PREFIX = "state-"
+_FORMAT, _VERSION = "hf_zero_stream state on hosts", 1
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a process group: the ranks of each, its name, and which is this rank's."""
+
+    ranks: Sequence[Sequence[int]]
+    names: Sequence[str]
+    mine: int
+
+    @classmethod
+    def meet(cls, coordinator: Coordinator) -> Hosts:
+        """The hosts of the ranks that have met (all ranks)."""
+        ranks = [coordinator.rank] if coordinator.is_alone else [*coordinator.topology.ranks_of_host]
+        everyone = coordinator.all_gather((ranks, socket.gethostname()))
+        names = {tuple(of_host): name for of_host, name in reversed(everyone)}
+        found = sorted(names)
+        return cls(found, [names[of_host] for of_host in found], found.index(tuple(ranks)))
+
+    @property
+    def leader(self) -> int:
+        """The rank that acts for this host: its first one."""
+        return self.ranks[self.mine][0]
+
+    def host_of(self, rank: int) -> int:
+        """The number of the host of a rank."""
+        return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
+
+
+@dataclass(frozen=True)
+class PieceRecord:
+    """Bytes that a rank wrote: how many, their CRC-32, and the numbers of the hosts that have them, its own first."""
+
+    size_bytes: int
+    digest: int
+    hosts: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostState:
+    """The contents of the file :data:`MANIFEST`.
+
+    Attributes:
+        id: no other state has it.
+        number: later states of a training have greater ones.
+        steps: that the optimizer had made.
+        hosts: their names.
+        shards: name, bytes of the header, and bytes of each.
+        pieces: of each rank that saved.
+    """
+
+    id: str
+    number: int
+    steps: int
+    hosts: Sequence[str]
+    shards: Sequence[tuple[str, int, int]]
+    pieces: Sequence[PieceRecord]
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{_PREFIX}{self.number:08d}-{self.id}"
+
+    def to_json(self) -> str:
+        return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, place: Path) -> HostState:
+        """That of the state in the folder `place`; raises a CheckpointError if it is none."""
+        path = place / MANIFEST
+        try:
+            found = parse_object(path.read_bytes(), str(path))
+            if (found.pop("format", None), found.pop("version", None)) != (_FORMAT, _VERSION):
+                raise ValueError("another format or version")
+            pieces = [
+                PieceRecord(int(each["size_bytes"]), int(each["digest"]), each["hosts"]) for each in found["pieces"]
+            ]
+            shards = [(str(name), int(header), int(size)) for name, header, size in found["shards"]]
+            hosts = [*map(str, found["hosts"])]
+            if any(not 0 <= host < len(hosts) for piece in pieces for host in piece.hosts):
+                raise ValueError("a piece is on a host that there is not")
+            if any(not all(map(is_plain_name, name.split("/"))) for name, _, _ in shards):
+                raise ValueError("the name of a shard leads out of the folder")
+            numbers = int(found["number"]), int(found["steps"])
+            state = cls(id=found["id"], number=numbers[0], steps=numbers[1], hosts=hosts, shards=shards, pieces=pieces)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: expected the record of a state on hosts: {error!r}") from error
+        if state.name != place.name:
+            raise CheckpointError(f"{path}: expected that of {place.name}; found that of {state.name}")
+        return state
+
+    def files(self, place: Path) -> dict[str, PiecedFile]:
+        """Its shards, by their paths in the folder `place`; a CheckpointError if the file of runs is not sound."""
+        by_shard: list[list[Run]] = [[] for _ in self.shards]
+        try:
+            table = numpy.fromfile(place / RUNS, dtype="<i8").reshape(-1, 4)
+            for run in placed(table, len(self.pieces)):
+                by_shard[run.file].append(run)
+        except (OSError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{place / RUNS}: expected where the bytes of shards lie: {error!r}") from error
+        found = {}
+        for (name, header_bytes, size_bytes), of_shard in zip(self.shards, by_shard, strict=True):
+            path = os.path.abspath(place / name)
+            found[path] = PiecedFile(path, header_bytes, size_bytes, sorted(of_shard))
+        return found
+
+
+def placed(table: numpy.ndarray, pieces: int) -> Iterator[Run]:
+    """The runs of a `table` of (piece, shard, start, stop), in its order, which is that in each piece."""
+    ends = [0] * pieces
+    for piece, shard, start, stop in table.tolist():
+        yield Run(shard, start, stop, piece, ends[piece])
+        ends[piece] += stop - start
+
+
+def piece_name(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+class FoundState(NamedTuple):
+    """A state in the folder of a host: which pieces lie there, and the names of the hosts that had each piece."""
+
+    name: str
+    steps: int
+    there: frozenset[int]
+    holders: Sequence[Sequence[str]]
+
+    @property
+    def number(self) -> int:
+        return int(self.name.removeprefix(_PREFIX).partition("-")[0])
+
+
+def own_folder(folder: Path) -> Path:
+    """Make `folder`, for this user alone, if it is not there.
+
+    Raises:
+        SaveError: it cannot be made; it is a link, or belongs to somebody else, or others may write into it.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = os.lstat(folder)
+    except OSError as error:
+        raise SaveError(
+            f"{folder}: cannot be made: {error.strerror or error}. Give a folder of a local disk."
+        ) from error
+    refuse_foreign(folder, status)
+    return folder
+
+
+def refuse_foreign(folder: Path, status: os.stat_result) -> None:
+    """Raise a SaveError unless this is the status of a folder of this user, into which nobody else may write."""
+    fault = ""
+    if not stat.S_ISDIR(status.st_mode):
+        fault = "is a link" if stat.S_ISLNK(status.st_mode) else "is a file"
+    elif status.st_uid != os.geteuid():
+        fault = f"belongs to user {status.st_uid}"
+    elif status.st_mode & 0o022:
+        fault = f"may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    if fault:
+        raise SaveError(
+            f"{folder}: expected a folder of user {os.geteuid()}, into which nobody else may write; it {fault}. "
+            "Give another one, or let save_state make it."
+        )
+
+
+_apart: set[tuple[Path, tuple[str, ...]]] = set()
+"""Folders, and names of hosts, of which it was seen that each host has its own."""
+
+
+def refuse_shared(folder: Path, hosts: Hosts, coordinator: Coordinator) -> None:
+    """Raise a ConfigError on all ranks if several hosts see the same `folder`; looks once in a process."""
+    key = folder, tuple(hosts.names)
+    if all(coordinator.all_gather(key in _apart)):
+        return
+    is_leader = coordinator.rank == hosts.leader
+    marks = [folder / f".host-{name}" for name in coordinator.all_gather(uuid.uuid4().hex)]
+    mine = marks[coordinator.rank]
+    try:
+
+        def mark() -> None:
+            if is_leader:
+                own_folder(folder)
+                mine.touch()
+
+        def look() -> None:
+            for number, ranks in enumerate(hosts.ranks):
+                if number != hosts.mine and marks[ranks[0]].exists():
+                    raise ConfigError(
+                        f"{folder}: expected a folder on a disk, or in the memory, of one host; "
+                        f"{hosts.names[hosts.mine]} and {hosts.names[number]} see the same one. Save there without "
+                        "hosts=True."
+                    )
+
+        coordinator.run_on_all(mark)
+        coordinator.run_on_all(look)
+        _apart.add(key)
+    finally:
+        with suppress(OSError):
+            mine.unlink()
+
+
+def states_in(folder: Path) -> list[FoundState]:
+    """The states in the folder of this host; those that are of somebody else are left out."""
+    found = []
+    for place in sorted(folder.glob(f"{_PREFIX}*")):
+        try:
+            refuse_foreign(place, os.lstat(place))
+            state = HostState.read(place)
+            there = frozenset(
+                rank for rank, piece in enumerate(state.pieces) if _is_there(place / PIECES / piece_name(rank), piece)
+            )
+        except (OSError, SaveError, CheckpointError) as error:
+            logger.warning(f"{place}: is not taken for a state: {error}")
+            continue
+        holders = [[state.hosts[host] for host in piece.hosts] for piece in state.pieces]
+        found.append(FoundState(state.name, state.steps, there, holders))
+    return found
+
+
+def _is_there(path: Path, piece: PieceRecord) -> bool:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    is_sound = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return is_sound and status.st_size == piece.size_bytes
+
+
+def whole_states(of_hosts: Sequence[Sequence[FoundState]]) -> tuple[list[FoundState], list[FoundState]]:
+    """The states of which the hosts together have all pieces, and the others; both with the newest first."""
+    joined: dict[str, FoundState] = {}
+    for state in (state for of_host in of_hosts for state in of_host):
+        before = joined.get(state.name)
+        joined[state.name] = state._replace(there=state.there | (before.there if before else frozenset()))
+    ordered = sorted(joined.values(), key=lambda state: (state.number, state.name), reverse=True)
+    whole = [state for state in ordered if len(state.there) == len(state.holders)]
+    return whole, [state for state in ordered if len(state.there) < len(state.holders)]
+
+
+def what_is_missing(state: FoundState) -> str:
+    """The pieces that no host has, and the hosts that had them."""
+    missing = [rank for rank in range(len(state.holders)) if rank not in state.there]
+    names = sorted({name for rank in missing for name in state.holders[rank]})
+    files = ", ".join(piece_name(rank) for rank in missing[:8])
+    count = f"{len(missing)} of {len(state.holders)} pieces"
+    return f"{state.name} (step {state.steps}) lacks {count}: {files}, which lie on {', '.join(names)}"
+
+
+def tree_of(place: Path) -> dict[str, bytes]:
+    """All files in `place` but the pieces, by their names in there."""
+    paths = [path for path in place.rglob("*") if path.is_file() and path.parent.name != PIECES]
+    return {str(path.relative_to(place)): path.read_bytes() for path in paths}
+
+
+def write_tree(place: Path, tree: Mapping[str, bytes]) -> None:
+    """Write files, by their names, into the folder `place`."""
+    place.mkdir(mode=0o700, exist_ok=True)
+    for name, data in tree.items():
+        path = place / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def begin_in(folder: Path) -> Publication:
+    """Begin a save into the folder of this host."""
+    publication = Publication.begin(own_folder(folder))
+    publication.temporary.chmod(0o700)
+    return publication
+
+
+def remove_states(folder: Path, keeps: Sequence[str] = ()) -> None:
+    """Remove all states in the folder of this host but those of these names."""
+    for place in folder.glob(f"{_PREFIX}*"):
+        if place.name not in keeps and not place.is_symlink():
+            shutil.rmtree(place)

@@ -1,0 +1,277 @@
+"""The save of a state into folders of the hosts' own: each rank writes one piece, and other hosts keep copies of it.
+
+Nothing is exchanged but copies, and what ordinary saves exchange too. When all pieces are complete, on all hosts, each
+host gives its folder of the state its final name. So a state that has its name on any host is complete, and what
+counts at a resume is whether the hosts that are left have all of its pieces.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import torch
+from transformers.utils import logging
+
+from ..accelerators import settle
+from ..checkpoint.safetensors import ShardToWrite
+from ..errors import ConfigError, SaveError
+from ..saving.files import Comparison, Publication, ShardWriter
+from ..saving.preparation import Finalizer
+from ..saving.save import Save
+from ..saving.targets import AnyPublication
+from ..saving.write import Put, bytes_of, execute_saves
+from ..sources.local import kind_of_file_system
+from .host_copies import copy_pieces, holders_of
+from .host_folders import (
+    MANIFEST,
+    PIECES,
+    RUNS,
+    Hosts,
+    HostState,
+    PieceRecord,
+    begin_in,
+    piece_name,
+    refuse_shared,
+    remove_states,
+    states_in,
+    tree_of,
+    whole_states,
+    write_tree,
+)
+
+
+logger = logging.get_logger(__name__)
+
+
+class HostSave(Save):
+    """A save into the folder of each host, of which as many other hosts keep copies as `copies` says.
+
+    Args:
+        steps: that the optimizer has made.
+        keep: states that stay, this one included.
+        beside: files of this rank that belong to the state too, by their names.
+        kwargs: those of :class:`.Save`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        copies: int,
+        steps: int,
+        keep: int = 1,
+        beside: Mapping[str, bytes] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._own_folder = Path(self._folder)
+        for name, value, least in (("copies", copies, 0), ("keep", keep, 1)):
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name}: expected a whole number from {least} on; got {value!r}")
+        self._copies, self._steps, self._keep, self._beside = copies, steps, keep, dict(beside or {})
+
+    def _together(self) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        stack.enter_context(super()._together())
+        with stack:  # an error leaves the meeting
+            self._hosts = Hosts.meet(self._coordinator)
+            refuse_shared(self._own_folder, self._hosts, self._coordinator)
+            return stack.pop_all()
+
+    def _must_wait(self) -> bool:
+        if self._coordinator.is_main:
+            logger.warning_once(
+                "This save is not made in the background: hosts exchange copies, which takes all ranks."
+            )
+        return True
+
+    def _begun(self) -> tuple[str, bool, Publication]:
+        return "all", self._settings.verify == "full", begin_in(self._own_folder)
+
+    def _reserve(self, folder: Path) -> None:
+        """Write headers alone, at the size of the shards, which takes no room."""
+        for name, shard in self._named_shards():
+            (folder / name).write_bytes(shard.header)
+            os.truncate(folder / name, shard.size_bytes)
+
+    def _named_shards(self) -> list[tuple[str, ShardToWrite]]:
+        """The shards of all plans, with their names in the folder of the state."""
+        return [named for each in self._plans for named in zip(each.names, each.shards, strict=True)]
+
+    def _write(self, publication: AnyPublication, finalizer: Finalizer) -> None:
+        settle(self.model.parameters())
+        coordinator, hosts = self._coordinator, self._hosts
+        is_leader = coordinator.rank == hosts.leader
+        own = coordinator.run_on_all(lambda: begin_in(self._own_folder) if is_leader else None)
+        try:
+            found = coordinator.run_on_all(lambda: states_in(self._own_folder) if is_leader else [])
+            paths, of_hosts = zip(
+                *coordinator.all_gather((None if own is None else own.temporary, found)), strict=True
+            )
+            state = self._write_pieces(paths[hosts.leader], hosts, [each for each in of_hosts if each])
+            with self._clock("publish"):
+                tree = coordinator.broadcast(partial(self._tree, publication, finalizer))
+                for of_rank in coordinator.all_gather(self._beside):
+                    tree |= of_rank
+                coordinator.run_on_all(lambda: None if own is None else self._commit(own, state, tree))
+        except BaseException:
+            if own is not None:
+                own.abandon()
+            raise
+        finally:
+            if coordinator.is_main:
+                publication.abandon()
+        # Only now: until all hosts have the new state, the older one is what a resume may need.
+        whole, _ = whole_states([each for each in of_hosts if each])
+        keeps = [state.name, *[each.name for each in whole if each.number < state.number][: self._keep - 1]]
+        coordinator.run_on_all(lambda: remove_states(self._own_folder, keeps) if is_leader else None)
+
+    def _write_pieces(self, temporary: Path, hosts: Hosts, of_hosts: Sequence[Any]) -> HostState:
+        """Write this rank's piece, and the copies of others', into the `temporary` folder of this host."""
+        coordinator = self._coordinator
+        copies = min(self._copies, len(hosts.ranks) - 1)
+        if copies < self._copies and coordinator.is_main:
+            logger.warning_once(
+                f"{self._own_folder}: {self._copies} copies on other hosts were asked for, and there are "
+                f"{len(hosts.ranks)} host(s). If one is lost, so may be the state."
+            )
+        mine = _joined(self._extents())
+        identity, *_ = coordinator.all_gather(uuid.uuid4().hex[:12])
+        tables = coordinator.all_gather(numpy.array(mine, dtype="<i8").reshape(-1, 3).tobytes())
+        of_ranks = [numpy.frombuffer(table, dtype="<i8").reshape(-1, 3) for table in tables]
+        sizes = [int((table[:, 2] - table[:, 1]).sum()) for table in of_ranks]
+        holders = holders_of(hosts, copies)
+
+        def path_of(rank: int) -> Path:
+            return temporary / PIECES / piece_name(rank)
+
+        def make_room() -> None:
+            wanted = {rank: sizes[rank] for rank, of_rank in enumerate(holders) if hosts.mine in of_rank}
+            if coordinator.rank == hosts.leader:
+                (temporary / PIECES).mkdir(mode=0o700)
+                _refuse_too_large(self._own_folder, sum(wanted.values()))
+                for rank, nbytes in wanted.items():
+                    _allocate(path_of(rank), nbytes)
+
+        coordinator.run_on_all(make_room)
+        self._fill(path_of(coordinator.rank), mine)
+        with self._clock("copy"):
+            digests = copy_pieces(coordinator, hosts, copies, sizes, path_of)
+        numbered = [numpy.insert(table, 0, rank, axis=1) for rank, table in enumerate(of_ranks)]
+        self._table = numpy.concatenate(numbered).astype("<i8").tobytes()
+        return HostState(
+            id=identity,
+            number=1 + max((each.number for of_host in of_hosts for each in of_host), default=0),
+            steps=self._steps,
+            hosts=hosts.names,
+            shards=[(name, len(shard.header), shard.size_bytes) for name, shard in self._named_shards()],
+            pieces=[PieceRecord(*each) for each in zip(sizes, digests, holders, strict=True)],
+        )
+
+    def _extents(self) -> Iterator[tuple[int, int, int]]:
+        """What this rank writes: the shard, counted over all plans, the first byte, and one past the last."""
+        first, rank = 0, self._coordinator.rank
+        for each in self._plans:
+            exchanged = [segment for of_round in each.plan.rounds for writer, segment in of_round if writer == rank]
+            for segment in (*each.plan.alone, *exchanged):
+                yield first + segment.shard, segment.position, segment.position + segment.nbytes
+            for it in each.plan.computations if rank == 0 else ():
+                yield first + it.shard, it.position, it.position + it.view.numel * it.view.node.dtype.itemsize
+            first += len(each.shards)
+
+    def _fill(self, path: Path, mine: Sequence[tuple[int, int, int]]) -> None:
+        with closing(ShardWriter([path])) as writer:
+            with self._clock("write"):
+                execute_saves(self._tasks(self._puts(writer, mine)), self._coordinator, self._threads())
+            self._memory.sample()
+            with self._clock("sync"):
+                self._coordinator.run_on_all(writer.sync)
+        if self._verify:
+            with self._clock("verify"), closing(Comparison([path])) as comparison:
+                execute_saves(self._tasks(self._puts(comparison, mine)), self._coordinator, self._threads())
+
+    def _puts(self, writer: ShardWriter, mine: Sequence[tuple[int, int, int]]) -> list[Put]:
+        """What takes the bytes of each plan, and puts them where they belong in the piece."""
+        places, end = [], 0
+        for _, start, stop in mine:
+            places.append(end)
+            end += stop - start
+
+        def put(first: int, shard: int, position: int, values: Sequence[torch.Tensor]) -> None:
+            number = bisect_right(mine, (first + shard, position, 2**63)) - 1
+            writer.put(0, places[number] + position - mine[number][1], [bytes_of(each) for each in values])
+
+        firsts = [sum(len(each.shards) for each in self._plans[:number]) for number in range(len(self._plans))]
+        return [partial(put, first) for first in firsts]
+
+    def _tree(self, publication: AnyPublication, finalizer: Finalizer) -> dict[str, bytes]:
+        """All files of the state but the pieces, which rank 0 has prepared; of shards the headers."""
+        if finalizer.write_rest is not None:
+            finalizer.write_rest(publication, {})  # pieces have digests of their own
+        headers = {name: shard.header for name, shard in self._named_shards()}
+        for name in headers:
+            (publication.temporary / name).unlink()
+        return tree_of(publication.temporary) | headers
+
+    def _commit(self, own: Publication, state: HostState, tree: Mapping[str, bytes]) -> None:
+        """Give the state its final name in the folder of this host."""
+        try:
+            place = own.temporary / state.name
+            write_tree(place, {**tree, MANIFEST: state.to_json().encode(), RUNS: self._table})
+            os.replace(own.temporary / PIECES, place / PIECES)
+        except OSError as error:
+            raise SaveError(f"{own.temporary}: cannot finish this state: {error.strerror or error}.") from error
+        own.commit("", "")
+
+
+def _joined(extents: Iterator[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Extents in order, as few as can be: those that follow each other are one."""
+    found: list[tuple[int, int, int]] = []
+    for shard, start, stop in sorted(extents):
+        if found and found[-1][0] == shard and found[-1][2] == start:
+            found[-1] = shard, found[-1][1], stop
+        else:
+            found.append((shard, start, stop))
+    return found
+
+
+def _refuse_too_large(folder: Path, nbytes: int) -> None:
+    """Raise a SaveError if there is no room for `nbytes` in the `folder`, or in the memory that it lies in."""
+    room, of_what = shutil.disk_usage(folder).free, "disk"
+    if kind_of_file_system(str(folder)) in ("tmpfs", "ramfs"):
+        room, of_what = min(room, psutil.virtual_memory().available), "memory"
+    if nbytes > room:
+        raise SaveError(
+            f"{folder}: this host would keep {nbytes} bytes of a state there, copies of other hosts' included; "
+            f"{room} bytes of {of_what} are free. Ask for fewer copies, or give a folder on a larger disk. What was "
+            "there before has not been touched."
+        )
+
+
+def _allocate(path: Path, nbytes: int) -> None:
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        try:
+            if nbytes:
+                os.posix_fallocate(handle, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            os.ftruncate(handle, nbytes)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise SaveError(
+            f"{path}: cannot make a file of {nbytes} bytes: {error.strerror or error}. What was there before has not "
+            "been touched."
+        ) from error

@@ -1,0 +1,97 @@
+"""The Trainer with states on hosts: a host is killed, others go on with the bits of a resume from a shared disk."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import hf_zero_stream
+from hf_zero_stream import HostStates
+from tests.state.test_fsdp2_hooks import trainer_of
+from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.hosts import can_mount
+from tests.support.saving import different
+from tests.support.simulated_hosts import join_host
+from tests.support.training_state import TrainerRun
+
+
+pytestmark = pytest.mark.skipif(not can_mount(), reason="mounting in a namespace of its own is not allowed here")
+
+Checkpoint = Callable[..., Path]
+STOP, STEPS = 4, 6
+
+
+class Ends(transformers.TrainerCallback):
+    """Ends this process, or the training, at the beginning of a step."""
+
+    def __init__(self, step: int, dies: bool) -> None:
+        self.step, self.dies = step, dies
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step and not self.dies
+
+
+def train(
+    checkpoint: Path, work: Path, hosts: Sequence[str], run: TrainerRun, output: str, stop: int, victim: int = -1
+) -> dict[str, Any]:
+    """Go on from the newest state, by one rank on each of `hosts`, up to step `stop`, where rank `victim` dies."""
+    import torch.distributed as dist
+
+    folder = work / "memory"
+    join_host(hosts, work / "memories", folder)
+    with hf_zero_stream.streaming():
+        trainer, taken = trainer_of(checkpoint, work / output, run)
+        trainer.args.save_steps, trainer.args.remove_unused_columns = 1, False
+        states = HostStates(folder, job=output)
+        if victim < 0 or victim == dist.get_rank():
+            trainer.add_callback(Ends(stop, dies=victim >= 0))
+        resumed = states.attach(trainer, every=1)
+        trainer.train(resume_from_checkpoint=resumed)
+        trainer.save_model(str(work / f"{output} at step {stop}"))
+    return {
+        "resumed": str(resumed),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "taken": taken,
+        "left": [path.name for path in folder.rglob("state-*")],
+    }
+
+
+@pytest.mark.parametrize("zero", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["ZeRO-3", "FSDP2"])
+def test_a_host_is_killed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, zero: bool) -> None:
+    """The two that are left go on, then a third one comes back: as from a shared disk, of which nothing is there."""
+    (tmp_path / "memory").mkdir()
+    checkpoint, run = zoo_checkpoint("llama"), TrainerRun(zero=zero)
+    victim, step = random.randrange(3), random.randrange(1, STOP)
+    outcomes = run_ranks_expecting_errors(3, train, checkpoint, tmp_path, "abc", run, "hosts", step, victim)
+    assert outcomes[victim].error_type == "Died", outcomes
+    shutil.rmtree(tmp_path / "memories" / "abc"[victim])
+    shutil.copytree(tmp_path / "hosts" / f"checkpoint-{step}", tmp_path / "shared" / f"checkpoint-{step}")
+
+    rest, found = "abc".replace("abc"[victim], ""), {}
+    for hosts, stop in ((rest, STOP), ("abc", STEPS)):
+        shutil.rmtree(tmp_path / "hosts")
+        shutil.rmtree(tmp_path / "memory" / "hf_zero_stream-shared", ignore_errors=True)
+        for output in ("hosts", "shared"):
+            found[output] = run_ranks(len(hosts), train, checkpoint, tmp_path, hosts, run, output, stop)
+            for memory in (tmp_path / "memories").iterdir():  # the shared disk alone is to be gone on from there
+                shutil.rmtree(memory / "hf_zero_stream-shared", ignore_errors=True)
+        for of_hosts, of_shared in zip(found["hosts"], found["shared"], strict=True):
+            assert of_hosts["resumed"].startswith(str(tmp_path / "memory" / "hf_zero_stream-hosts" / "state-"))
+            assert of_shared["resumed"].startswith(str(tmp_path / "shared" / "checkpoint-"))
+            assert (of_hosts["losses"], of_hosts["taken"]) == (of_shared["losses"], of_shared["taken"])
+            assert bool(of_hosts["left"]) == (stop < STEPS)
+        names = different(*(tmp_path / f"{output} at step {stop}" for output in ("hosts", "shared")))
+        assert set(names) <= {"training_args.bin"}
+    assert len(found["hosts"][0]["losses"]) == STEPS

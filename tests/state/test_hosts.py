@@ -1,0 +1,221 @@
+"""States in the folders of hosts: any hosts that have all pieces go on, with the bits of a state on a shared disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors import safe_open
+
+from tests.state.test_refused import message_of
+from tests.support.cluster import run_ranks
+from tests.support.hosts import can_mount, move_to_host
+from tests.support.saving import different
+from tests.support.simulated_hosts import join_host
+from tests.support.training_state import engine_of, plain_training, state_config, train, train_plain, two_groups
+
+
+pytestmark = pytest.mark.skipif(not can_mount(), reason="mounting in a namespace of its own is not allowed here")
+
+Checkpoint = Callable[..., Path]
+
+
+def train_and_save(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], stage: int, copies: int) -> Any:
+    """Save after 2 steps and after 4, on hosts; and on a shared disk."""
+    import hf_zero_stream
+
+    join_host(hosts, disks, folder)
+    engine = engine_of(checkpoint, state_config(stage), two_groups)
+    losses = train(engine, range(2))
+    hf_zero_stream.save_state(engine, folder, hosts=True, copies=copies, data={"position": 7})
+    losses += train(engine, range(2, 4))
+    hf_zero_stream.save_state(engine, folder, hosts=True, copies=copies, keep=2, data={"position": 8})
+    hf_zero_stream.save_state(engine, disks.parent / "shared")
+    return losses + train(engine, range(4, 6))
+
+
+def resume(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], stage: int) -> dict[str, Any]:
+    """The losses of two steps, from what hosts have, and from the shared disk."""
+    import hf_zero_stream
+
+    join_host(hosts, disks, folder)
+    found = {}
+    for name in ("hosts", "shared"):
+        engine = engine_of(checkpoint, state_config(stage), two_groups)
+        if name == "hosts":
+            resumed = hf_zero_stream.load_state(engine, folder, hosts=True)
+            assert (resumed.tag, resumed.data) == ("global_step4", {"position": 8})
+        else:
+            hf_zero_stream.load_state(engine, disks.parent / "shared")
+        found[name] = train(engine, range(4, 6))
+        hf_zero_stream.save_state(engine, disks.parent / f"again {name}")
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_of_three_hosts_go_on(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
+    """And other numbers of ranks, and a host that has nothing."""
+    disks, folder = tmp_path / "disks", tmp_path / "own"
+    folder.mkdir()
+    checkpoint = zoo_checkpoint("qwen3_moe")
+    run_ranks(3, train_and_save, checkpoint, disks, folder, "abc", stage, 1)
+    assert len(list((disks / "a").glob("state-*"))) == 2
+    shutil.rmtree(disks / "b")
+    for hosts in ("ac", "cada"):
+        for found in run_ranks(len(hosts), resume, checkpoint, disks, folder, hosts, stage):
+            assert found["hosts"] == found["shared"]
+        assert different(tmp_path / "again hosts", tmp_path / "again shared") == []
+
+
+# ------------------------------------------------------------------------------------------------ what is not whole
+
+
+def save_plain(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], **kwargs: Any) -> list[str]:
+    """Save after one step and after two; the messages of errors."""
+    import hf_zero_stream
+
+    join_host(hosts, disks, folder)
+    model, optimizer, scheduler = plain_training(checkpoint, None)
+    errors = []
+    for step in range(2):
+        train_plain(model, optimizer, scheduler, [step])
+        errors.append(
+            message_of(
+                lambda: hf_zero_stream.save_state(
+                    model, folder, optimizer=optimizer, scheduler=scheduler, hosts=True, keep=2, **kwargs
+                )
+            )
+        )
+    return errors
+
+
+def load_plain(
+    checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], verify: Any = "sizes"
+) -> tuple[int, str]:
+    """The step that is gone on from; the message of an error."""
+    import hf_zero_stream
+
+    join_host(hosts, disks, folder)
+    model, optimizer, scheduler = plain_training(checkpoint, None)
+    found = []
+
+    def load() -> None:
+        with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(verify=verify)):
+            resumed = hf_zero_stream.load_state(model, folder, optimizer=optimizer, scheduler=scheduler, hosts=True)
+        found.append(resumed.counters["global_steps"])
+
+    message = message_of(load)
+    return (*found, 0)[0], message
+
+
+def test_the_newest_that_is_whole(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    disks, folder = tmp_path / "disks", tmp_path / "own"
+    folder.mkdir()
+    checkpoint = zoo_checkpoint("llama")
+    assert run_ranks(3, save_plain, checkpoint, disks, folder, "abc") == [["no error"] * 2] * 3
+    # Its temporary folders are gone, and nobody else may look.
+    assert [path.name for path in (disks / "a").iterdir() if not path.name.startswith("state-")] == []
+    older, newer = sorted((disks / "a").glob("state-*"))
+    modes = {path.stat().st_mode & 0o777 for path in [newer, *(newer / "pieces").iterdir()]}
+    assert modes == {0o700, 0o600}
+    # A stock reader is not given zeros.
+    with pytest.raises(Exception, match="(?i)incomplete|invalid|header"):
+        safe_open(newer / "model.safetensors", "pt")
+
+    # A piece that has changed is found, if all is verified, and can be removed.
+    piece = disks / "a" / newer.name / "pieces" / "rank-00000"
+    before = piece.read_bytes()
+    piece.write_bytes(bytes([before[0] ^ 1]) + before[1:])
+    for _, message in run_ranks(2, load_plain, checkpoint, disks, folder, "ab", "full"):
+        assert "rank-00000: expected bytes with the CRC-32" in message
+    piece.write_bytes(before)
+
+    # Of the newer one, b has rank 0's piece and its own alone.
+    (disks / "b" / newer.name / "pieces" / "rank-00001").unlink()
+    assert run_ranks(2, load_plain, checkpoint, disks, folder, "bc") == [(2, "no error")] * 2  # c has a copy of it
+    (disks / "c" / newer.name / "pieces" / "rank-00001").write_bytes(b"cut")
+    assert run_ranks(2, load_plain, checkpoint, disks, folder, "bc") == [(1, "no error")] * 2
+    for _, message in run_ranks(1, load_plain, checkpoint, disks, folder, "c"):
+        assert "rank-00000" in message and "which lie on a, b" in message and "rank-00002" not in message, message
+        assert newer.name in message and older.name in message
+    for _, message in run_ranks(1, load_plain, checkpoint, disks, folder, "d"):
+        assert "no host has a state there" in message
+
+
+@pytest.mark.parametrize("fault", ["shared", "link", "others write", "no room"])
+def test_folders_that_are_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, fault: str) -> None:
+    checkpoint, folder = zoo_checkpoint("llama"), tmp_path / "own"
+    expected = {
+        "shared": "see the same one",
+        "link": "is a link",
+        "others write": "may be written by others",
+        "no room": "are free",
+    }[fault]
+    folder.mkdir()
+    for of_rank in run_ranks(2, save_refused, checkpoint, tmp_path / "disks", folder, fault):
+        assert expected in of_rank, of_rank
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"] == []
+
+
+def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str:
+    import hf_zero_stream
+    from hf_zero_stream.state import host_save
+
+    if fault == "shared":
+        move_to_host("ab"[dist.get_rank()])
+    else:
+        join_host("ab", disks, folder)
+    if fault == "link" and dist.get_rank() == 1:
+        (folder / "real").mkdir()
+        (folder / "state").symlink_to(folder / "real")
+    if fault == "others write" and dist.get_rank() == 1:
+        (folder / "state").mkdir()
+        (folder / "state").chmod(0o777)
+    if fault == "no room" and dist.get_rank() == 1:
+        usage = shutil.disk_usage(folder)._replace(free=1000)
+        host_save.shutil.disk_usage = lambda path: usage  # type: ignore[assignment]
+    model, optimizer, scheduler = plain_training(checkpoint, None)
+    train_plain(model, optimizer, scheduler, [0])
+    return message_of(lambda: hf_zero_stream.save_state(model, folder / "state", optimizer=optimizer, hosts=True))
+
+
+def test_one_process(tmp_path: Path) -> None:
+    """Without a process group: one host, and no copies."""
+    import torch
+
+    import hf_zero_stream
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(5, 3)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make()
+    with pytest.raises(RuntimeError, match="the job crashes"), hf_zero_stream.HostStates(tmp_path, job="a") as states:
+        assert states.load(model, optimizer=optimizer) is None
+        step(model, optimizer)
+        states.save(model, optimizer=optimizer, data=[1])
+        hf_zero_stream.save_state(model, tmp_path / "shared", optimizer=optimizer, data=["shared"])
+        step(model, optimizer)
+        raise RuntimeError("the job crashes")
+    step_again, _ = again = make()
+    with hf_zero_stream.HostStates(tmp_path, job="b") as other:
+        assert other.load(step_again, optimizer=again[1]) is None
+    with hf_zero_stream.HostStates(tmp_path, job="a") as states:
+        resumed = states.load(step_again, tmp_path / "shared", optimizer=again[1])
+        assert resumed is not None and resumed.data == [1]
+        step(*again)
+        assert torch.equal(step_again.weight, model.weight)
+        hf_zero_stream.save_state(step_again, tmp_path / "shared", optimizer=again[1], data=["newer"])
+        resumed = states.load(step_again, tmp_path / "shared", optimizer=again[1])
+        assert resumed is not None and resumed.data == ["newer"]
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
