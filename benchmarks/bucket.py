@@ -4,8 +4,8 @@
     python -m benchmarks.bucket --server azure --repeats 3           # Azurite, if it is installed
 
 The server runs in a process of its own, on the same cores. Both arms begin with the model loaded (or the bytes in
-memory) and end when all objects are there; they take turns in the same processes. A rank of ours may take two parts and
-64 MiB of memory.
+memory) and end when all objects are there; they take turns in the same processes. A rank of ours may take two parts
+and 64 MiB of memory.
 """
 
 import argparse
