@@ -4,8 +4,8 @@
     python -m benchmarks.bucket --server azure --repeats 3           # Azurite, if it is installed
 
 The server runs in a process of its own, on the same cores. Both arms begin with the model loaded (or the bytes in
-memory) and end when all objects are there; the first request of a process is made before. `parts` is the memory that a
-rank of ours may take: two parts and 64 MiB.
+memory) and end when all objects are there; they take turns in the same processes. A rank of ours may take two parts
+and 64 MiB of memory.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import run
 from benchmarks.rank import seconds_of
 from benchmarks.save import CONFIG
-from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.support.buckets import ACCOUNT, BUCKET, Requests, azure_container, s3_bucket
 
 
@@ -34,8 +33,8 @@ ARMS = ("ours", "obstore")
 URLS = {"s3": f"s3://{BUCKET}/saved", "azure": f"az://{ACCOUNT}/{BUCKET}/saved"}
 
 
-def measure(arm: str, source: str, url: str, shard_bytes: int) -> dict[str, Any]:
-    """Save once, with all ranks; returns this rank's seconds and bytes."""
+def measure(source: str, url: str, shard_bytes: int, repeats: int) -> dict[str, Any]:
+    """Save by both arms in turn, with all ranks; returns this rank's seconds and bytes."""
     import deepspeed
     import obstore
 
@@ -51,24 +50,24 @@ def measure(arm: str, source: str, url: str, shard_bytes: int) -> dict[str, Any]
     RemoteFolder(url).names()
     store, key = located(joined(url, f"raw-{dist.get_rank()}"))
     opened = open_store(store, {})
+    grown = [0]
 
-    def work() -> None:
-        if arm == "ours":
-            hf_zero_stream.save_pretrained(model, url, max_shard_size=shard_bytes)
-        else:
-            obstore.put(opened, key, memoryview(values.numpy()))
+    def save() -> None:
+        report = hf_zero_stream.save_pretrained(model, url, max_shard_size=shard_bytes)
+        grown.append(max(rank.anonymous_growth_peak for rank in report.ranks))
+
+    def put() -> None:
+        obstore.put(opened, key, memoryview(values.numpy()))
+        dist.barrier()
+
+    found: dict[str, Any] = {arm: [] for arm in ARMS}
+    for repeat in range(repeats):
+        for arm in Random(repeat).sample(ARMS, len(ARMS)):
             dist.barrier()
-
-    dist.barrier()
-    with AnonymousMemory() as memory:
-        seconds, _ = seconds_of(work)
+            seconds, _ = seconds_of(save if arm == "ours" else put)
+            found[arm].append(seconds)
     dist.destroy_process_group()
-    return {
-        "seconds": seconds,
-        "bytes": nbytes,
-        "anonymous_growth_bytes": memory.growth_peak,
-        "allowed_bytes": 2 * part_bytes(shard_bytes) + 64 * 2**20,
-    }
+    return {**found, "grown": max(grown), "allowed": 2 * part_bytes(shard_bytes) + 64 * 2**20}
 
 
 def serve(kind: str, pipe: Any) -> None:
@@ -82,23 +81,6 @@ def serve(kind: str, pipe: Any) -> None:
             pipe.send(sum(nbytes for _, _, nbytes in shards))
 
 
-def run_one(arm: str, kind: str, source: Path, world_size: int, shard_bytes: int) -> dict[str, Any]:
-    """One save into a new bucket; the most that any rank took."""
-    mine, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(kind, theirs))
-    server.start()
-    try:
-        environment = mine.recv()
-        task = json.dumps([arm, str(source), URLS[kind], shard_bytes])
-        ranks = run(task, world_size, 900, module="benchmarks.bucket", **environment)
-        mine.send(None)
-        sent = mine.recv()
-    finally:
-        server.terminate()
-        server.join()
-    return {**{key: max(rank[key] for rank in ranks) for key in ranks[0]}, "sent_bytes": sent}
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare saves into a bucket with what obstore alone needs.")
     parser.add_argument("--gigabytes", type=float, default=0.4, help="size of the checkpoint, in units of 10^9 bytes")
@@ -109,23 +91,28 @@ def main(arguments: list[str] | None = None) -> int:
     settings = parser.parse_args(arguments)
     checkpoint = cached_checkpoint("moe", settings.gigabytes, fp32=False)
     print(f"{checkpoint.nbytes / 1e9:.2f} GB, bf16\n{machine.in_words(machine.describe(checkpoint.folder))}")
-    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-    for repeat in range(settings.repeats):
-        for arm in Random(repeat).sample(ARMS, len(ARMS)):
-            shard_bytes = settings.shard_megabytes * 10**6
-            one = run_one(arm, settings.server, checkpoint.folder, settings.world, shard_bytes)
-            found[arm].append(one)
-            print(f"{repeat + 1}: {arm}: {one['seconds']:.2f} s", flush=True)
-    print("\n| arm | seconds (range) | of obstore | anonymous MiB | allowed MiB | bytes of shards sent |")
-    print("|---|--:|--:|--:|--:|--:|")
-    for arm, runs in found.items():
-        seconds = [one["seconds"] for one in runs]
-        ratio = median(one["seconds"] / other["seconds"] for one, other in zip(runs, found["obstore"], strict=True))
-        print(
-            f"| {arm} | {median(seconds):.2f} ({min(seconds):.2f} - {max(seconds):.2f}) | {ratio:.2f}x "
-            f"| {max(one['anonymous_growth_bytes'] for one in runs) / 2**20:.0f} "
-            f"| {runs[0]['allowed_bytes'] / 2**20:.0f} | {runs[0]['sent_bytes'] / checkpoint.nbytes:.3f}x |"
-        )
+    mine, theirs = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(settings.server, theirs))
+    server.start()
+    try:
+        environment = mine.recv()
+        task = [str(checkpoint.folder), URLS[settings.server], settings.shard_megabytes * 10**6, settings.repeats]
+        ranks = run(json.dumps(task), settings.world, 1800, module="benchmarks.bucket", **environment)
+        mine.send(None)
+        sent = mine.recv()
+    finally:
+        server.terminate()
+        server.join()
+    of_arms = {arm: [max(each) for each in zip(*(rank[arm] for rank in ranks), strict=True)] for arm in ARMS}
+    print("\n| arm | seconds (range) | of obstore |\n|---|--:|--:|")
+    for arm, seconds in of_arms.items():
+        ratio = median(one / other for one, other in zip(seconds, of_arms["obstore"], strict=True))
+        print(f"| {arm} | {median(seconds):.2f} ({min(seconds):.2f} - {max(seconds):.2f}) | {ratio:.2f}x |")
+    grown, allowed = (max(rank[key] for rank in ranks) / 2**20 for key in ("grown", "allowed"))
+    print(f"\nA rank of ours grew by at most {grown:.0f} MiB; allowed are {allowed:.0f} MiB.")
+    if settings.server == "s3":
+        times = sent / checkpoint.nbytes / settings.repeats
+        print(f"Ours sent each byte {times:.3f} times, headers of requests not counted.")
     return 0
 
 
