@@ -208,12 +208,6 @@ class Publication:
         _held[temporary] = _hold(temporary, fcntl.LOCK_SH)
         return cls(folder, temporary)
 
-    def read(self, path: str, start: int, nbytes: int) -> bytes:
-        """Some bytes of a file in :attr:`temporary`; raises an OSError."""
-        with open(path, "rb") as file:
-            file.seek(start)
-            return file.read(nbytes)
-
     def abandon(self) -> None:
         """Remove everything that has been written, unless files have begun to get their final names."""
         if not (self.temporary / _LIST).exists():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -178,10 +178,10 @@ def _read_file(path: str, start: int, nbytes: int) -> bytes:
         return file.read(nbytes)
 
 
-def fingerprint_of_new(folder: Path, known: KnownHeaders | None = None, read: ReadBytes = _read_file) -> str | None:
+def fingerprint_of_new(folder: Path, known: KnownHeaders | None = None, read: ReadBytes | None = None) -> str | None:
     """Give the :func:`fingerprint` of weights that were written just now: an OSError or a ReadError if need be.
 
-    Their headers are in the `folder`, and `read` gives their bytes.
+    Their headers are in the `folder`, and so are their bytes, unless `read` gives these from a server.
     """
     return _fingerprint_of(read_map(_files(folder), known=known), read)
 
@@ -201,7 +201,7 @@ def _fingerprint_at(folder: UrlPath) -> str | None:
         return _fingerprint_of(found, read)
 
 
-def _fingerprint_of(found: CheckpointMap, read: ReadBytes) -> str | None:
+def _fingerprint_of(found: CheckpointMap, read: ReadBytes | None) -> str | None:
     entries = found.entries
     names = sorted(entries)
     names = names[:: -(-len(names) // _MOST_TENSORS) or 1]
@@ -209,11 +209,15 @@ def _fingerprint_of(found: CheckpointMap, read: ReadBytes) -> str | None:
     def sample(name: str) -> bytes:
         entry = entries[name]
         start = max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2)
-        return read(found.shards[entry.shard].path, start, min(_SAMPLE_BYTES, entry.stop - entry.start))
+        return (read or _read_file)(
+            found.shards[entry.shard].path, start, min(_SAMPLE_BYTES, entry.stop - entry.start)
+        )
 
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
-        for name, data in zip(names, threads.map(sample, names), strict=True):
+    with ExitStack() as stack:
+        # Servers are asked side by side. A save in the background may end when the interpreter has no pools any more.
+        side_by_side = None if read is None else stack.enter_context(ThreadPoolExecutor(_READS_AT_ONCE)).map
+        for name, data in zip(names, (side_by_side or map)(sample, names), strict=True):
             digest.update(f"{name} {entries[name].dtype} {list(entries[name].shape)} ".encode())
             digest.update(data)
     return digest.hexdigest() if names else None

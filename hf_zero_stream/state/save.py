@@ -40,7 +40,7 @@ from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.background import ALL
-from ..saving.files import finish_interrupted
+from ..saving.files import Publication, finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Finalizer, LayOut, SaveItem
@@ -224,7 +224,8 @@ def save_state(
                 return fingerprint(publication.temporary.parent, known)  # the final folder, around the temporary one
             if has_base or hosts:  # what is trained beside a base is in the state too
                 return None
-            return fingerprint_of_new(publication.temporary, known, publication.read)
+            read = None if isinstance(publication, Publication) else publication.read
+            return fingerprint_of_new(publication.temporary, known, read)
 
         names = names_of(training, keys, exact, has_base=has_base) if coordinator.is_main else {}  # rank 0 writes them
         # DeepSpeed has tools for the states of such an engine.
