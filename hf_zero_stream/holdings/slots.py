@@ -104,11 +104,13 @@ class Slot:
         Blocks are counted from the slot's first element on, padding too. So all of its tensors belong to the slot as
         it is, and to no other part of the parameters.
         """
-        several = [it for it in self.entries.values() if isinstance(it, torch.Tensor) and it.numel() > 1]
-        numel = local_of(self.values).numel()
+        tensors = [it for it in self.entries.values() if isinstance(it, torch.Tensor)]
+        codes = [it for it in tensors if it.dtype == torch.uint8]
+        if self.is_swapped or not codes:  # as nearly always
+            return False
+        several, numel = [it for it in tensors if it.numel() > 1], local_of(self.values).numel()
         return (
-            not self.is_swapped
-            and any(it.dtype == torch.uint8 and it.numel() >= numel for it in several)
+            any(it.numel() >= numel for it in codes if it.numel() > 1)
             and not all(_is_laid_out(it, self.values) for it in several)
             and all(_is_plain(it) and it.is_contiguous() for it in several)
         )
