@@ -25,7 +25,9 @@ from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.visitor import Visitor
 from ..engine.execute import run_in_threads
 from ..engine.load import Load
+from ..engine.places import cached_folder
 from ..engine.verification import digest_of
+from ..errors import UnsupportedError
 from ..holdings.fsdp import original_class
 from ..holdings.holder import holdings
 from ..holdings.introspection import LOADED_FROM, is_adapted, whole_of
@@ -34,6 +36,7 @@ from ..loading.dry_load import lazily_loaded, lazily_loaded_like
 from ..ranks.coordinator import Coordinator
 from ..saving.preparation import quiet
 from ..seams.ds_config import settings_in_force
+from .layout import files_of
 
 
 _WORD = 2**64
@@ -276,10 +279,14 @@ def _own_part(
     path, arguments = place
     with closing(load), quiet(is_main=False), torch.no_grad():
         how = {"dtype": widest, "is_quiet": True, "ignore_mismatched_sizes": True, **arguments}
-        lazy, missing, _ = lazily_loaded_like(module, path, load, **how)
-        convert_lazy(module, lazy, missing)
-        views, chosen = _views_in(lazy, missing), {}
-        names = _names_in(model, module)
+        try:
+            lazy, missing, _ = lazily_loaded_like(module, path, load, **how)
+        except UnsupportedError:  # quantised, as transformers dequantises it after a load only
+            views = _views_in_files(path, arguments, load)
+        else:
+            convert_lazy(module, lazy, missing)
+            views = _views_in(lazy, missing)
+        names, chosen = _names_in(model, module), {}
         for name, aliases in names.items():
             shapes = {digest.shape for digest in sought.get(name, ())}
             for alias in aliases:
@@ -298,6 +305,14 @@ def _own_part(
 def _views_in(lazy: nn.Module, missing: set[str]) -> dict[str, LazyTensor]:
     named = [*lazy.named_parameters(remove_duplicate=False), *lazy.named_buffers(remove_duplicate=False)]
     return {name: it for name, it in named if name not in missing and isinstance(it, LazyTensor)}
+
+
+def _views_in_files(path: str, arguments: Mapping[str, Any], load: Load) -> dict[str, LazyTensor]:
+    """What a checkpoint has under the names in its files, where what is not quantised has those of the model."""
+    folder = cached_folder(path, arguments.get("revision")) / (arguments.get("subfolder") or "")
+    pieces = load.open([*map(str, files_of(folder, None))], None)
+    found = {name: it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
+    return {name: it for name, it in found.items() if isinstance(it, LazyTensor)}
 
 
 def _inside_wrappers(
