@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -178,12 +178,14 @@ def _read_file(path: str, start: int, nbytes: int) -> bytes:
         return file.read(nbytes)
 
 
-def fingerprint_of_new(folder: Path, known: KnownHeaders | None = None, read: ReadBytes = _read_file) -> str | None:
+def fingerprint_of_new(
+    folder: Path, known: KnownHeaders | None = None, read: ReadBytes = _read_file, *, is_remote: bool = False
+) -> str | None:
     """Give the :func:`fingerprint` of weights that were written just now: an OSError or a ReadError if need be.
 
-    Their headers are in the `folder`, and `read` gives their bytes.
+    Their headers are in the `folder`, and `read` gives their bytes, of which it asks a server if it `is_remote`.
     """
-    return _fingerprint_of(read_map(_files(folder), known=known), read)
+    return _fingerprint_of(read_map(_files(folder), known=known), read, is_remote=is_remote)
 
 
 def _fingerprint_at(folder: UrlPath) -> str | None:
@@ -198,10 +200,10 @@ def _fingerprint_at(folder: UrlPath) -> str | None:
         return bytes(data)
 
     with closing(source):
-        return _fingerprint_of(found, read)
+        return _fingerprint_of(found, read, is_remote=True)
 
 
-def _fingerprint_of(found: CheckpointMap, read: ReadBytes) -> str | None:
+def _fingerprint_of(found: CheckpointMap, read: ReadBytes, *, is_remote: bool) -> str | None:
     entries = found.entries
     names = sorted(entries)
     names = names[:: -(-len(names) // _MOST_TENSORS) or 1]
@@ -212,8 +214,9 @@ def _fingerprint_of(found: CheckpointMap, read: ReadBytes) -> str | None:
         return read(found.shards[entry.shard].path, start, min(_SAMPLE_BYTES, entry.stop - entry.start))
 
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
-        for name, data in zip(names, threads.map(sample, names), strict=True):
+    with ThreadPoolExecutor(_READS_AT_ONCE) if is_remote else nullcontext() as threads:
+        # Files are read without threads: when the interpreter ends, a save in the background can start none.
+        for name, data in zip(names, (threads.map if threads else map)(sample, names), strict=True):
             digest.update(f"{name} {entries[name].dtype} {list(entries[name].shape)} ".encode())
             digest.update(data)
     return digest.hexdigest() if names else None

@@ -194,7 +194,8 @@ def save_state(
                 return fingerprint(publication.temporary.parent, known)  # the final folder, around the temporary one
             if is_adapted(training.model):  # adapters have the values that are trained in the state too
                 return None
-            return fingerprint_of_new(publication.temporary, known, publication.read)
+            is_remote = not isinstance(place, Path)
+            return fingerprint_of_new(publication.temporary, known, publication.read, is_remote=is_remote)
 
         act = save.start if asynchronous else save.run
         names = names_of(training, keys, exact) if coordinator.is_main else {}  # rank 0 writes them
