@@ -22,7 +22,7 @@ PART_BYTES = 8 * 2**20
 
 MOST_PARTS = 10_000
 
-IN_FLIGHT_BYTES = 32 * 2**20
+IN_FLIGHT_BYTES = 16 * 2**20
 """Parts that are on their way at the same time, and one at least: with the one that is being filled, and what a round
 of the exchange between ranks takes, a rank has two parts and 64 MiB at most."""
 
