@@ -183,7 +183,7 @@ def fingerprint_of_new(folder: Path, known: KnownHeaders | None = None, read: Re
 
     Their headers are in the `folder`, and so are their bytes, unless `read` gives these from a server.
     """
-    return _fingerprint_of(read_map(_files(folder), known=known), read, is_remote=is_remote)
+    return _fingerprint_of(read_map(_files(folder), known=known), read)
 
 
 def _fingerprint_at(folder: UrlPath) -> str | None:
@@ -198,7 +198,7 @@ def _fingerprint_at(folder: UrlPath) -> str | None:
         return bytes(data)
 
     with closing(source):
-        return _fingerprint_of(found, read, is_remote=True)
+        return _fingerprint_of(found, read)
 
 
 def _fingerprint_of(found: CheckpointMap, read: ReadBytes | None) -> str | None:
