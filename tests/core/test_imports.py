@@ -276,6 +276,7 @@ PUBLIC = {
 """Modules that any room that may import the package may import from."""
 
 HOMES = {
+    "torch.optim.optimizer": ("hf_zero_stream.saving.snapshot",),  # register_optimizer_step_pre_hook
     "torch.utils.cpp_extension": ("hf_zero_stream.extensions",),
     "transformers.models.auto": ("hf_zero_stream.auto",),
     "transformers.quantizers": ("hf_zero_stream.cli.models",),

@@ -141,7 +141,11 @@ NF4_TEXT = "q_proj.weight.quant_state.bitsandbytes__nf4"
 LYING: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "no scales": ("fp8", change("gate_proj.weight_scale_inv", lambda _: None), "weight in torch.float8.*no scales"),
     "too few scales": ("fp8", change("o_proj.weight_scale_inv", lambda it: it[:-1]), "o_proj.weight: .*dequantise"),
-    "scales of other groups": ("mxfp4", change("proj_scales", lambda it: it[..., :1]), "does not match scales.shape"),
+    "scales of other groups": (
+        "mxfp4",
+        change("proj_scales", lambda it: it[..., :1]),
+        "down_proj: .*expected scales of shape",
+    ),
     "no zero points": ("int4", change("q_proj.weight_zero_point", lambda _: None), "q_proj.weight: .*dequantise"),
     "other bits": ("int4", set_bits, "proj.weight: .*dequantise"),
     "no SCB": ("int8", change("q_proj.SCB", lambda _: None), "q_proj.weight in torch.int8, and no scales"),

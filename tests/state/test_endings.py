@@ -43,7 +43,8 @@ def write_when_the_program_ends(*arguments):
 
 
 os.pwritev = write_when_the_program_ends
-saved = hf_zero_stream.save_state(model, folder, optimizer=optimizer, tag="last", asynchronous=True)
+how = {"asynchronous": True, "snapshot_bytes": "all"}  # so that values may be changed
+saved = hf_zero_stream.save_state(model, folder, optimizer=optimizer, tag="last", **how)
 with torch.no_grad():
     for param in model.parameters():
         param.fill_(7)  # the bytes are those of the call
