@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -158,24 +157,16 @@ class Comparison(ShardWriter):
                 raise self._error(shard, position, len(buffer), "the file does not hold what was written to it")
             position += len(buffer)
 
-    def compare(self, shard: int, position: int, nbytes: int, digest: bytes) -> None:
-        """Raise :class:`SaveError` if the :func:`digest_of` these bytes is another one."""
+    def compare(self, shard: int, position: int, nbytes: int, digest: int) -> None:
+        """Raise :class:`SaveError` if the digest of these bytes is another one."""
         handle = self._handle(shard)
         os.posix_fadvise(handle, position, nbytes, os.POSIX_FADV_DONTNEED)
         try:
             found = os.pread(handle, nbytes, position)
         except OSError as error:
             raise self._error(shard, position, nbytes, error) from error
-        if digest_of([memoryview(found)]) != digest:
+        if digest_of_bytes(position, [found]) != digest:
             raise self._error(shard, position, nbytes, "the file does not hold what was written to it")
-
-
-def digest_of(buffers: Sequence[memoryview]) -> bytes:
-    """The same 16 bytes for the same bytes, one buffer after the other."""
-    state = hashlib.blake2b(digest_size=16)
-    for buffer in buffers:
-        state.update(buffer)
-    return state.digest()
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..accelerators import is_accelerator, side_streams
 from ..bindings.table import installed
+from ..checkpoint.file_digests import digest_of_bytes
 from ..holdings.steps import Steps
 from ..ranks.coordinator import Coordinator
 from ..registry.rows import PatchScope
-from .files import Comparison, ShardWriter, digest_of
+from .files import Comparison, ShardWriter
 from .live import LiveValues
 from .parameters import Values, opened
 from .plan import Segment
@@ -86,7 +87,7 @@ class Snapshot:
         """Those that are not written, in the order of the files."""
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._written: list[tuple[int, int, int, int, bytes]] | None = [] if verifies else None
+        self._written: list[tuple[int, int, int, int, int]] | None = [] if verifies else None
         self._watching = ExitStack()
         self.copied_bytes, self.held_seconds = 0, 0.0
 
@@ -307,7 +308,7 @@ class Snapshot:
     def _put(self, plan: int, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
         self._writers[plan].put(shard, position, buffers)
         if self._written is not None:
-            self._written.append((plan, shard, position, sum(map(len, buffers)), digest_of(buffers)))
+            self._written.append((plan, shard, position, sum(map(len, buffers)), digest_of_bytes(position, buffers)))
 
     def verify(self, comparisons: Sequence[Comparison], check: Callable[[], None]) -> None:
         """Compare what is in the files with the digests of what was written."""
