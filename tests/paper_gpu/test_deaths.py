@@ -176,11 +176,15 @@ CASES: dict[str, tuple[Any, list[tuple[str, str]], int]] = {
     "gathered by DeepSpeed": (load_missing_under_zero, OF_DEEPSPEED, 1),
     "gathered again": (load_into_gathered, OF_DEEPSPEED, 1),
 }
+NAMES = [
+    pytest.param(name, marks=pytest.mark.plugin("packed")) if act is load_quantised else name
+    for name, (act, *_) in CASES.items()
+]
 
 
 @pytest.mark.sample(6)  # six cases, with one victim or the other
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_killed_in_a_collective(even_checkpoint: Path, tmp_path: Path, name: str, victim: int) -> None:
     act, places, number = CASES[name]
     folder = even_checkpoint

@@ -106,6 +106,7 @@ def save_to_urls(checkpoint: Path, folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.plugin("remote")
 def test_all_ranks_alike(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     ranks = run_ranks(2, save_to_urls, zoo_checkpoint("llama", torch.bfloat16), tmp_path, timeout=60)
     for rank, found in enumerate(ranks):
@@ -132,6 +133,7 @@ def save_by_trainer(checkpoint: Path, folder: Path) -> None:
         assert "model.safetensors" in os.listdir("run")
 
 
+@pytest.mark.plugin("remote")
 def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     run_ranks(1, save_by_trainer, zoo_checkpoint("llama"), tmp_path)
 
