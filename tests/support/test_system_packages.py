@@ -81,4 +81,6 @@ def test_skips_only_where_nothing_could_be_installed(bare: Path, monkeypatch: py
 def test_ci_installs_nothing_of_its_own() -> None:
     commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
     assert commands[:2] == ["set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")/.."']
-    assert [line.split()[:2] for line in commands[2:]] == [["make", name] for name in ("quality", "demo", "test")]
+    assert [line.split()[:2] for line in commands[2:]] == [
+        ["make", name] for name in ("quality", "demo", "test", "core")
+    ]
