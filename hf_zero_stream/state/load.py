@@ -185,14 +185,14 @@ def resume(
             swapped, values = training.swapped_masters, record.with_masters
             if has_base(training.model, record):
                 adapters.refuse_unreachable(training)
-            if isinstance(found, StateRecord) and has_more(training.model, record, values - swapped):
-                needs_all = not values or bool(swapped)
-                check = partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all)
-                coordinator.run_on_main(check)
             if isinstance(found, StateRecord):
+                if has_more(training.model, record, values - swapped):
+                    needs_all = not values or bool(swapped)
+                    check = partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all)
+                    coordinator.run_on_main(check)
                 _refuse_other_files(found, folder, place, known, coordinator)
-            if isinstance(found, StateRecord) and has_base(training.model, record):
-                refuse_other_base(training.model, record, place, coordinator, _trained_in(record))
+                if has_base(training.model, record):
+                    refuse_other_base(training.model, record, place, coordinator, _trained_in(record))
         with training.replacing_state():
             drop_options(training.optimizer, record)
             prepare_entries(training.optimizer, training.slots, record)
