@@ -63,7 +63,7 @@ def _home_of(name: str) -> Any:
     """The module that a public name comes from; a MissingPluginError if the folder of its plug-in is gone."""
     home = _HOMES[name]
     if not _is_there(home):
-        from .registry.plugins import missing_plugin_error
+        from .registry import missing_plugin_error
 
         raise missing_plugin_error(home.split(".")[2], f"{__name__}.{name}")
     return importlib.import_module(home, __name__)

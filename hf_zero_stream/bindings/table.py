@@ -9,8 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from ..errors import refuse_unknown_version
-from ..registry.plugins import plugins
-from ..registry.rows import PatchScope, Row, Weight
+from ..registry import PatchScope, Row, Weight, plugins
 from .install import Installation
 
 
@@ -90,7 +89,7 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             for name in ("save_state", "load_state")
         ],
         *[
-            Row(f"{_ACCELERATOR}:{name}", f".state.fsdp_hooks:{name}", feature=_STATES)
+            Row(f"{_ACCELERATOR}:{name}", f".state.hooks:{name}", feature=_STATES)
             for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
         ],
         # The Trainer: when it begins, saves, removes older checkpoints, ends, and goes on.
@@ -142,8 +141,8 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             since="5.20",
         ),
         # For each tensor of the checkpoint: its converter, its values.
-        Row(f"{_LOADING}:deepcopy", ".seams.keys:copy_converter", weight=_SPEED),
-        Row(f"{_LOADING}:WeightConverter.convert", ".seams.keys:convert", weight=_ESSENTIAL),
+        Row(f"{_LOADING}:deepcopy", ".seams.loading:copy_converter", weight=_SPEED),
+        Row(f"{_LOADING}:WeightConverter.convert", ".seams.loading:convert", weight=_ESSENTIAL),
         # What the checkpoint lacks: from here on the lazy tensors have become the destination's.
         Row(f"{_MODEL}._finalize_model_loading", ".seams.loading:finalize_model_loading", weight=_ESSENTIAL),
         Row(f"{_MODEL}._initialize_weights", ".seams.loading:initialize_weights", weight=_ESSENTIAL),
@@ -219,7 +218,7 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         ],
         Row("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "", weight=_ESSENTIAL, feature="FSDP2"),
         *[
-            Row(f"{_ENGINE}.{name}", f".loading.autotp:{leads_to}", "model", weight=_ESSENTIAL, feature="AutoTP")
+            Row(f"{_ENGINE}.{name}", f".loading.deferral:{leads_to}", "model", weight=_ESSENTIAL, feature="AutoTP")
             for name, leads_to in (
                 ("_apply_autotp_partitioning", "apply_partitioning"),
                 ("_configure_distributed_model", "configure_model"),

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..bindings.table import OURS, TABLE
-from ..registry.plugins import plugins
-from ..registry.rows import PatchScope, Row
+from ..registry import PatchScope, Row, plugins
 
 
 _HEAD = """\

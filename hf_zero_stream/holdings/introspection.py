@@ -59,7 +59,7 @@ def has_gathered(model: nn.Module) -> bool:
     """Whether any of the model's ZeRO-3 parameters are inside a ``GatheredParameters`` now."""
     if not any(map(has_partition, model.parameters())):
         return False
-    from .deepspeed.gathered import select_gathered
+    from .deepspeed.partitions import select_gathered
 
     return bool(select_gathered(model.parameters()))
 
@@ -68,7 +68,7 @@ def is_gathered_whole(model: nn.Module) -> bool:
     """Whether this rank has all values of a ZeRO-3 model, because the caller has gathered them."""
     if not has_gathered(model):
         return False
-    from .deepspeed.gathered import partitioned_names
+    from .deepspeed.partitions import partitioned_names
 
     return not partitioned_names(model)
 

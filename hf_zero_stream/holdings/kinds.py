@@ -32,7 +32,7 @@ class Kind(NamedTuple):
         name: for messages.
         is_one: whether a tensor is of this kind; the first kind that says so has it.
         memory: the memory that the values of a tensor lie in, on this rank.
-        holder: the :class:`.holding.Holder` of this kind, for :func:`..registry.plugins.import_object`.
+        holder: the :class:`.holding.Holder` of this kind, for :func:`..registry.import_object`.
     """
 
     name: str

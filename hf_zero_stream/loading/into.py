@@ -19,14 +19,14 @@ from ..destinations.live_shards import LiveShards
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp
+from ..holdings.holder import refuse_unknown_shards
 from ..holdings.introspection import is_packed, local_of
-from ..holdings.model_parallel import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, named_buffers
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
-from ..seams.buffers import computed_buffers
+from ..seams.building import computed_buffers
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from ..seams.wrappers import unwrapped

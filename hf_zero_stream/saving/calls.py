@@ -25,8 +25,7 @@ from ..errors import SaveError, UnsupportedError
 from ..holdings.introspection import FORGETS, has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
-from ..registry.plugins import tool
-from ..registry.rows import PatchScope
+from ..registry import PatchScope, tool
 from ..reports.save import SaveReport
 from ..seams.saving import is_laying_out
 from ..seams.wrappers import unwrapped

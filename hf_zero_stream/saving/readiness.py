@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
-from ..holdings.holder import refuse_unreadable
+from ..holdings.holder import refuse_unknown_shards, refuse_unreadable
 from ..holdings.introspection import has_gathered, lacks_values
-from ..holdings.model_parallel import refuse_unknown_shards
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE, MeetingKind
 
@@ -69,7 +68,7 @@ def kind_of_save(model: PreTrainedModel, coordinator: Coordinator, *, to_url: bo
         return replace(SAVE, patience_s=OTHERS_COME_S, advice=advice)
     if coordinator.is_alone or not coordinator.is_main or not has_gathered(model):
         return replace(SAVE, patience_s=ARRIVAL_S)
-    from ..holdings.deepspeed.gathered import partitioned_names  # imports deepspeed, which takes seconds
+    from ..holdings.deepspeed.partitions import partitioned_names  # imports deepspeed, which takes seconds
 
     missing = partitioned_names(model)
     if missing:

@@ -27,7 +27,7 @@ from ..bindings.table import installed
 from ..checkpoint.file_digests import digest_of_bytes
 from ..holdings.steps import Steps
 from ..ranks.coordinator import Coordinator
-from ..registry.rows import PatchScope
+from ..registry import PatchScope
 from .files import Comparison, ShardWriter
 from .live import LiveValues
 from .parameters import Values, opened

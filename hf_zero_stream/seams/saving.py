@@ -26,8 +26,7 @@ from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
 from ..holdings.introspection import FORGETS, is_dequantised, is_packed
-from ..registry.plugins import tool
-from ..registry.rows import PatchScope
+from ..registry import PatchScope, tool
 from ..settings.scope import set_in_context
 
 

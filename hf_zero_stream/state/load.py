@@ -17,7 +17,7 @@ from ..checkpoint.format import excerpt
 from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, UnsupportedError
-from ..holdings.model_parallel import refuse_unknown_shards
+from ..holdings.holder import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, own_names, own_or_clean
 from ..holdings.slots import BLOCKS, EXACT
 from ..holdings.training import Training
@@ -30,8 +30,8 @@ from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
 from ..settings import scope
 from ..sources.base import is_url
-from . import adapters, schedules
-from .base import refuse_other_base
+from . import schedules
+from .base import refuse_other_base, refuse_unreachable_masters
 from .entries import Recorded, prepare_entries, refuse_lost, set_entries
 from .file_digests import OUTSIDE, refuse_other_bytes
 from .foreign import ForeignState, foreign_state_in
@@ -184,7 +184,7 @@ def resume(
             training = training.without_frozen(_trained_in(record))
             swapped, values = training.swapped_masters, record.with_masters
             if has_base(training.model, record):
-                adapters.refuse_unreachable(training)
+                refuse_unreachable_masters(training)
             if isinstance(found, StateRecord):
                 if has_more(training.model, record, values - swapped):
                     needs_all = not values or bool(swapped)

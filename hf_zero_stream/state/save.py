@@ -48,8 +48,8 @@ from ..saving.save import Save
 from ..saving.shares import refuse_differing
 from ..saving.targets import AnyPublication, place_of_save, target_at
 from ..seams.ds_config import settings_in_force
-from . import adapters, rng, schedules
-from .base import split_base
+from . import rng, schedules
+from .base import adapter_weights, keys_with_trained, refuse_unreachable_masters, split_base
 from .blocks import item_of, with_parts
 from .digests import places_of
 from .entries import recorded_entries, refuse_lost
@@ -170,8 +170,8 @@ def save_state(
         keys = elementwise_keys(training.slots)
         has_base = exclude_frozen or is_adapted(training.model)
         if has_base:
-            adapters.refuse_unreachable(training)
-            keys = adapters.keys_of(keys)
+            refuse_unreachable_masters(training)
+            keys = keys_with_trained(keys)
         exact = sorted(changed_in_weights(training.model, coordinator)) if not has_base else []
         data = plain(data, "data", exactly=True, with_tensors=True)
         random_state = rng.of_this_rank()
@@ -265,7 +265,7 @@ def _weights(
 ) -> SaveItem:
     """Give the item beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
     if is_peft_model(model):
-        return adapters.weights(model, coordinator)
+        return adapter_weights(model, coordinator)
     if not isinstance(model, PreTrainedModel):
         return SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
     check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state, known)

@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
-from hf_zero_stream.registry.rows import PatchScope, Weight
+from hf_zero_stream.registry import PatchScope, Weight
 from tests.support.cluster import run_ranks
 from tests.support.mutations import MUTATIONS, mutation_of, renamed
 from tests.support.parity import ds_config

@@ -10,7 +10,7 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.plugins.packed import COMPRESSED
-from hf_zero_stream.registry.rows import PatchScope
+from hf_zero_stream.registry import PatchScope
 from tests.packed.test_dequantised import load as load_dequantised
 from tests.packed.test_gguf import write_lfm2
 from tests.packed.test_packed_peft import losses_of_kinds

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_zero_stream.ranks.sockets import ENDED, Line, Listener
+from hf_zero_stream.ranks.transport import ENDED, Line, Listener
 
 
 LISTEN = """
 import ctypes, os, sys, time
-from hf_zero_stream.ranks.sockets import Listener
+from hf_zero_stream.ranks.transport import Listener
 listener = Listener("127.0.0.1")
 if os.fork() == 0:
     time.sleep(60)  # a child, as a worker that loads data, which outlives its parent for a while
