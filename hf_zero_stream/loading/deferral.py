@@ -1,10 +1,14 @@
-"""Models that ``from_pretrained`` leaves lazy, because somebody will shard them: accelerate by FSDP2.
+"""Models that ``from_pretrained`` leaves lazy, because accelerate will shard them by FSDP2, or DeepSpeed by AutoTP.
 
 ``accelerator.prepare()`` shards such a model on the meta device, with all of accelerate's own options, and then each
 rank reads its own shards only. A model that is used before, or never prepared, reads all of itself.
 
 In ``from_pretrained`` a rank reads headers and buffers, alone: ranks may come to it minutes apart. They meet in
-``prepare()``, as in stock, and compare there what each of them has opened. (DeepSpeed's AutoTP: :mod:`.autotp`.)
+``prepare()``, as in stock, and compare there what each of them has opened.
+
+``deepspeed.initialize`` cuts a model for AutoTP with its own code, which meets lazy tensors: what it keeps of a
+parameter is a view of the checkpoint's tensors, whatever it has done to get there, and has no memory. Then each rank
+reads what is kept of each, and ranks read for each other what DeepSpeed has left whole.
 """
 
 from __future__ import annotations

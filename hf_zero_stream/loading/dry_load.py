@@ -1,4 +1,4 @@
-"""Loads that stop at the lazy model: ``plan()``, which reads no weights, and :func:`lazily_loaded`."""
+"""Loads that stop at the lazy model: ``plan()``, which reads no weights, :func:`lazily_loaded`, and a config alone."""
 
 from __future__ import annotations
 

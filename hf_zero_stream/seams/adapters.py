@@ -1,4 +1,4 @@
-"""PEFT's adapters: put on a model that is only planned, kept alike on ranks, and merged.
+"""PEFT's adapters: put on a model that is only planned, kept alike on ranks, merged, and saved without their base.
 
 From the first packed or sharded model on PEFT's methods stay replaced: they are called outside of ``streaming()`` too.
 

@@ -1,6 +1,6 @@
-"""The partitions of ZeRO-3's parameters: which elements are this rank's, and their values.
+"""The partitions of ZeRO-3's parameters: which elements are this rank's, their values, and which are in full now.
 
-ZeRO-3 parameters in full: those that a ``GatheredParameters`` holds, and those that initialisation touches.
+Those are in full that a ``GatheredParameters`` holds, and those that initialisation touches.
 """
 
 from __future__ import annotations
