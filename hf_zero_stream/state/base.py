@@ -71,13 +71,10 @@ def refuse_other_base(
     """Raise a ConfigError, on all ranks, unless `model` has the base that the adapters of `record` were trained on."""
     saved = record.base_digests
     if saved is None:
-        if coordinator.is_main:
-            logger.warning(
-                f"{place}: this state of adapters was saved by an earlier version, without digests of its base. "
-                "Nothing shows whether the present base is the same, and new values of it (rows of resized "
-                "embeddings, heads) are not in the state."
-            )
-        return
+        raise ConfigError(
+            f"{place}: expected a state of adapters, with digests of their base; found one without. Load it into the "
+            "model without adapters, or give the state that was saved of them."
+        )
     names = _untrained(model, trained)
     in_memory = digests_in_memory(model, names, coordinator, threads_of(coordinator))
     different = {name for name, digest in saved.items() if in_memory.get(name) != digest}

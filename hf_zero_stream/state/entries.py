@@ -204,7 +204,7 @@ class Recorded:
         return bool(lacking) and all(member.name in lacking for member in slot.members)
 
     def is_untrained(self, name: str) -> bool:
-        """Whether there was no entry: DeepSpeed's folders, and states of earlier versions, have no number then."""
+        """Whether there was no entry: DeepSpeed's folders have no number then."""
         return any(
             value is None and key not in self._keys and name not in self._lacking.get(key, ())
             for key, value in self._numbers(name).items()

@@ -24,11 +24,10 @@ from ..checkpoint.urls import on_this_host
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
 from ..errors import UnsupportedError
-from ..holdings.introspection import has_converted_experts, is_adapted, whole_shape
+from ..holdings.introspection import has_converted_experts, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
 from ..holdings.slots import MASTER
 from ..holdings.training import Training
-from ..loading.dry_load import lazily_loaded_like
 from ..saving.parameters import NewParameters
 from ..seams.saving import stored_names
 from ..seams.session import LazyModel
@@ -115,13 +114,6 @@ def lazy_state(load: Load, model: nn.Module, place: Path, key: str | None, *, st
     if has_converted_experts(model):  # transformers' own layers are what is in the files
         return filled_skeleton(skeleton_of(model), lazy)
     return lazy_module(model, lazy if strict else matching_tensors(model, lazy))
-
-
-def lazy_state_of_hub_layout(load: Load, model: Any, place: Path, key: str) -> LazyModel:
-    """A :func:`lazy_state` that an earlier version of this package saved in the layout of the weights."""
-    if is_adapted(model):
-        return lazy_state(load, model, place, key)
-    return lazily_loaded_like(model, str(place), load, is_quiet=True, dtype=torch.float32, variant=key)
 
 
 def names_of(
