@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import cast
 
+from ..ranks.coordinator import Coordinator
+from ..registry.plugins import import_object, plugins
 from .base import ByteSource, Hints, ReadableFile, Retries, SourceFile, is_url
 from .local import LocalFiles
 
@@ -23,6 +27,21 @@ def mounted(folder: str | os.PathLike[str], make: Callable[[Retries], ByteSource
         yield
     finally:
         del _mounted[prefix]
+
+
+@contextmanager
+def mounted_by_plugin(folder: object, coordinator: Coordinator) -> Iterator[None]:
+    """Inside, loads read the shards in a `folder` whose shards a plug-in finds elsewhere (all ranks, in a meeting)."""
+
+    def look() -> str:
+        if not isinstance(folder, (str, os.PathLike)):
+            return ""
+        found = {os.path.join(folder, name): place for plugin in plugins() for name, place in plugin.mounts.items()}
+        return next((place for path, place in found.items() if os.path.isfile(path)), "")
+
+    place = coordinator.broadcast(look)
+    with import_object(place)(Path(cast(str, folder)), coordinator) if place else nullcontext():
+        yield
 
 
 class FilesByPath:

@@ -10,7 +10,7 @@ others did::
     state-00000012-3f9a0c51/pieces/rank-00003      the bytes that rank 3 wrote
 
 All but the pieces lies on every host. A stock reader refuses shards that are cut off, and so do ours outside of
-:func:`.host_load.pieces_mounted`.
+:func:`.load.pieces_mounted`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from typing import NamedTuple
 import numpy
 from transformers.utils import logging
 
-from ..checkpoint.format import parse_object
-from ..errors import CheckpointError, ConfigError, SaveError
-from ..ranks.coordinator import Coordinator
-from ..saving.files import Publication
-from ..sources.base import is_plain_name
-from ..sources.pieces import PiecedFile, Run
+from ...checkpoint.format import parse_object
+from ...errors import CheckpointError, ConfigError, SaveError
+from ...ranks.coordinator import Coordinator
+from ...saving.files import Publication
+from ...sources.base import is_plain_name
+from .pieces import PiecedFile, Run
 
 
 logger = logging.get_logger(__name__)

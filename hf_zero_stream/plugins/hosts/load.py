@@ -10,17 +10,15 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers.utils import logging
 
-from ..errors import CheckpointError
-from ..ranks.coordinator import Coordinator
-from ..seams.ds_config import settings_in_force
-from ..sources.base import ByteSource, Retries, SourceFile
-from ..sources.by_path import mounted
-from ..sources.local import LocalFiles
-from ..sources.pieces import PiecedFiles
-from ..sources.relay import RelayedFiles, RelayServer
-from .host_copies import digest_of_file
-from .host_folders import (
-    MANIFEST,
+from ...errors import CheckpointError
+from ...ranks.coordinator import Coordinator
+from ...seams.ds_config import settings_in_force
+from ...sources.base import ByteSource, Retries, SourceFile
+from ...sources.by_path import mounted
+from ...sources.local import LocalFiles
+from ...sources.relay import RelayedFiles, RelayServer
+from .copies import digest_of_file
+from .folders import (
     PIECES,
     FoundState,
     Hosts,
@@ -34,6 +32,7 @@ from .host_folders import (
     whole_states,
     write_tree,
 )
+from .pieces import PiecedFiles
 
 
 logger = logging.get_logger(__name__)
@@ -85,14 +84,11 @@ def newest_on_hosts(folder: Path, coordinator: Coordinator, *, raises: bool = Tr
 
 @contextmanager
 def pieces_mounted(place: Path, coordinator: Coordinator) -> Iterator[None]:
-    """Inside, loads read shards in the folder `place` from pieces, if it is that of a state on hosts (all ranks).
+    """Inside, loads read shards of the state on hosts in the folder `place` from pieces (all ranks, in a meeting).
 
     Raises:
         CheckpointError: on all ranks: the record of the state is not sound, or no host has one of the pieces.
     """
-    if not coordinator.broadcast(lambda: (place / MANIFEST).is_file()):
-        yield
-        return
     hosts = Hosts.meet(coordinator)
     state, there = coordinator.run_on_all(partial(_look, place))
     if settings_in_force().verify == "full" and coordinator.rank == hosts.leader:

@@ -14,19 +14,19 @@ from weakref import ref
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..errors import CheckpointError, ConfigError, SaveError
-from ..holdings.training import STEPS
-from ..ranks.coordinator import meeting
-from ..ranks.rendezvous import LOAD
-from ..reports.save import SaveReport
-from ..saving.pending import finish_pending
-from ..seams.wrappers import checkpoint_number
-from ..sources.base import is_plain_name
-from .host_folders import own_folder
-from .host_load import newest_on_hosts
-from .load import Resumed, resume
-from .record import CLIENT, FILE, LATEST, StateRecord
-from .save import save_state
+from ...errors import CheckpointError, ConfigError, SaveError
+from ...holdings.training import STEPS
+from ...ranks.coordinator import meeting
+from ...ranks.rendezvous import LOAD
+from ...reports.save import SaveReport
+from ...saving.pending import finish_pending
+from ...seams.wrappers import checkpoint_number
+from ...sources.base import is_plain_name
+from ...state.load import Resumed, resume
+from ...state.record import CLIENT, FILE, LATEST, StateRecord
+from ...state.save import save_state
+from .folders import own_folder
+from .load import newest_on_hosts
 
 
 logger = logging.get_logger(__name__)
@@ -75,13 +75,16 @@ class HostStates:
         self._copies, self._keep = copies, keep
 
     def save(self, trained: Any, **kwargs: Any) -> SaveReport:
-        """Save a state on the hosts (all ranks); for the arguments and errors see :func:`.save.save_state`."""
-        return save_state(trained, self.folder, hosts=True, copies=self._copies, keep=self._keep, **kwargs)
+        """Save a state on the hosts (all ranks); for the arguments and errors see :func:`...state.save.save_state`."""
+        how = {"copies": self._copies, "keep": self._keep, **kwargs}
+        report: SaveReport = save_state(trained, self.folder, hosts=True, **how)
+        return report
 
     def load(self, trained: Any, shared: str | os.PathLike[str] | None = None, **kwargs: Any) -> Resumed | None:
         """Go on from the newest state that is whole: on the hosts, or in the `shared` folder of ``save_state``.
 
-        None, and nothing is loaded, if there is none. For further arguments and errors see :func:`.load.load_state`.
+        None, and nothing is loaded, if there is none. For further arguments and errors see
+        :func:`...state.load.load_state`.
         """
         finish_pending()
         with meeting(LOAD) as coordinator:
@@ -106,7 +109,7 @@ class HostStates:
         """
         if type(every) is not int or every < 1:
             raise ConfigError(f"every: expected a whole number of steps from 1 on; got {every!r}")
-        from ..seams.trainer_files import last_checkpoint_in  # imports the Trainer, which takes seconds
+        from .trainer_files import last_checkpoint_in  # imports the Trainer, which takes seconds
 
         trainer.add_callback(_SaveOnHosts(self, trainer, every))
         with meeting(LOAD) as coordinator:
@@ -166,7 +169,7 @@ class _SaveOnHosts(TrainerCallback):
         if not self._awaited or event != self._awaited or trainer is None:
             return
         self._awaited = ""
-        from ..seams.trainer_files import trained_by, write_small_files
+        from .trainer_files import trained_by, write_small_files
 
         trained, own = trained_by(trainer)
         with tempfile.TemporaryDirectory() as folder:

@@ -23,17 +23,17 @@ import psutil
 import torch
 from transformers.utils import logging
 
-from ..accelerators import settle
-from ..checkpoint.safetensors import ShardToWrite
-from ..errors import ConfigError, SaveError
-from ..saving.files import Comparison, Publication, ShardWriter
-from ..saving.preparation import Finalizer
-from ..saving.save import Save
-from ..saving.targets import AnyPublication
-from ..saving.write import Put, bytes_of, execute_saves
-from ..sources.local import kind_of_file_system
-from .host_copies import copy_pieces, holders_of
-from .host_folders import (
+from ...accelerators import settle
+from ...checkpoint.safetensors import ShardToWrite
+from ...errors import ConfigError, SaveError
+from ...saving.files import Comparison, Publication, ShardWriter
+from ...saving.preparation import Finalizer
+from ...saving.save import Save
+from ...saving.targets import AnyPublication
+from ...saving.write import Put, bytes_of, execute_saves
+from ...sources.local import kind_of_file_system
+from .copies import copy_pieces, holders_of
+from .folders import (
     MANIFEST,
     PIECES,
     RUNS,

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
 from tests.support.hosts import can_mount, move_to_host
+from tests.support.plugins import without_plugin
 from tests.support.saving import different
 from tests.support.simulated_hosts import join_host
 from tests.support.training_state import engine_of, plain_training, state_config, train, train_plain, two_groups
@@ -164,7 +165,7 @@ def test_folders_that_are_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp
 
 def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str:
     import hf_zero_stream
-    from hf_zero_stream.state import host_save
+    from hf_zero_stream.plugins.hosts import save as host_save
 
     if fault == "shared":
         move_to_host("ab"[dist.get_rank()])
@@ -182,6 +183,24 @@ def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str
     model, optimizer, scheduler = plain_training(checkpoint, None)
     train_plain(model, optimizer, scheduler, [0])
     return message_of(lambda: hf_zero_stream.save_state(model, folder / "state", optimizer=optimizer, hosts=True))
+
+
+def without_the_plugin(checkpoint: Path, folder: Path) -> list[str]:
+    import hf_zero_stream
+
+    model, optimizer, _ = plain_training(checkpoint, None)
+    with without_plugin("hosts"):
+        return [
+            message_of(lambda: hf_zero_stream.save_state(model, folder, optimizer=optimizer, hosts=True)),
+            message_of(lambda: hf_zero_stream.load_state(model, folder, optimizer=optimizer, hosts=True)),
+        ]
+
+
+def test_without_the_plugin(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for of_rank in run_ranks(2, without_the_plugin, zoo_checkpoint("llama"), tmp_path / "own"):
+        for message, what in zip(of_rank, ("save_state", "load_state"), strict=True):
+            assert f"{what}(hosts=True) needs the plug-in 'hosts'" in message
+    assert not (tmp_path / "own").exists()
 
 
 def test_one_process(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..accelerators import collective_device
-from ..errors import PeerError, SaveError
-from ..ranks.coordinator import Coordinator
-from .host_folders import Hosts
+from ...accelerators import collective_device
+from ...errors import PeerError, SaveError
+from ...ranks.coordinator import Coordinator
+from .folders import Hosts
 
 
 ROUND_BYTES = 8 * 2**20

@@ -13,8 +13,8 @@ from transformers import Trainer
 from transformers import trainer as trainer_module
 from transformers.trainer_callback import ExportableState
 
-from ..errors import UnsupportedError, require_names
-from .wrappers import is_fsdp2
+from ...errors import UnsupportedError, require_names
+from ...seams.wrappers import is_fsdp2
 
 
 require_names("transformers", Trainer, "_save_rng_state", "_save_scaler")
