@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -29,17 +30,18 @@ def mounted(folder: str | os.PathLike[str], make: Callable[[Retries], ByteSource
         del _mounted[prefix]
 
 
+def mount_of(folder: object) -> str:
+    """The function of a plug-in that finds the shards of `folder` elsewhere, as ``module:name``; else ""."""
+    if not isinstance(folder, (str, os.PathLike)):
+        return ""
+    found = {os.path.join(folder, name): place for plugin in plugins() for name, place in plugin.mounts.items()}
+    return next((place for path, place in found.items() if os.path.isfile(path)), "")
+
+
 @contextmanager
 def mounted_by_plugin(folder: object, coordinator: Coordinator) -> Iterator[None]:
     """Inside, loads read the shards in a `folder` whose shards a plug-in finds elsewhere (all ranks, in a meeting)."""
-
-    def look() -> str:
-        if not isinstance(folder, (str, os.PathLike)):
-            return ""
-        found = {os.path.join(folder, name): place for plugin in plugins() for name, place in plugin.mounts.items()}
-        return next((place for path, place in found.items() if os.path.isfile(path)), "")
-
-    place = coordinator.broadcast(look)
+    place = coordinator.broadcast(partial(mount_of, folder))
     with import_object(place)(Path(cast(str, folder)), coordinator) if place else nullcontext():
         yield
 
