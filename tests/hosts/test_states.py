@@ -220,6 +220,38 @@ def test_weights_of_a_state(cluster: None, zoo_checkpoint: Checkpoint, tmp_path:
             assert found == {"from_pretrained": True, "load_into": True}
 
 
+def by_settings(checkpoint: Path, work: Path, hosts: Sequence[str], steps: Sequence[int], client_state: Any) -> Any:
+    """Go on up to a step, saving each second one on hosts; and on the shared disk, if there is a `client_state`."""
+    import hf_zero_stream
+
+    join_host(hosts, work / "disks", work / "own")
+    config = hf_zero_stream.StreamingConfig(host_states_every=2, host_states_folder=str(work / "own"))
+    engine = engine_of(checkpoint, state_config(3), two_groups)
+    with hf_zero_stream.streaming(config):
+        loaded = engine.load_checkpoint(str(work / "shared"))
+        begin = engine.global_steps
+        losses = train(engine, steps[begin:])
+        if client_state is not None:
+            engine.save_checkpoint(str(work / "shared"), client_state=client_state)
+        losses += train(engine, [steps[-1] + 1])
+    dist.barrier()
+    return begin, str(loaded[0]), losses, [path.name for path in (work / "own").rglob("state-*")]
+
+
+def test_an_engine_by_settings(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The newer of its states on hosts and on the shared disk is taken. With a client_state, none is on hosts."""
+    (tmp_path / "own").mkdir()
+    checkpoint = zoo_checkpoint("llama")
+    (begin, _, whole, left), *_ = run_ranks(2, by_settings, checkpoint, tmp_path, "ab", range(5), None)
+    assert begin == 0 and len(left) == 1 and len(whole) == 6  # of steps 2 and 4
+    for begin, loaded, losses, _ in run_ranks(2, by_settings, checkpoint, tmp_path, "ab", range(5), {}):
+        assert begin == 4 and str(tmp_path / "own") in loaded and losses == whole[4:]
+    for begin, loaded, losses, left in run_ranks(2, by_settings, checkpoint, tmp_path, "ab", range(7), {"batch": 3}):
+        assert begin == 5 and str(tmp_path / "shared") in loaded and losses[:1] == whole[5:] and left == []
+    for begin, _, _, left in run_ranks(2, by_settings, checkpoint, tmp_path, "ab", range(9), {}):
+        assert begin == 7 and left == []
+
+
 def without_the_plugin(checkpoint: Path, folder: Path) -> list[str]:
     import hf_zero_stream
 

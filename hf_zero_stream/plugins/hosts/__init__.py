@@ -8,5 +8,11 @@ from ...registry.plugins import Plugin
 PLUGIN = Plugin(
     "hosts",
     mounts={"host_state.json": f"{__name__}.load:pieces_mounted"},
-    tools={"host save": f"{__name__}.save:HostSave", "newest on hosts": f"{__name__}.load:newest_on_hosts"},
+    tools={
+        "host save": f"{__name__}.save:HostSave",
+        "newest on hosts": f"{__name__}.load:newest_on_hosts",
+        "trainer's checkpoint": f"{__name__}.trainers:checkpoint_by_settings",
+        "engine's state": f"{__name__}.states:state_of_engine",
+        "engine's next states": f"{__name__}.states:save_between_steps",
+    },
 )

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
-import tempfile
+import sys
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
-from transformers import TrainerCallback
+import torch
 from transformers.utils import logging
 
 from ...errors import CheckpointError, ConfigError, SaveError
 from ...holdings.training import STEPS
-from ...ranks.coordinator import meeting
+from ...ranks.coordinator import Coordinator, meeting
 from ...ranks.rendezvous import LOAD
 from ...reports.save import SaveReport
 from ...saving.pending import finish_pending
-from ...seams.wrappers import checkpoint_number
+from ...settings.config import StreamingConfig
 from ...sources.base import is_plain_name
+from ...state.callers import look_for_state, name_in
 from ...state.load import Resumed, resume
-from ...state.record import CLIENT, FILE, LATEST, StateRecord
+from ...state.record import CLIENT, FILE, StateRecord
 from ...state.save import save_state
 from .folders import own_folder
 from .load import newest_on_hosts
@@ -89,7 +92,7 @@ class HostStates:
         finish_pending()
         with meeting(LOAD) as coordinator:
             found = newest_on_hosts(self.folder, coordinator, raises=False)
-            steps = coordinator.broadcast(lambda: _steps_in(shared))
+            steps = coordinator.broadcast(lambda: -1 if shared is None else _steps_in(Path(shared)))
             if found is not None and found.steps >= steps:
                 return resume(trained, self.folder / found.name, meeting=coordinator, **kwargs)
             if shared is None or steps < 0:
@@ -109,16 +112,9 @@ class HostStates:
         """
         if type(every) is not int or every < 1:
             raise ConfigError(f"every: expected a whole number of steps from 1 on; got {every!r}")
-        from .trainer_files import last_checkpoint_in  # imports the Trainer, which takes seconds
+        from .trainers import attach  # imports the Trainer, which takes seconds
 
-        trainer.add_callback(_SaveOnHosts(self, trainer, every))
-        with meeting(LOAD) as coordinator:
-            found = newest_on_hosts(self.folder, coordinator, raises=False)
-            shared = coordinator.broadcast(lambda: last_checkpoint_in(trainer.args.output_dir))
-        steps = -1 if shared is None else checkpoint_number(Path(shared).name) or 0
-        if found is not None and found.steps >= steps:
-            return str(self.folder / found.name)
-        return shared
+        return attach(self, trainer, every)
 
     def remove(self) -> None:
         """Remove all that this job has on this host; each host must call it."""
@@ -136,54 +132,77 @@ class HostStates:
             self.remove()
 
 
-class _SaveOnHosts(TrainerCallback):
-    """Saves the training of a Trainer on the hosts, and removes what is there when it has come to its end.
+# ----------------------------------------------------------------------------------- by the setting host_states_every
 
-    As the Trainer's own checkpoints, a state has what was logged and evaluated in its step.
+
+def states_of(folder: str | os.PathLike[str], settings: StreamingConfig) -> HostStates:
+    """The states on hosts beside the checkpoints in `folder`, which is the name of their job."""
+    place = os.path.realpath(folder)
+    job = f"{os.path.basename(place)[:100]}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
+    return HostStates(settings.host_states_folder, copies=settings.host_states_copies, job=job)
+
+
+def state_of_engine(
+    folder: Path, shared: tuple[Path, str | None] | None, settings: StreamingConfig, coordinator: Coordinator
+) -> Path | None:
+    """The state on hosts for ``engine.load_checkpoint(folder)``, if none there is newer (all ranks, in a meeting).
+
+    `shared` is what is there: a folder, and the name of a state of ours in it.
     """
-
-    def __init__(self, states: HostStates, trainer: Any, every: int) -> None:
-        self._states, self._trainer, self._every = states, ref(trainer), every
-        self._awaited = ""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self._every == 0:
-            self._awaited = "evaluate" if control.should_evaluate else "log" if control.should_log else "nothing"
-            self._save_after("nothing")
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._save_after("log")
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._save_after("evaluate")
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._save_after(self._awaited)  # what was awaited has not come: another callback has changed it
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps:
-            self._states.remove()
-
-    def _save_after(self, event: str) -> None:
-        trainer = self._trainer()
-        if not self._awaited or event != self._awaited or trainer is None:
-            return
-        self._awaited = ""
-        from .trainer_files import trained_by, write_small_files
-
-        trained, own = trained_by(trainer)
-        with tempfile.TemporaryDirectory() as folder:
-            write_small_files(trainer, Path(folder))
-            beside = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-        self._states.save(trained, data={CLIENT: {}}, beside=beside, **own)
+    states = states_of(folder, settings)
+    found = newest_on_hosts(states.folder, coordinator, raises=False)
+    if found is None or found.steps < coordinator.broadcast(lambda: _steps_of(folder, shared)):
+        return None
+    place = states.folder / found.name
+    if coordinator.is_main:
+        logger.warning(f"{place}: this state on hosts is the newest of {folder} (step {found.steps}), and is taken.")
+    return place
 
 
-def _steps_in(folder: str | os.PathLike[str] | None) -> int:
-    """The steps of the newest state in a shared folder; -1 if there is none."""
-    if folder is None or not (Path(folder) / LATEST).is_file():
-        return -1
-    place = Path(folder) / (Path(folder) / LATEST).read_text(encoding="utf-8").strip()
-    try:
-        return StateRecord.read(place / FILE).counters.get(STEPS, 0)
-    except CheckpointError:
-        return 0  # DeepSpeed's own; or what is wrong with it, loading it says
+def save_between_steps(engine: Any, folder: Path, settings: StreamingConfig, client_state: Any) -> None:
+    """Have an engine save on the hosts every so many steps, before a forward pass (all ranks).
+
+    With a `client_state`, which only the script knows, nothing is saved: a resume would lack it.
+    """
+    if engine not in _on_hosts:
+        _on_hosts[engine] = states_of(folder, settings)
+        last = engine.global_steps
+
+        def save(engine: Any, inputs: Any) -> None:
+            nonlocal last
+            step = engine.global_steps
+            if step != last and step % settings.host_states_every == 0 and engine.training and torch.is_grad_enabled():
+                last = step
+                if (states := _on_hosts[engine]) is not None:
+                    states.save(engine, data={CLIENT: {}})
+
+        # Then the optimizer, counters, and a scheduler, whoever steps it, have come to the end of the same step.
+        engine.register_forward_pre_hook(save, prepend=True)
+    states = _on_hosts[engine]
+    if client_state and states is not None:
+        _on_hosts[engine] = None
+        states.remove()
+        if Coordinator.of_default_group().is_main:
+            logger.warning(
+                f"{folder}: host_states_every saves nothing here, because this script has a client_state for each "
+                "step. Call HostStates.save(engine, data=...) in its loop."
+            )
+
+
+_on_hosts: WeakKeyDictionary[Any, HostStates | None] = WeakKeyDictionary()
+
+
+def _steps_in(folder: Path) -> int:
+    return _steps_of(folder, look_for_state(folder, None))
+
+
+def _steps_of(folder: Path, state: tuple[Path, str | None] | None) -> int:
+    """The steps of a state of ours in a shared `folder`, or of what else is the newest there; -1 if nothing is."""
+    if state is not None and state[1] is not None:
+        try:
+            return StateRecord.read(state[0] / state[1] / FILE).counters.get(STEPS, 0)
+        except CheckpointError:
+            return 0  # what is wrong with it, loading it says
+    name = name_in(folder, None)
+    steps = re.fullmatch(r"global_step(\d+)", name)
+    return int(steps[1]) if steps else sys.maxsize if name else -1  # DeepSpeed's own, of a name that says no step
