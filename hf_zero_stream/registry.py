@@ -237,6 +237,7 @@ def _parameters(function: Any) -> set[str] | None:
 GROUP = "hf_zero_stream.plugins"
 
 OURS: Mapping[str, str] = {
+    "hosts": "states on the hosts' own disks or in their memory",
     "demo": "hf-zero-stream demo, plan --suggest, --plot and --html, doctor --bundle",
     "remote": "checkpoints at s3://, gs://, az://, https:// and hf:// URLs",
     "packed": "quantised checkpoints: weights that stay quantised, dequantising and quantising while loading",
@@ -283,6 +284,8 @@ class Plugin:
         folders: formats of whole folders, told apart by the names of what is in them. They go before those of files.
         resumes: training states of other libraries: ``module:name`` of a function of a folder, which says whether it
             is that of such a state -> of one that reads it, and gives a :class:`.state.foreign.ForeignState`.
+        mounts: folders whose shards lie elsewhere: the name of a file in such a folder -> ``module:function`` of the
+            folder and the Coordinator of a load, which all ranks call; inside what it returns, loads read the shards.
         guard_files: ``module:name`` of functions of a folder and a tag, which write files that tell others' tools what
             the training state is that DeepSpeed's engine has saved there.
     """
@@ -299,6 +302,7 @@ class Plugin:
     files: Sequence[FileFormat] = ()
     folders: Sequence[FolderFormat] = ()
     resumes: Mapping[str, str] = field(default_factory=dict)
+    mounts: Mapping[str, str] = field(default_factory=dict)
     guard_files: Sequence[str] = ()
 
 

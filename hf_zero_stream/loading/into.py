@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from ..seams.wrappers import unwrapped
 from ..settings.config import refuse_settings
+from ..sources.by_path import mounted_by_plugin
 from .choice import refuse_sharding
 from .dry_load import lazily_loaded_like
 from .entrance import note_source
@@ -156,9 +157,10 @@ def place_into(
             "Load it anew with from_pretrained.",
         )
         is_part = coordinator is not None
-        with meeting(LOAD, coordinator=coordinator) as coordinator:
+        with meeting(LOAD, coordinator=coordinator) as coordinator, ExitStack() as stack:
             if not is_part:
                 finish_saves_into(path, config.read_from, coordinator)
+                stack.enter_context(mounted_by_plugin(path, coordinator))
             destination = live_destination(live_model, coordinator, config, with_masters=with_masters)
             load = Load(config, {}, coordinator, destination, known=known)
             with closing(load), load.memory, load.clock("total"), torch.no_grad():

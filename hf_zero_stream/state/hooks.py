@@ -21,10 +21,14 @@ from ..bindings.install import override_methods
 from ..errors import UnsupportedError
 from ..holdings.introspection import is_adapted
 from ..loading.into import load_into
+from ..ranks.coordinator import expected_at
+from ..ranks.rendezvous import LOAD
+from ..registry import tool
 from ..saving.arguments import refuse_url
 from ..saving.files import is_unfinished
 from ..saving.hooks import NotedSaves, noted_saves
 from ..saving.pending import after_pending, finish_pending
+from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import (
     batch_size_of,
     checkpoint_number,
@@ -77,6 +81,11 @@ def save_state_of_accelerator(original: Callable[..., Any], self: Any, *args: An
     if not active_configs():
         return original(self, *args, **kwargs)
     refuse_url(args[0] if args else kwargs.get("output_dir"), "accelerator.save_state")
+    if settings_in_force().host_states_every and not trainer_loads_schedulers.get() and self.is_main_process:
+        logger.warning_once(
+            "host_states_every: accelerator.save_state saves nothing on hosts, because the script alone knows its "
+            "place in the data at each step. Call HostStates.save(engine or model, data=...) in its loop."
+        )
     finish_pending()  # before accelerate removes older checkpoints
     with entered(_of_accelerator(self)):
         return original(self, *args, **kwargs)
@@ -101,6 +110,10 @@ def trainer_train(
         return original(self, resume_from_checkpoint, *args, **kwargs)
     finish_pending(raises=False)
     note_trainer(self)
+    if (settings := settings_in_force()).host_states_every:
+        with expected_at(LOAD):
+            checkpoint_by_settings = tool("trainer's checkpoint", "hosts", "the setting host_states_every")
+        resume_from_checkpoint = checkpoint_by_settings(self, resume_from_checkpoint, settings)
     if resume_from_checkpoint is True:
         resume_from_checkpoint = _last_checkpoint(self.args.output_dir)
     with set_in_context(trainer_loads_schedulers, True):

@@ -25,18 +25,19 @@ from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.coordinator import meeting as meeting_of_ranks
 from ..ranks.rendezvous import LOAD
+from ..registry import tool
 from ..saving.pending import finish_pending
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
 from ..settings import scope
 from ..sources.base import is_url
+from ..sources.by_path import mounted_by_plugin
 from . import schedules
 from .base import refuse_other_base, refuse_unreachable_masters
 from .entries import Recorded, prepare_entries, refuse_lost, set_entries
 from .file_digests import OUTSIDE, refuse_other_bytes
 from .foreign import ForeignState, foreign_state_in
 from .groups import drop_options, set_group, set_option
-from .host_load import newest_on_hosts, pieces_mounted
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
 from .refusals import (
@@ -126,6 +127,8 @@ def load_state(
     if not hosts:
         with _place_of_state(folder) as place:
             return load(place)
+    with expected_at(LOAD):
+        newest_on_hosts = tool("newest on hosts", "hosts", "load_state(hosts=True)")
     finish_pending()
     with meeting_of_ranks(LOAD) as coordinator:
         if (found := newest_on_hosts(Path(folder), coordinator)) is None:
@@ -172,7 +175,7 @@ def resume(
         refuse_optimizer(training)
         if not training.is_between_steps:
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
-    with coordinator.watched(LOAD), pieces_mounted(folder, coordinator):
+    with coordinator.watched(LOAD), mounted_by_plugin(folder, coordinator):
         with coordinator.reporting():
             if isinstance(folder, UrlPath):
                 coordinator.run_on_all(partial(checkpoints_at(folder.url).catch_up, folder.url))

@@ -37,6 +37,7 @@ from ..holdings.steps import Steps, unseen_reason
 from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
+from ..registry import tool
 from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.background import ALL
@@ -248,11 +249,10 @@ def _snapshot_limit(training: Training, snapshot_bytes: int | str | None) -> tup
 
 def _host_save(copies: int, keep: int, with_weights: bool, steps: int, kwargs: dict[str, Any]) -> Callable[..., Save]:
     """What makes the save into folders of the hosts' own."""
-    from .host_save import HostSave
-
+    host_save = tool("host save", "hosts", "save_state(hosts=True)")
     if not with_weights:
         raise ConfigError("with_weights=False: a state on hosts has its weights; leave it out")
-    return partial(HostSave, copies=copies, keep=keep, steps=steps, beside=kwargs.pop("beside", None))
+    return partial(host_save, copies=copies, keep=keep, steps=steps, beside=kwargs.pop("beside", None))
 
 
 def _weights(
