@@ -10,7 +10,7 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.errors import MissingPluginError
-from tests.packed.test_gguf import write_lfm2
+from tests.packed.test_packed_matrix import write_lfm2
 from tests.support.cluster import run_ranks
 from tests.support.packed_training import load, with_adapters
 from tests.support.parity import ds_config

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from tests.state.test_engines import decayed_or_not
+from tests.state.test_homes import decayed_or_not
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
 from tests.support.parity import ds_config
