@@ -32,7 +32,7 @@ from tests.support.saving import saves_with
 from tests.support.trainers import losses_of
 from tests.support.training_state import all_in_one_group, engine_of, plain_training, state_config, train, train_plain
 from tests.support.zoo import Checkpoint
-from tests.zero.test_upstream_training import make_trainer
+from tests.zero.test_training import make_trainer
 
 
 SHARDS = {"max_shard_size": "40KB"}
