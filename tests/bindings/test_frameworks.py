@@ -1,9 +1,17 @@
-"""What frameworks around a model call, as they call it: checkpoints of Lightning, the save of sentence-transformers.
+"""Frameworks around a model, with DeepSpeed and without it.
 
-`make ecosystem` runs the frameworks themselves.
+- What frameworks around a model call, as they call it: checkpoints of Lightning, the save of sentence-transformers.
+  `make ecosystem` runs the frameworks themselves.
+- TRL calls `from_pretrained` itself: a trainer given a path streams it inside `streaming()`.
+- What is not ZeRO works where DeepSpeed is not installed: FSDP2, training states, plans, conversions, the tools.
 """
 
 import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +23,11 @@ from safetensors.torch import load_file, save_model
 
 import hf_zero_stream
 from tests.support.checkpoint_files import differing
-from tests.support.cluster import run_ranks
+from tests.support.cluster import ROOT, free_port, run_ranks
+from tests.support.forks import Forks
 from tests.support.fsdp2 import force_fsdp_on_cpu
 from tests.support.saving import different
-from tests.support.trainers import join_as_launched, trainer_arguments
+from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, losses_of, make_tokenizer, trainer_arguments
 from tests.support.training_state import all_in_one_group, different_states, state_config, train, values_in
 from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
@@ -187,3 +196,103 @@ def test_the_save_of_sentence_transformers(
     assert {name: tensor.numpy().tobytes() for name, tensor in saved.items()} == expected
     assert load_file(tmp_path / "run" / "checkpoint-1" / "1_Dense" / "model.safetensors").keys() == own.keys()
     assert different(tmp_path / "final", tmp_path / "run" / "checkpoint-1") == ["trainer_state.json"]
+
+
+def fine_tune(folder: Path, output: Path, stream: bool) -> dict[str, Any]:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    join_as_launched()
+    of_model = {"experts_implementation": "eager", "dtype": "float32"}
+    args = arguments_of(output, SFTConfig, max_steps=3, save_strategy="no", model_init_kwargs=of_model, **ZERO_3)
+    data = Dataset.from_dict({"text": ["a small model learns words"] * 8})
+    torch.manual_seed(0)
+    with hf_zero_stream.streaming() if stream else nullcontext():
+        trainer = SFTTrainer(model=str(folder), args=args, train_dataset=data)
+    streamed = hasattr(trainer.model, "streaming_report")
+    trainer.train()
+    return {"losses": losses_of(trainer), "streamed": streamed}
+
+
+def test_sft_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "model")
+    make_tokenizer(folder)
+    ours = run_ranks(2, fine_tune, folder, tmp_path / "out", True)
+    stock = run_ranks(2, fine_tune, folder, tmp_path / "out", False)
+    assert all(result["streamed"] for result in ours)
+    assert not any(result["streamed"] for result in stock)
+    assert [result["losses"] for result in ours] == [result["losses"] for result in stock]
+    assert len(set(ours[0]["losses"])) == 3
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Processes of a Python that has all packages that are installed here but DeepSpeed."""
+    packages = tmp_path_factory.mktemp("packages")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith(("deepspeed", "__editable__", "hf_zero_stream")):
+            (packages / entry.name).symlink_to(entry)
+    environment = {"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    python = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")  # which sees no other packages
+    with Forks("import torch, transformers.modeling_utils", [python], environment) as forks:
+        yield forks
+
+
+SHARDED = """\
+import importlib.util, sys, torch
+import torch.distributed as dist
+import hf_zero_stream
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+assert importlib.util.find_spec("deepspeed") is None
+folder, out = sys.argv[1:]
+dist.init_process_group("gloo")
+plain = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+def train(model, optimizer):
+    tokens = torch.arange(8)[None]
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+with hf_zero_stream.streaming():
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+    assert all(torch.equal(param.full_tensor(), plain[name]) for name, param in model.named_parameters())
+    assert model.streaming_report.into == "shards"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer)
+    hf_zero_stream.save_state(model, f"{out}/state", optimizer=optimizer)
+    model.save_pretrained(f"{out}/saved")
+    losses = [train(model, optimizer) for _ in range(2)]
+    hf_zero_stream.load_state(model, f"{out}/state", optimizer=optimizer)
+    assert [train(model, optimizer) for _ in range(2)] == losses
+    whole = AutoModelForCausalLM.from_pretrained(f"{out}/saved")
+    hf_zero_stream.load_into(whole, folder)
+    assert all(torch.equal(param, plain[name]) for name, param in whole.named_parameters())
+dist.destroy_process_group()
+print("right")
+"""
+
+
+def test_sharded_training(elsewhere: Forks, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    arguments = (str(zoo_checkpoint("llama")), str(tmp_path))
+    ranks = [elsewhere.start(SHARDED, *arguments, **group, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    assert [rank.printed().count("right") for rank in ranks] == [1, 1]
+
+
+TOOL = """\
+import importlib.util, runpy
+assert importlib.util.find_spec("deepspeed") is None
+runpy.run_module("hf_zero_stream", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.plugin("pickled")
+def test_tools(elsewhere: Forks, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = str(zoo_checkpoint("llama"))
+    assert "sound" in elsewhere.run(TOOL, "verify", folder)
+    elsewhere.run(TOOL, "convert", folder, str(tmp_path / "converted"), "--dtype", "bf16")
+    assert (tmp_path / "converted" / "model.safetensors").is_file()
+    planned = "hf_zero_stream.plan(sys.argv[1], world_size=2, rank=0, distributed_config={'fsdp_size': 2}).load"
+    assert "reads" in elsewhere.run(f"import sys, hf_zero_stream; print('reads', len(list({planned})))", folder)

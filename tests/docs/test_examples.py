@@ -1,11 +1,19 @@
-"""The examples run exactly as their docstrings say, and give with streaming what they give without."""
+"""Examples and notebooks run, and docs/fits.md is what is written.
+
+- The examples run exactly as their docstrings say, and give with streaming what they give without.
+- Every notebook runs from top to bottom, and is committed without outputs.
+- docs/fits.md is what `benchmarks.fits` writes.
+"""
 
 import ast
 import os
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
 from accelerate import DeepSpeedPlugin
@@ -13,11 +21,23 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from transformers import AutoModelForCausalLM
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks import fits
+from benchmarks.sparse_checkpoint import make_sparse_checkpoint
 from hf_zero_stream.settings.config import announces_fsdp2
 from tests.support.cluster import ROOT
-from tests.support.commands import FSDP2_ON_CPU, documented_commands, losses, run_command, run_to_its_end
+from tests.support.commands import (
+    FSDP2_ON_CPU,
+    command_environment,
+    documented_commands,
+    losses,
+    run_command,
+    run_to_its_end,
+)
 
 
 EXAMPLES = ["finetune_accelerate.py", "finetune_trainer.py", "finetune_sharded.py"]
@@ -157,3 +177,101 @@ def test_plugin_finds_zero3_in_gpu_configs(
         plugin = DeepSpeedPlugin()
         assert plugin.zero3_init_flag and plugin.hf_ds_config.is_zero3()
         assert plugin.hf_ds_config.is_offload() == ("offload" in path.name)
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EXPECTED = {
+    "quickstart.ipynb": [
+        r"STREAMING LOAD REPORT \(2 ranks",
+        r"stock, rank 1: host memory grew by at most \d+ MiB",
+        r"streaming, rank 1: host memory grew by at most \d+ MiB",
+        r"loss of one step: \d",
+        r"saved [\d.]+ [MG]iB in \d shards? to",
+        r"reloaded: (\d+) of \1 partitions",
+    ],
+    "weight_stream.ipynb": [
+        r"the engine got (\d+) tensors; \1 of \1 are what a gather gives",
+        r"gathered, rank 1: [\d.]+ s, host memory grew by at most \d+ MiB",
+        r"streamed, rank 1: [\d.]+ s, host memory grew by at most \d+ MiB",
+    ],
+}
+
+
+class ThisPython(AsyncKernelManager):
+    """Starts kernels with the Python that runs the tests, whatever kernels the user has installed."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_is_committed_without_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.slow
+def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own, so that it cannot lean on the repository's files."""
+    for name, value in command_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook, timeout=180, kernel_manager_class=ThisPython, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    printed = "".join(
+        output.text
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.output_type == "stream"
+    )
+    for pattern in EXPECTED[path.name]:
+        assert re.search(pattern, printed), printed
+    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    assert any("image/png" in data for data in shown), "the memory curves"
+
+
+PAGE = (ROOT / "docs" / "fits.md").read_text()
+
+
+def test_the_page_has_every_model_and_is_whole() -> None:
+    head, *sections = PAGE.split("\n## ")
+    assert head == fits.HEAD.rstrip("\n") + "\n"
+    assert [section.partition("\n")[0] for section in sections] == list(fits.MODELS)
+    for section in sections:
+        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith(("| 8 ", "| 64 "))]
+        assert {(row[1], row[2]) for row in rows} == {(it, on) for it in ("all", "LoRA") for on in ("ZeRO-3", "FSDP2")}
+        for row in rows:
+            peak = max(map(int, row[4:7]))
+            assert row[8:] == ["fits" if peak <= size else "-" for size in fits.CARDS.values()]
+
+
+def test_offload_is_planned_where_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+    )
+    place = str(make_sparse_checkpoint(tmp_path / "llama", config))
+    monkeypatch.setattr(fits, "GPUS", (2,))
+    found = list(fits.rows(place))
+    assert [(row.trains, row.engine) for row in found] == [
+        (trains, engine) for trains in ("all", "LoRA") for engine in ("ZeRO-3", "FSDP2")
+    ]
+    assert all(row.on_host == "nothing" and row.fits("80 GB") for row in found)
+    monkeypatch.setitem(fits.CARDS, "80 GB", 0)
+    assert [row.on_host for row in fits.rows(place) if row.engine == "ZeRO-3"] == list(fits.OFFLOADS) * 2
+
+
+@pytest.mark.slow
+def test_the_figures_of_one_model_are_planned_again() -> None:
+    model = "Qwen/Qwen3-30B-A3B"
+    folder = make_sparse_checkpoint(fits.CACHE / "qwen3-30b-a3b-bf16", fits.MODELS[model]())
+    assert fits.section(model, list(fits.rows(str(folder)))) in PAGE

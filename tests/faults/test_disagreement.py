@@ -1,7 +1,18 @@
-"""Ranks that are about to load different things find out before anything is read."""
+"""Ranks that load different things, that are slow, and errors that all ranks hear of.
 
+- Ranks that are about to load different things find out before anything is read.
+- A rank that is slow, for whatever reason, is waited for as long as its process is there.
+- An error that all ranks hear of keeps its cause and its context on the rank where it happened.
+"""
+
+import contextlib
+import ctypes
+import errno
 import json
+import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +28,10 @@ from hf_zero_stream.engine import sameness
 from hf_zero_stream.loading import integration
 from hf_zero_stream.ranks.presence import Presence
 from hf_zero_stream.ranks.transport import PREFIX
+from tests.faults.test_dying_ranks import load, look_as_behind_firewalls, look_as_on_other_hosts
 from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks
-from tests.support.disk import disk
+from tests.support.disk import disk, failing, replace_reads
 from tests.support.hosts import move_to_host
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
@@ -233,3 +245,122 @@ def test_other_values_in_another_folder(cluster: None, zoo_checkpoint: Checkpoin
     assert "copy1" in first and "rank 1" in first
     off = {"verify": "off"}
     assert run_ranks(2, load_other_values, zoo_checkpoint("llama"), tmp_path / "off", off) == ["loaded"] * 2
+
+
+def load_slowly(folder: Path, slow: int, pause: Callable[[], None], prepare: Callable[[], None] | None) -> int:
+    """The slow rank pauses in its first read; returns how many ranks took part."""
+    if prepare is not None:
+        prepare()
+    if dist.get_rank() == slow:
+        paused = []
+
+        def pausing(real: Callable[..., int], *args: Any) -> int:
+            if not paused:
+                paused.append(1)
+                pause()
+            return real(*args)
+
+        replace_reads(pausing)
+    return len(load(folder, {}).streaming_report.ranks)
+
+
+def hold_the_lock() -> None:
+    """No other thread of this process runs meanwhile."""
+    ctypes.PyDLL(None).usleep(5_000_000)
+
+
+def stop_the_process() -> None:
+    """As by SIGSTOP, for some seconds: somebody else wakes it up."""
+    waker = subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    waker.wait()
+
+
+@pytest.mark.parametrize(
+    ("slow", "pause", "prepare"),
+    [
+        (1, hold_the_lock, look_as_behind_firewalls),
+        (0, hold_the_lock, None),
+        (1, hold_the_lock, None),
+        (0, hold_the_lock, look_as_on_other_hosts),
+        (2, hold_the_lock, look_as_on_other_hosts),
+        (0, stop_the_process, look_as_on_other_hosts),
+        (1, stop_the_process, None),
+    ],
+)
+def test_a_slow_rank_alarms_nobody(
+    cluster: None, zoo_checkpoint: Checkpoint, slow: int, pause: Callable[[], None], prepare: Callable[[], None] | None
+) -> None:
+    """Its process is there, or nobody can look for it."""
+    assert run_ranks(3, load_slowly, zoo_checkpoint("qwen3_moe"), slow, pause, prepare) == [3, 3, 3]
+
+
+Chain = tuple[str, Any, Any, bool]
+"""The name of an error's class, the same of its cause and of its context, and whether a traceback leaves that out."""
+
+
+def chain(error: BaseException | None) -> Chain | None:
+    if error is None:
+        return None
+    return type(error).__name__, chain(error.__cause__), chain(error.__context__), error.__suppress_context__
+
+
+class WithCause(transformers.LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        raise ValueError("no such activation") from KeyError("swoosh")
+
+
+class WithContext(transformers.LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        try:
+            raise KeyError("swoosh")
+        except KeyError:
+            raise ValueError("no such activation")  # noqa: B904 - so does much code
+
+
+def caught(work: Callable[[], Any]) -> Chain | None:
+    """What `work` raises; it is called as the second try after another error, as users do."""
+    try:
+        raise LookupError("the first try")
+    except LookupError:
+        try:
+            work()
+        except Exception as error:
+            return chain(error)
+    return None
+
+
+def errors_of_all_calls(checkpoint: Path, folder: Path) -> dict[str, Chain | None]:
+    config = ds_config()
+
+    def load(model_class: Any = transformers.LlamaForCausalLM) -> Any:
+        with hf_zero_stream.streaming():
+            return model_class.from_pretrained(checkpoint, ds_config=config)
+
+    model = load()
+    found = {"cause": caught(lambda: load(WithCause)), "context": caught(lambda: load(WithContext))}
+    fault = failing(errno.EIO)
+    with disk(fault, fault) if dist.get_rank() == 1 else contextlib.nullcontext():
+        found["read"] = caught(load)
+        found["live read"] = caught(lambda: hf_zero_stream.load_into(model, str(checkpoint)))
+        found["write"] = caught(lambda: hf_zero_stream.save_pretrained(model, folder))
+    load()
+    return found
+
+
+def stock_errors(checkpoint: Path) -> dict[str, Chain | None]:
+    return {
+        "cause": caught(lambda: WithCause.from_pretrained(checkpoint)),
+        "context": caught(lambda: WithContext.from_pretrained(checkpoint)),
+    }
+
+
+def test_causes_and_contexts_are_kept(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    checkpoint = zoo_checkpoint("llama")
+    ranks = run_ranks(2, errors_of_all_calls, checkpoint, tmp_path / "saved")
+    for name, expected in stock_errors(checkpoint).items():
+        assert expected is not None
+        assert [rank[name] for rank in ranks] == [expected] * 2
+    for name, kind in (("read", "ReadError"), ("live read", "ReadError"), ("write", "SaveError")):
+        assert [rank[name][0] for rank in ranks] == [kind] * 2
+        assert ranks[1][name][1][0] == "OSError", ranks[1][name]

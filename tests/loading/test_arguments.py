@@ -1,6 +1,6 @@
 """Each argument of `from_pretrained` that streams means what it means in plain loading; docs/settings.md lists them.
 
-Those that say which files are read are in tests/loading/test_argument_files.py, those that are refused or handed to
+Those that say which files are read are in tests/loading/test_refused_arguments.py, those that are refused or handed to
 stock in tests/loading/test_refused_arguments.py.
 """
 

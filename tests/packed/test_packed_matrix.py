@@ -1,21 +1,35 @@
-"""Training beside packed weights gives the losses of the dequantised model: every format, dense and a mixture.
+"""Training beside packed weights, and GGUF files.
 
-Losses of three steps, alone, with hpZ, and with `offload_param` to the CPU: those of the dequantised model under
-ZeRO-3, bit for bit, in bf16 and fp32; in fp32 those of one process without DeepSpeed to 3e-7. That process clips
-gradients at 1.0, as DeepSpeed does where `gradient_clipping` is not set; without that, losses of MXFP4 differ by 4e-5.
+- Training beside packed weights gives the losses of the dequantised model: every format, dense and a mixture. Losses
+  of three steps, alone, with hpZ, and with `offload_param` to the CPU: those of the dequantised model under ZeRO-3,
+  bit for bit, in bf16 and fp32; in fp32 those of one process without DeepSpeed to 3e-7. That process clips gradients
+  at 1.0, as DeepSpeed does where `gradient_clipping` is not set; without that, losses of MXFP4 differ by 4e-5.
+- What becomes of quantised checkpoints if a release renames a function that we replace, or no longer calls it.
+- GGUF files under ZeRO-3: dequantised and partitioned where asked for, else left to stock with a reason.
 """
 
-from collections.abc import Container
+import re
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import gguf
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
+import hf_zero_stream
+from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.holdings.introspection import packed_weights
+from hf_zero_stream.plugins.packed import COMPRESSED
+from hf_zero_stream.registry import PatchScope
+from tests.packed.test_dequantised import load as load_dequantised
+from tests.packed.test_packed_peft import losses_of_kinds
 from tests.support.cluster import run_ranks
+from tests.support.loading import load_with
+from tests.support.mutations import MUTATIONS, Mutation, mutated, mutation_of, mutations
 from tests.support.packed_models import MODELS, Folders, in_file
 from tests.support.packed_training import (
     count_alive,
@@ -28,7 +42,9 @@ from tests.support.packed_training import (
     watched_memory,
     with_adapters,
 )
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_and_compare
+from tests.support.quantised_checkpoints import compressed_tensors
+from tests.support.whole import whole_values
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +157,182 @@ def test_memory(cluster: None, folders: Folders, name: str) -> None:
         assert found["after forward"] == found["after backward"] == 0
         assert found["peak"] <= found["largest module"] + PADDING, "one module at a time"
         assert found["overlapping"] == 0, "one matrix at a time"
+
+
+OF_FORMATS = {
+    "mxfp4": "MXFP4",
+    "finegrained_fp8": "FP8 by blocks",
+    "compressed_tensors": "int4 by group",
+    "gguf": "GGUF",
+}
+"""Quantised checkpoints that lead to each row for dequantising, by the module of the row."""
+
+
+def dequantised_values(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
+    if (folder / "lfm2.gguf").exists():
+        how = {"gguf_file": "lfm2.gguf", "quantization_config": transformers.GgufConfig(dequantize=True)}
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        return whole_values(load(folder, dtype=torch.bfloat16, **how, **kwargs))
+    return whole_values(load_dequantised(folder, **kwargs))
+
+
+def mutated_when_dequantised(number: int, folder: Path) -> dict[str, Any]:
+    """By mutation: the names of wrong values, or what is raised."""
+    plain, found = dequantised_values(folder), {}
+    for mutate in (lambda row, patch: row, *MUTATIONS):
+        with mutation_of(TABLE[PatchScope.LOAD][number], PatchScope.LOAD, mutate):
+            try:
+                with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+                    values = dequantised_values(folder, ds_config=ds_config(torch.bfloat16))
+                found[mutate.__name__] = [name for name in plain if not torch.equal(values[name], plain[name])]
+            except Exception as error:
+                found[mutate.__name__] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number", [number for number, row in enumerate(TABLE[PatchScope.LOAD]) if row.feature == "dequantising"]
+)
+def test_never_other_dequantised_values(cluster: None, tmp_path: Path, number: int) -> None:
+    kind = next(kind for module, kind in OF_FORMATS.items() if module in TABLE[PatchScope.LOAD][number].of)
+    if kind == "GGUF":
+        write_lfm2(tmp_path / "lfm2.gguf")
+    else:
+        MODELS[f"{kind}, mixture"](tmp_path)
+    for found in run_ranks(2, mutated_when_dequantised, number, tmp_path, timeout=200):
+        assert found.pop("<lambda>") == []
+        assert all(what == [] or "Error" in what for what in found.values()), found
+
+
+@pytest.fixture(scope="module")
+def int4(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint, and the losses of adapters on it."""
+    compressed_tensors(folder := tmp_path_factory.mktemp("int4"), "int4 with zero points")
+    return folder, run_ranks(2, losses_of_kinds, folder, ["IA3"])[0]
+
+
+@pytest.mark.parametrize("mutation", mutations(("peft.", "compressed_tensors."), PatchScope.MODELS, COMPRESSED))
+def test_adapters_on_quantised_weights(int4: tuple[Path, Any], mutation: Mutation) -> None:
+    """Packed, and dequantised while they are loaded."""
+    outcome, _ = run_ranks(2, mutated, mutation, losses_of_kinds, int4[0], ["IA3"])
+    assert isinstance(outcome, str) or outcome == int4[1], outcome
+
+
+Q8 = gguf.GGMLQuantizationType.Q8_0
+
+# The names of a GGUF file for those of transformers.
+LFM2 = {
+    "model.embed_tokens.": "token_embd.",
+    "model.embedding_norm.": "token_embd_norm.",
+    "model.layers.": "blk.",
+    ".operator_norm.": ".attn_norm.",
+    ".self_attn.q_proj.": ".attn_q.",
+    ".self_attn.k_proj.": ".attn_k.",
+    ".self_attn.v_proj.": ".attn_v.",
+    ".self_attn.out_proj.": ".attn_output.",
+    ".self_attn.q_layernorm.": ".attn_q_norm.",
+    ".self_attn.k_layernorm.": ".attn_k_norm.",
+    ".feed_forward.w1.": ".ffn_gate.",
+    ".feed_forward.w3.": ".ffn_up.",
+    ".feed_forward.w2.": ".ffn_down.",
+    ".conv.conv.": ".shortconv.conv.",
+    ".conv.in_proj.": ".shortconv.in_proj.",
+    ".conv.out_proj.": ".shortconv.out_proj.",
+}
+LLAMA = {
+    "lm_head.": "output.",
+    "model.embed_tokens.": "token_embd.",
+    "model.norm.": "output_norm.",
+    "model.layers.": "blk.",
+    ".input_layernorm.": ".attn_norm.",
+    ".post_attention_layernorm.": ".ffn_norm.",
+    ".self_attn.q_proj.": ".attn_q.",
+    ".self_attn.k_proj.": ".attn_k.",
+    ".self_attn.v_proj.": ".attn_v.",
+    ".self_attn.o_proj.": ".attn_output.",
+    ".mlp.gate_proj.": ".ffn_gate.",
+    ".mlp.up_proj.": ".ffn_up.",
+    ".mlp.down_proj.": ".ffn_down.",
+}
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def write(path: Path, architecture: str, model: transformers.PreTrainedModel, names: Mapping[str, str]) -> None:
+    """Matrices in Q8_0 (blocks of 32 values in 34 bytes), the rest in fp32."""
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_token_list([str(token) for token in range(config.vocab_size)])
+    writer.add_vocab_size(config.vocab_size)
+    if architecture == "lfm2":
+        writer.add_head_count_kv([config.num_key_value_heads * (kind != "conv") for kind in config.layer_types])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        assert not re.match(r"model|lm_head", name), name
+        values = tensor.squeeze().numpy()
+        if values.ndim == 2 and "shortconv.conv" not in name:
+            writer.add_tensor(name, gguf.quantize(values, Q8), raw_dtype=Q8)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_lfm2(path: Path) -> None:
+    config = transformers.Lfm2Config(
+        **SIZES, num_hidden_layers=2, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False
+    )
+    write(path, "lfm2", transformers.Lfm2ForCausalLM(config), LFM2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    torch.manual_seed(0)
+    write_lfm2(folder / "lfm2.gguf")
+    llama = transformers.LlamaConfig(**SIZES, num_hidden_layers=2)
+    write(folder / "llama.gguf", "llama", transformers.LlamaForCausalLM(llama), LLAMA)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["lfm2.gguf", "llama.gguf"])
+def test_dequantised_as_plain(cluster: None, files: Path, name: str, dtype: torch.dtype) -> None:
+    """lfm2's blocks are dequantised piece by piece; llama's file transformers itself dequantises, before us."""
+    kwargs = {"gguf_file": name, "quantization_config": transformers.GgufConfig(dequantize=True)}
+    for result in run_ranks(3, load_and_compare, "AutoModelForCausalLM", files, dtype, dtype, kwargs):
+        assert result["differences"] == []
+        assert result["info"] == result["plain_info"]
+        assert [rank["materialised"] for rank in result["report"]["ranks"]] == [{}] * 3
+
+
+def load_packed(folder: Path) -> tuple[bool, bool]:
+    """Whether the model streams, and whether it is partitioned."""
+    model = load_with("streamed", "AutoModelForCausalLM", folder, {}, {"gguf_file": "llama.gguf"})
+    return hasattr(model, "streaming_report"), any(hasattr(param, "ds_tensor") for param in model.parameters())
+
+
+def test_without_dequantize_it_is_left_to_stock(cluster: None, files: Path) -> None:
+    assert run_ranks(2, load_packed, files) == [(False, False)] * 2

@@ -1,6 +1,10 @@
-"""Packed weights give the values that loading them dequantised gives, bit for bit, and hold the file's own bytes."""
+"""Packed weights, and who dequantises them.
 
-from collections.abc import Callable, Iterator
+- Packed weights give the values that loading them dequantised gives, bit for bit, and hold the file's own bytes.
+- Another plug-in may say how weights of a quant_method are dequantised; then they stay quantised as ours do.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -19,8 +23,10 @@ from hf_zero_stream.errors import CheckpointError, UnsupportedError
 from hf_zero_stream.holdings.introspection import packed_weights
 from hf_zero_stream.loading.dry_load import lazily_loaded
 from hf_zero_stream.plugins.packed import programs
+from hf_zero_stream.plugins.packed.quantisers import by_transformers
 from hf_zero_stream.plugins.packed.weights import PackedWeight, sources
 from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.registry import Plugin, plugins
 from hf_zero_stream.settings.config import StreamingConfig
 from tests.support.checkpoint_files import tensors_of
 from tests.support.quantised_checkpoints import (
@@ -245,3 +251,20 @@ def check(folder: Path, dtype: torch.dtype, expected: dict[str, torch.Tensor]) -
             written = LazyTensor.of(view, some.reader).materialise()
             assert (entry.dtype, entry.shape) == (in_file[key].dtype, tuple(in_file[key].shape))
             assert torch.equal(written, in_file[key].contiguous().view(-1).view(torch.uint8)), key
+
+
+def as_fp8(fields: Mapping[str, Any], *, casts: bool) -> Mapping[str, Any] | None:
+    """FP8 by another name."""
+    return by_transformers({**fields, "quant_method": "fp8"}, casts=casts)
+
+
+def test_of_another_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8(tmp_path)
+    how = {"dtype": torch.bfloat16, "quantization_config": dequantising_config(tmp_path)}
+    with lazy_model(tmp_path, keep_quantized=True, **how) as dequantised:
+        values = {key: param.materialise() for key, param in dequantised.named_parameters()}
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"fp8"', '"of another"'))
+    found = (*plugins.plugins(), Plugin("another", quantisers={"of another": f"{__name__}:as_fp8"}))
+    monkeypatch.setattr("hf_zero_stream.plugins.packed.quantisers.plugins", lambda: found)
+    check(tmp_path, torch.bfloat16, values)

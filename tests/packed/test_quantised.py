@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import hf_zero_stream
-from tests.packed.test_gguf import files as gguf_files  # noqa: F401
+from tests.packed.test_packed_matrix import files as gguf_files  # noqa: F401
 from tests.support.allocations import AllocationWatch
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors

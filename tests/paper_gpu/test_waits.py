@@ -1,4 +1,8 @@
-"""What a GPU must not wait for, and where copies and collectives go: streams, pinned memory, backends."""
+"""Streams of paper GPUs: what waits for what.
+
+- What a GPU must not wait for, and where copies and collectives go: streams, pinned memory, backends.
+- Weight streams of models on paper GPUs, under NCCL: buckets in device memory, with what a save holds.
+"""
 
 import os
 import time
@@ -14,8 +18,9 @@ import torch.distributed as dist
 import hf_zero_stream
 from hf_zero_stream.destinations import replicated
 from hf_zero_stream.ranks import coordinator
-from tests.paper_gpu.trials import plain_model, zero_config, zero_model
+from tests.paper_gpu.trials import plain_model, sharded_model, zero_config, zero_model
 from tests.support.cluster import PAPER_GPUS, run_ranks
+from tests.support.streams import stream_changes
 
 
 pytestmark = pytest.mark.usefixtures("paper_gpus")
@@ -206,3 +211,29 @@ def held_up_by_a_collective() -> bool:
 def test_a_wait_for_the_whole_device_is_one_for_collectives() -> None:
     """So the imitation shows what :func:`test_nothing_waits_for_a_whole_device` is for."""
     assert run_ranks(2, held_up_by_a_collective, on=PAPER_GPUS) == [True, False]
+
+
+def streamed(checkpoint: Path, folder: Path, home: str, to: str) -> tuple[list[Any], set[str]]:
+    """What differs from saves, in three updates of what has changed, and where a whole pass has its buckets."""
+    if home == "ZeRO-3":
+        model = zero_model(checkpoint, zero_config(3, {}), {})
+    else:
+        model, _ = sharded_model(checkpoint, {"fsdp_size": 2}, {})
+    devices = {bucket.packed.device.type for bucket in hf_zero_stream.weight_stream(model, to)}
+    assert {param.device.type for param in model.parameters()} == {"cuda"}
+    return stream_changes(model, folder, to, bucket_bytes=20_000), devices
+
+
+@pytest.mark.plugin("stream")
+@pytest.mark.parametrize(
+    ("home", "to"),
+    [
+        ("ZeRO-3", "rank0"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("ZeRO-3", "all"), ("ZeRO-3", "owners"))),
+        pytest.param("FSDP2", "rank0", marks=pytest.mark.slow),
+    ],
+)
+def test_streams(even_checkpoint: Path, tmp_path: Path, home: str, to: str) -> None:
+    for steps, devices in run_ranks(2, streamed, even_checkpoint, tmp_path, home, to, on=PAPER_GPUS):
+        assert [differences for differences, _ in steps] == [[]] * 3
+        assert devices == {"cuda"} and torch.version.cuda is None

@@ -1,17 +1,32 @@
-"""`inspect`, `verify` and `plan` of files of ``torch.save`` and of folders of torch.distributed.checkpoint."""
+"""Folders of DeepSpeed's and torch's, for their tools and for ours.
+
+- `inspect`, `verify` and `plan` of files of ``torch.save`` and of folders of torch.distributed.checkpoint.
+- DeepSpeed's tools on states of ours: each says what a state is, and `zero_to_fp32.py` gives the values.
+"""
 
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import zero_to_fp32
 from safetensors.torch import load_file
 
+import hf_zero_stream
+from hf_zero_stream import StreamingConfig
+from hf_zero_stream.plugins.pickled.convert import convert
 from tests.support.cli import run, run_json
+from tests.support.cluster import RankFailure, run_ranks
+from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 from tests.support.zoo import Checkpoint
 
 
@@ -95,3 +110,93 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
     for command in (["plan", "--world-size", "2"], ["inspect"], ["verify"]):
         assert "pytorch_model.bin" in run(*command, str(folder), code=1).output
+
+
+MEETS = "hf_zero_stream training state, which DeepSpeed cannot load: go on inside .*: hf-zero-stream convert"
+
+
+def with_frozen_and_buffer(model: Any) -> list[dict[str, Any]]:
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+    model.register_buffer("seen", torch.arange(5))
+    model.register_buffer("scale", torch.linspace(0, 1, 3, dtype=torch.bfloat16))
+    model.register_buffer("scratch", torch.ones(2), persistent=False)
+    return all_in_one_group(model)
+
+
+def save_by_both(folder: Path, target: Path, config: dict[str, Any]) -> None:
+    engine = engine_of(folder, config, with_frozen_and_buffer)
+    train(engine, range(2))
+    engine.save_checkpoint(str(target / "stock"))
+    with hf_zero_stream.streaming():
+        engine.save_checkpoint(str(target / "ours"))
+        engine.save_checkpoint(str(target / "named"), tag="mine")
+
+
+def load_outside(folder: Path, source: Path, config: dict[str, Any]) -> None:
+    engine_of(folder, config, with_frozen_and_buffer).load_checkpoint(str(source))
+
+
+def stock_over_ours(folder: Path, target: Path, config: dict[str, Any]) -> list[float]:
+    """The losses after a resume from what DeepSpeed has saved, in streaming(), into the folder of a state of ours."""
+    engine = engine_of(folder, config, with_frozen_and_buffer)
+    train(engine, range(2))
+    with hf_zero_stream.streaming():
+        engine.save_checkpoint(str(target))
+    with hf_zero_stream.streaming(StreamingConfig(training_state=False)):
+        engine.save_checkpoint(str(target))
+    expected = train(engine, (3,))
+    again = engine_of(folder, config, with_frozen_and_buffer)
+    again.load_checkpoint(str(target))
+    assert train(again, (3,)) == expected
+    return expected
+
+
+def run_script(folder: Path, target: Path, *options: str) -> dict[str, torch.Tensor]:
+    subprocess.run([sys.executable, "zero_to_fp32.py", ".", target, *options], check=True, cwd=folder, timeout=120)
+    return {name: value for path in target.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tools(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """Functions, universal checkpoints and a resume end in a sentence; script and `convert` give the same values."""
+    folder = zoo_checkpoint("qwen3")
+    config = state_config(stage)
+    run_ranks(2, save_by_both, folder, tmp_path, config)
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(stock))
+    expected = {name: value.float() if value.is_floating_point() else value for name, value in found.items()}
+    assert {"seen", "scale"} <= expected.keys()
+    convert(ours / "global_step2", tmp_path / "converted", progress=False)
+    values = {
+        "convert": load_file(tmp_path / "converted" / "model.safetensors"),
+        "script": run_script(ours, tmp_path / "by script", "--safe_serialization"),
+        "shards": run_script(ours, tmp_path / "shards", "--max_shard_size", "80KB", "--tag", "global_step2"),
+        "of a tag": run_script(tmp_path / "named", tmp_path / "of a tag"),
+    }
+    for name, each in values.items():
+        assert each.keys() == expected.keys(), name
+        assert [key for key, value in each.items() if not torch.equal(value, expected[key])] == [], name
+    assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 1
+
+    for place in (ours, tmp_path / "named"):
+        for inside in (hf_zero_stream.streaming(), hf_zero_stream.streaming(StreamingConfig(training_state=False))):
+            with inside, pytest.raises(ModuleNotFoundError, match=MEETS):
+                zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(place))
+        with pytest.raises(ModuleNotFoundError, match=MEETS):
+            zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(place), str(tmp_path / "none"))
+        with pytest.raises(RankFailure, match=MEETS):
+            run_ranks(2, load_outside, folder, place, config)
+    arguments = ["--input_folder", f"{ours}/global_step2", "--output_folder", str(tmp_path / "universal")]
+    monkeypatch.setattr("sys.argv", ["ds_to_universal", *arguments, "--num_extract_workers", "1"])
+    with pytest.raises(ModuleNotFoundError, match="without ds_to_universal"):
+        ds_to_universal.main(ds_to_universal.parse_arguments())
+    left = [path for path in ours.rglob("*") if path.suffix in (".pt", ".py")]
+    assert len(left) == 4 and sum(path.stat().st_size for path in left) < 4000
+
+
+def test_deepspeed_saves_into_a_folder_of_ours(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """What says that a folder is ours is gone then, and both find DeepSpeed's checkpoint."""
+    run_ranks(2, stock_over_ours, zoo_checkpoint("qwen3"), tmp_path / "both", state_config(3))
+    assert zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "both"))

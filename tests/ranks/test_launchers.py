@@ -1,21 +1,103 @@
-"""Under each launcher: ranks know who shares their host, and one that dies before a save is named within seconds."""
+"""Who shares a host, and what disk: under each launcher, and where nobody can be asked.
+
+- Who shares a host is asked of the ranks; what launchers announce is for a process that has nobody to ask.
+- Under each launcher: ranks know who shares their host, and one that dies before a save is named within seconds.
+- A shared disk, for which a FUSE file system stands: it is known as one, and what it gives is what the files hold.
+"""
 
 import os
 import re
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import deepspeed
 import pytest
+import torch
 import torch.distributed as dist
+import transformers
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import hf_zero_stream
+from benchmarks.slow_disk import slow_folder
 from hf_zero_stream import StreamingAutoModelForCausalLM
-from scripts.system_packages import MPICH
+from hf_zero_stream.checkpoint.formats import map_from_headers
+from hf_zero_stream.engine.opened import OpenCheckpoint
+from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.ranks.presence import Location, Presence, Topology
+from hf_zero_stream.settings.config import (
+    LOCAL_RANKS,
+    LOCAL_SIZES,
+    StreamingConfig,
+    announced_local_rank,
+    announced_local_size,
+)
+from hf_zero_stream.sources.local import is_on_network
+from scripts.system_packages import FUSE, MPICH
 from tests.conftest import skip_if_lacking
-from tests.support.cluster import SOON_S, free_port, run_ranks_expecting_errors
+from tests.support.cluster import SOON_S, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import run_command
+from tests.support.hosts import move_to_host
+from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
+
+
+@pytest.mark.parametrize("name", LOCAL_SIZES)
+def test_launchers_say_how_many_ranks_a_host_has(name: str) -> None:
+    assert announced_local_size({}) == 1
+    assert announced_local_size({name: "8"}) == 8
+    assert announced_local_size({name: "8(x3)"}) == 8
+
+
+@pytest.mark.parametrize("name", LOCAL_RANKS)
+def test_launchers_number_the_ranks_of_a_host(name: str) -> None:
+    assert announced_local_rank({}) == 0
+    assert announced_local_rank({name: "5"}) == 5
+
+
+def test_torch_s_launchers_come_before_those_around_them() -> None:
+    """As torchrun in a batch script of Slurm's."""
+    environ = {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    assert (announced_local_rank(environ), announced_local_size(environ)) == (3, 4)
+
+
+@pytest.mark.parametrize(("hosts", "position", "first"), [("aabb", 1, 2), ("abab", 1, 1), ("abcd", 0, 3)])
+def test_however_ranks_are_numbered(hosts: str, position: int, first: int) -> None:
+    found = Topology(hosts, "xxxy" if hosts == "abcd" else "xxxx", 3)
+    assert (found.position, found.ranks_of_host[0]) == (position, first)
+    assert found.sharing_cores == (1 if hosts == "abcd" else 4)
+
+
+def test_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = Topology.announced(3, 4)
+    assert found.ranks_of_host == [2, 3] and found.position == 1 and found.sharing_cores == 2
+
+
+def asked() -> tuple[list[int], int, bool]:
+    """Ranks on two hosts, one of which has two containers with networks of their own."""
+    rank = dist.get_rank()
+    move_to_host("abab"[rank])
+    real = Location.here
+    if rank == 3:
+        Location.here = classmethod(lambda cls, *args: real(*args)._replace(network="another"))  # type: ignore[method-assign]
+    coordinator = Coordinator.of_default_group()
+    with coordinator.watched():
+        found = coordinator.topology
+        presence = Presence.in_default_group()
+        presence.topology()
+        networks = {presence._locations[other].network for other in found.ranks_of_host}
+        lives = [presence.is_alive(other) for other in found.ranks_of_host]
+        coordinator.agree()
+        assert all(alive is not False for alive in lives)
+    return found.ranks_of_host, found.sharing_cores, len(networks) == 1
+
+
+def test_ranks_are_asked(cluster: None) -> None:
+    assert run_ranks(4, asked) == [([0, 2], 4, True), ([1, 3], 4, False), ([0, 2], 4, True), ([1, 3], 4, False)]
 
 
 RANK = """
@@ -125,3 +207,54 @@ def test_no_launcher(cluster: None, tmp_path: Path) -> None:
     (outcome,) = run_ranks_expecting_errors(1, load_without_a_launcher, tmp_path)
     assert outcome.error_type == "ConfigError" and outcome.error_message is not None, outcome
     assert re.search("RANK, WORLD_SIZE, .* are not set. Start it with `torchrun", outcome.error_message)
+
+
+needs_fuse = pytest.mark.skipif(
+    not os.access("/dev/fuse", os.W_OK), reason="this system does not let FUSE be used (/dev/fuse)"
+)
+
+
+@pytest.mark.slow
+@needs_fuse
+def test_a_slow_shared_disk(tmp_path: Path) -> None:
+    skip_if_lacking(FUSE)
+    tensors = {"a": torch.randn(1000, 1100), "b": torch.arange(7)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    with slow_folder(tmp_path, latency=5, rate=400) as place:
+        assert is_on_network(str(place)) and not is_on_network(str(tmp_path))
+        with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
+            paths = [str(place / "x.safetensors")]
+            index = map_from_headers(paths, checkpoint.read_headers(paths))
+            checkpoint.add(index.shards)
+            assert checkpoint.threads() == 32
+            slices = index.slices(checkpoint.materialise)
+            for name, expected in tensors.items():
+                assert torch.equal(slices[name][...].materialise(), expected)
+
+
+def load_replicas(folder: str) -> None:
+    with hf_zero_stream.streaming(StreamingConfig(progress=False)):
+        model = transformers.AutoModel.from_pretrained(folder)
+        assert sum(rank.bytes_read for rank in model.streaming_report.ranks)
+
+
+def load_partitions(folder: str) -> None:
+    hf_zero_stream.StreamingAutoModel.from_pretrained(folder, ds_config=ds_config())
+
+
+@needs_fuse
+@pytest.mark.parametrize("load", [load_partitions, load_replicas])
+def test_each_byte_crosses_the_wire_once_per_host(cluster: None, tmp_path: Path, load: Callable[[str], None]) -> None:
+    """Two ranks whose parts lie side by side in each tensor; what the kernel asks the server for is counted."""
+    skip_if_lacking(FUSE)
+    folder, log = tmp_path / "model", tmp_path / "log"
+    config = transformers.BertConfig(
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=2, intermediate_size=1024, vocab_size=1009
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    size = (folder / "model.safetensors").stat().st_size
+    with slow_folder(folder, latency=1, rate=1000, log=log) as place:
+        run_ranks(2, load, str(place))
+    lines = [line.split() for line in log.read_text().splitlines()]
+    asked = sum(int(nbytes) for name, _, nbytes in lines if name == "model.safetensors")
+    assert size <= asked <= 1.02 * size, (size, asked)

@@ -1,4 +1,8 @@
-"""Saves that fail: the same error on all ranks, and what was there before is still there, whole."""
+"""Saves that fail or die.
+
+- Saves that fail: the same error on all ranks, and what was there before is still there, whole.
+- A sample of ``python -m tests.saving.crash``: saves that die, or whose disk fails, at their single steps.
+"""
 
 import errno
 import os
@@ -19,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving.files import UNFINISHED, Publication, finish_interrupted
+from tests.saving.crash import FAULTS, make_checkpoints, trial_of_two_ranks, trials_of_one_rank
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
@@ -275,3 +280,34 @@ def test_a_save_removes_what_dead_ones_have_left_and_no_living_one(tmp_path: Pat
     assert os.listdir(tmp_path) == [name]
     Publication.begin(tmp_path).abandon()
     assert os.listdir(tmp_path) == []
+
+
+Checkpoints = tuple[Path, Path, dict[str, bytes]]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return make_checkpoints(tmp_path_factory.mktemp("crash"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "stride"),
+    [
+        pytest.param("killed", 1, marks=pytest.mark.slow),
+        ("killed", 4),
+        ("no space", 3),
+        pytest.param("i/o error", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank(checkpoints: Checkpoints, fault: str, stride: int) -> None:
+    old, checkpoint, new = checkpoints
+    found = trials_of_one_rank(checkpoint, old, new, [fault], stride)
+    # There are steps before anything has a final name, steps in between, and steps after.
+    assert found.keys() >= {f"{fault}: old", f"{fault}: finished", f"{fault}: new"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("rank", "step"), [(0, 1), (0, 16), (0, 35), (1, 0), (1, 5)])
+def test_one_of_two_ranks(cluster: None, checkpoints: Checkpoints, rank: int, step: int, fault: str) -> None:
+    old, checkpoint, new = checkpoints
+    assert trial_of_two_ranks(checkpoint, old, new, rank, step, fault).startswith(fault)

@@ -1,10 +1,16 @@
-"""Models and checkpoints of unusual kinds, loaded into shards, equal plain loading, as they do under ZeRO-3."""
+"""Models of unusual kinds loaded into shards, and faults in the middle of a load.
 
+- Models and checkpoints of unusual kinds, loaded into shards, equal plain loading, as they do under ZeRO-3.
+- Faults in the middle of a load into shards: all ranks raise, nobody hangs, and the next load succeeds.
+"""
+
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -12,16 +18,29 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 import hf_zero_stream
+from hf_zero_stream.holdings import fsdp
 from tests import sampling
+from tests.faults import test_dying_ranks, test_one_faulty_rank
+from tests.faults.test_dying_ranks import kill_in_first_read, load_with_a_victim
+from tests.faults.test_one_faulty_rank import (
+    Fault,
+    fail_then_load,
+    interrupted,
+    io_error,
+    no_memory_while_reading,
+    replaced,
+    truncated,
+)
 from tests.loading.test_odd_parameters import CLASSES, MISSING, ThroughNumpy, name_of, save, without
 from tests.loading.test_remote_code import with_own_module_cache
 from tests.sharded.test_load_into_sharded import with_both_ends
 from tests.support import odd_models
-from tests.support.cluster import run_ranks
+from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.odd_models import Odd
 from tests.support.parity import ds_config
 from tests.support.remote_code import make_remote_checkpoint
 from tests.support.sharded import Case, Sizes, compare_sharded, even_model, wrong_cases
+from tests.support.zoo import Checkpoint
 
 
 CAUSAL = "AutoModelForCausalLM"
@@ -165,3 +184,98 @@ def test_digests(cluster: None, tmp_path: Path, read_from: str) -> None:
     for world_size, of_sizes in sampling.every(2, worlds):
         for found in run_ranks(world_size, load_verified, tmp_path, of_sizes, read_from):
             assert found == [(digest, [])] * len(of_sizes)
+
+
+def load(folder: Path, *args: Any, **settings: Any) -> Any:
+    config = hf_zero_stream.StreamingConfig(reader_threads=2, staging_bytes=8 * 4096, **settings)
+    with hf_zero_stream.streaming(config):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config={"fsdp_size": dist.get_world_size()}
+        )
+
+
+def no_memory(folder: Path) -> Any:
+    """As torch's allocator on a CPU says it, for the storage that FSDP2 owns."""
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return empty if name == "empty" else getattr(torch, name)
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+    return replaced(fsdp, "torch", Torch())
+
+
+def fail_then_load_sharded(folder: Path, own: Path, fault: Fault) -> dict[str, Any]:
+    test_one_faulty_rank.load = load  # type: ignore[assignment]
+    return fail_then_load(folder, own, fault)
+
+
+FAULTS: dict[Fault, tuple[str, str]] = {
+    io_error: ("ReadError", "Input/output error"),
+    truncated: ("CheckpointError", "was truncated while it was being loaded"),
+    no_memory: ("LoadError", "out of memory on rank 1"),
+    no_memory_while_reading: ("LoadError", "out of memory on rank 1"),
+    interrupted: ("PeerError", "rank 1 failed"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_one_faulty_rank_among_three(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, fault: Fault) -> None:
+    kind, text = FAULTS[fault]
+    results = run_ranks(3, fail_then_load_sharded, zoo_checkpoint("qwen3_moe"), tmp_path, fault, timeout=90)
+    for rank, result in enumerate(results):
+        if rank == 1 and fault is interrupted:
+            assert result["error"][0] == "KeyboardInterrupt", result
+        else:
+            assert result["error"][0] == kind and text in result["error"][1], result
+        assert result["loaded"] == 3 and result["threads"] == [] and not result["patched"]
+
+
+def load_with_a_victim_sharded(folder: Path, victim: int, settings: dict[str, Any]) -> dict[str, Any]:
+    test_dying_ranks.load = load  # type: ignore[assignment]
+    return load_with_a_victim(folder, victim, kill_in_first_read, None, None, settings)
+
+
+@pytest.mark.parametrize(("victim", "settings"), [(2, {}), (0, {"read_from": "rank0"})])
+def test_killed(cluster: None, zoo_checkpoint: Checkpoint, victim: int, settings: dict[str, Any]) -> None:
+    outcomes = run_ranks_expecting_errors(
+        3, load_with_a_victim_sharded, zoo_checkpoint("qwen3_moe"), victim, settings, timeout=90
+    )
+    assert outcomes[victim].error_type == "Died", outcomes[victim]
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            kind, message = outcome.value["caught"]
+            assert kind == "PeerError" and f"rank {victim} " in message, outcome.value
+            assert not outcome.value["patched"] and outcome.value["shards open"] == []
+
+
+def load_another(folder: Path, others: Path) -> str:
+    try:
+        load(folder if dist.get_rank() else others)
+    except Exception as error:
+        return type(error).__name__
+    return "no error"
+
+
+def test_another_checkpoint_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    found = run_ranks(2, load_another, zoo_checkpoint("llama"), zoo_checkpoint("qwen3_moe"), timeout=90)
+    assert found == ["CheckpointError"] * 2
+
+
+def load_on_rank_0(folder: Path) -> str:
+    test_dying_ranks.make_contact()
+    if dist.get_rank():
+        os._exit(0)  # a script that ends without the call
+    try:
+        load(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_one_rank_alone(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    """In stock it waits for the other until the process group's time limit."""
+    found, _ = run_ranks_expecting_errors(2, load_on_rank_0, zoo_checkpoint("llama"), timeout=90)
+    assert found.value is not None and found.value.startswith("PeerError") and "rank 1 " in found.value, found

@@ -20,7 +20,7 @@ from tests.support.parity import ds_config
 from tests.support.trainers import by_deepspeed, losses_of
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 from tests.support.zoo import Checkpoint
-from tests.zero.test_upstream_training import STEPS, make_trainer
+from tests.zero.test_training import STEPS, make_trainer
 
 
 def save_by_engine(folder: Path, target: Path, config: dict[str, Any]) -> list[float]:

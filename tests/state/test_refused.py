@@ -1,4 +1,9 @@
-"""What cannot be saved or loaded as a training state is refused by name, on all ranks, before anything is touched."""
+"""What states cannot have is refused by name.
+
+- What cannot be saved or loaded as a training state is refused by name, on all ranks, before anything is touched.
+- What an engine trains or keeps and a state has no place for is named, and nothing is written.
+- What neither we nor the checkpoints of DeepSpeed or accelerate bring back is an error, and no checkpoint.
+"""
 
 import json
 import re
@@ -13,14 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 import hf_zero_stream
 from hf_zero_stream.errors import HfZeroStreamError
 from hf_zero_stream.state import foreign
 from tests.saving.test_conversions import CONVERSIONS, OddConfig, OddModel
-from tests.support.cluster import run_ranks
+from tests.state.optimizers import parameters_of, training_in
+from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.fsdp2 import announce, load, make_accelerator
+from tests.support.parity import ds_config
 from tests.support.training_state import (
+    accelerated_steps,
     all_in_one_group,
     engine_of,
     frozen_embeddings,
@@ -223,3 +233,127 @@ def test_loads_and_what_falls_back(
     assert list((tmp_path / "shared").glob("*/zero_pp_rank_*"))
     assert list((tmp_path / "theirs").glob("*/zero_pp_rank_*")) and not (tmp_path / "middle").exists()
     assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+def small_engine(stage: int, dtype: torch.dtype, *more: nn.Parameter) -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    config = ds_config(dtype)
+    config["zero_optimization"] = {"stage": stage}
+    config["fp16"] = {"enabled": dtype == torch.float16}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=[*model.parameters(), *more], config=config)
+    return engine
+
+
+def save_moved(folder: Path) -> None:
+    """Code has given a parameter other memory than the engine's."""
+    engine = small_engine(1, torch.bfloat16)
+    engine.module[1].weight.data = engine.module[1].weight.data.clone()
+    hf_zero_stream.save_state(engine, folder)
+
+
+def save_unregistered(folder: Path, stage: int) -> None:
+    """The engine trains a parameter that the model does not know."""
+    hf_zero_stream.save_state(small_engine(stage, torch.bfloat16, nn.Parameter(torch.ones(3))), folder)
+
+
+def save_scaler(folder: Path) -> None:
+    """Code has put a tensor into the loss scaler."""
+    engine = small_engine(1, torch.float16)
+    engine.optimizer.loss_scaler.cur_scale = torch.tensor(2.0)
+    hf_zero_stream.save_state(engine, folder)
+
+
+@pytest.mark.parametrize(
+    ("save", "arguments", "message"),
+    [
+        (save_moved, (), r"1\.weight: expected parameters that lie in the engine's flat buffers"),
+        (save_unregistered, (0,), r"a parameter of shape \(3,\) that is none of the model's"),
+        (save_scaler, (), r"cur_scale: expected a number in a loss scaler; found a Tensor"),
+    ],
+)
+def test_refused(cluster: None, tmp_path: Path, save: Any, arguments: Any, message: str) -> None:
+    outcomes = run_ranks_expecting_errors(2, save, tmp_path, *arguments)
+    assert [outcome.error_type for outcome in outcomes] == ["UnsupportedError"] * 2
+    for outcome in outcomes:
+        assert re.search(message, str(outcome.error_message)), outcome.error_message
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+class KeepsText(torch.optim.SGD):
+    """Keeps a string, and norms of rows, which no state of ours has."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            self.state[param] |= {"norms": torch.ones(3), "mode": ("warm", 1)}
+
+
+class KeepsByTensors(torch.optim.SGD):
+    """Keeps what belongs to parameters in their group, as grokadamw does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        group = self.param_groups[0]
+        for param in group["params"]:
+            group.setdefault("state", {}).setdefault(param, {"steps": 0})["steps"] += 1
+
+
+KINDS = {KeepsText: "mode (a string", KeepsByTensors: "state of group 0 (kept by tensors"}
+
+
+def by_engines(folder: Path, target: Path, homes: list[str]) -> list[Any]:
+    """By kind and home: the error inside ``streaming()``; and what stock's checkpoint has made of what is kept."""
+    found = []
+    for kind in KINDS:
+        for home in homes:
+            training = training_in(home, folder, lambda model, kind=kind: kind(parameters_of(model), lr=1e-2))
+            training.train(range(2))
+            with hf_zero_stream.streaming():
+                message = message_of(lambda: training.trains.save_checkpoint(str(target / f"ours {kind} {home}")))
+            training.trains.save_checkpoint(str(target / f"stock {kind} {home}"))
+            training = training_in(home, folder, lambda model, kind=kind: kind(parameters_of(model), lr=1e-2))
+            training.trains.load_checkpoint(str(target / f"stock {kind} {home}"))
+            modes = [entries["mode"][0] for entries in training.inner.state.values() if "mode" in entries]
+            training.train([2])
+            kept = training.inner.param_groups[0].get("state", {})
+            found.append((kind, message, modes[:1], [entries["steps"] for entries in kept.values()]))
+    return found
+
+
+def by_accelerate(folder: Path, target: Path) -> list[Any]:
+    found = []
+    for kind in KINDS:
+        announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
+        accelerator = make_accelerator()
+        with hf_zero_stream.streaming():
+            model = load("llama", folder)
+            model, optimizer = accelerator.prepare(model, kind(parameters_of(model), lr=1e-2))
+            accelerated_steps(accelerator, model, optimizer, range(2))
+            if kind is KeepsText and dist.get_rank() == 1:  # one rank alone cannot save
+                for entries in optimizer.state.values():
+                    entries.pop("mode")
+            found.append((kind, message_of(lambda: accelerator.save_state(str(target / f"{kind}")))))
+    return found
+
+
+def test_by_engines(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    homes = ["ZeRO-3", "ZeRO-2"]
+    for of_rank in run_ranks(2, by_engines, zoo_checkpoint("llama"), tmp_path, homes):
+        for kind, message, modes, steps in of_rank:
+            assert "A checkpoint of DeepSpeed's own is no way out here" in message and KINDS[kind] in message, message
+            assert (kind is KeepsText) == bool(modes) and "warm" not in modes, modes
+            assert 3 not in steps, steps  # it begins anew
+    assert not [*tmp_path.glob("ours*/**/*.pt")]
+
+
+def test_by_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for of_rank in run_ranks(2, by_accelerate, zoo_checkpoint("llama"), tmp_path):
+        for kind, message in of_rank:
+            assert "A checkpoint of accelerate's own is no way out here" in message and KINDS[kind] in message, message
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

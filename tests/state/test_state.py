@@ -1,14 +1,27 @@
-"""``save_state`` and ``load_state``: losses after a resume are those of DeepSpeed's own resume, bit for bit."""
+"""``save_state`` and ``load_state``, also of older versions and of random numbers.
 
+- ``save_state`` and ``load_state``: losses after a resume are those of DeepSpeed's own resume, bit for bit.
+- What a state has of random numbers, and has not, is said.
+- States that earlier versions of this package wrote: in the hub's layout, with the names that wrappers gave.
+"""
+
+import json
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 
 import hf_zero_stream
 from hf_zero_stream.engine.load import Load
+from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.loading import dry_load
+from hf_zero_stream.state import rng
 from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.training_state import (
@@ -168,3 +181,79 @@ def test_between_zero_and_fsdp2(cluster: None, zoo_checkpoint: Checkpoint, tmp_p
     losses = run_ranks(2, resume_plain, folder, tmp_path / "zero", {"fsdp_size": 2}, again, False)
     assert losses == train
     assert different_states(tmp_path / "fsdp", again) == []
+
+
+def test_of_another_kind_of_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved on a CPU, resumed on a GPU: the generator of that begins anew, with a warning."""
+    said: list[str] = []
+    monkeypatch.setattr(rng.logger, "warning_once", said.append)
+    path = tmp_path / rng.FILE
+    rng.write_ranks([rng.of_this_rank()], path)
+    expected = torch.rand(2)
+    monkeypatch.setattr(rng.accelerators, "kind", lambda: "cuda")
+    assert rng.restore_rank(path, 0)
+    assert torch.equal(torch.rand(2), expected)
+    (line,) = said
+    assert "saved without a cuda device" in line
+
+
+def test_without_such_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved on a GPU, resumed on a CPU."""
+    said: list[str] = []
+    monkeypatch.setattr(rng.logger, "warning_once", said.append)
+    path = tmp_path / rng.FILE
+    rng.write_ranks([rng.of_this_rank() | {"cuda": torch.zeros(16, dtype=torch.uint8)}], path)
+    assert rng.restore_rank(path, 0)
+    (line,) = said
+    assert "random numbers of cuda. Without such a device they are left out" in line
+
+
+def test_pairs(tmp_path: Path) -> None:
+    """Both Python and NumPy keep the second normal number of a pair."""
+    random.gauss(0, 1), np.random.normal()
+    rng.write_ranks([rng.of_this_rank()], tmp_path / rng.FILE)
+    expected = [random.gauss(0, 1), random.random(), *np.random.normal(size=3)]
+    rng.restore_rank(tmp_path / rng.FILE, 0)
+    assert [random.gauss(0, 1), random.random(), *np.random.normal(size=3)] == expected
+
+
+def test_another_generator_of_numpy() -> None:
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        with pytest.raises(UnsupportedError, match="made by MT19937; found PCG64, of which no state is kept"):
+            rng.of_this_rank()
+    finally:
+        np.random.set_bit_generator(usual)
+
+
+def as_version_1(checkpoint: Path, state: Path) -> None:
+    """Rewrite a state: masters and moments as ``save_pretrained`` writes weights, names as of checkpointed blocks."""
+    place = state / "global_step3"
+    record = json.loads((place / "training_state.json").read_text())
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for key in record["keys"]:
+        values = load_file(place / f"model.{key}.safetensors")
+        assert model.load_state_dict(values, strict=False).unexpected_keys == []
+        model.save_pretrained(place / "hub", variant=key)
+        shutil.move(place / "hub" / f"model.{key}.safetensors", place / f"model.{key}.safetensors")
+    shutil.rmtree(place / "hub")
+    for group in record["groups"]:
+        group["parameters"] = [
+            name.replace(".self_attn.", "._checkpoint_wrapped_module.self_attn.") for name in group["parameters"]
+        ]
+    (place / "training_state.json").write_text(json.dumps({**record, "version": 1}))
+
+
+@pytest.mark.slow
+def test_a_state_of_version_1(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """What is saved again after a load of it is what was saved at first; experts are fused again."""
+    folder, config = zoo_checkpoint("qwen3_moe"), state_config(3)
+    run_ranks(2, train_and_save, folder, tmp_path, [config], [all_in_one_group], False)
+    old = tmp_path / "old"
+    shutil.copytree(tmp_path / "ours 0", old)
+    as_version_1(folder, old)
+    names = load_file(old / "global_step3" / "model.exp_avg.safetensors").keys()
+    assert any(".experts.0." in name for name in names)
+    run_ranks(2, resume_and_save, folder, old, config, all_in_one_group, tmp_path / "again")
+    assert different_states(tmp_path / "ours 0", tmp_path / "again") == []

@@ -1,9 +1,9 @@
 """What the tests that stand for transformers' own tests share.
 
-Those are the files tests/*/test_upstream_*.py. Each docstring in them names the test of transformers' repository that
-it stands for: those of ZeRO-3 are in tests/trainer/distributed/test_trainer_distributed_deepspeed.py, those of
-conversions in tests/utils/test_core_model_loading.py, of composite configs and dtypes in
-tests/utils/test_modeling_utils.py.
+Those are the files tests/loading/test_upstream_*.py, and tests/zero/test_training.py. Each docstring in them names the
+test of transformers' repository that it stands for: those of ZeRO-3 are in
+tests/trainer/distributed/test_trainer_distributed_deepspeed.py, those of conversions in
+tests/utils/test_core_model_loading.py, of composite configs and dtypes in tests/utils/test_modeling_utils.py.
 """
 
 import gc
