@@ -92,10 +92,10 @@ class Slot:
 
     def elementwise(self, key: str) -> torch.Tensor | None:
         """The elementwise state `key`, or the masters; None if there is none for this slot."""
-        if key != MASTER and self.is_in_blocks:
-            return None
-        value = self.values if key == MASTER else self.entries.get(key)
-        return value if _is_laid_out(value, self.values) else None
+        if key == MASTER:
+            return self.values
+        value = self.entries.get(key)
+        return value if _is_laid_out(value, self.values) and not self.is_in_blocks else None
 
     @property
     def is_in_blocks(self) -> bool:
@@ -104,10 +104,14 @@ class Slot:
         Blocks are counted from the slot's first element on, padding too. So all of its tensors belong to the slot as
         it is, and to no other part of the parameters.
         """
+        for it in self.entries.values():
+            if isinstance(it, torch.Tensor) and it.dtype == torch.uint8:
+                return not self.is_swapped and self._has_codes_of_blocks()
+        return False  # as nearly always
+
+    def _has_codes_of_blocks(self) -> bool:
         tensors = [it for it in self.entries.values() if isinstance(it, torch.Tensor)]
         codes = [it for it in tensors if it.dtype == torch.uint8]
-        if self.is_swapped or not codes:  # as nearly always
-            return False
         several, numel = [it for it in tensors if it.numel() > 1], local_of(self.values).numel()
         return (
             any(it.numel() >= numel for it in codes if it.numel() > 1)
@@ -185,6 +189,8 @@ def _is_laid_out(value: Any, values: torch.Tensor) -> bool:
     """Whether `value` is a tensor that has an element where `values` have one."""
     if not isinstance(value, torch.Tensor):
         return False
+    if not (isinstance(values, DTensor) or isinstance(value, DTensor)):
+        return value.shape == values.shape
     whole = value.shape == values.shape or (isinstance(values, DTensor) and not isinstance(value, DTensor))
     return whole and local_of(value).shape == local_of(values).shape
 
@@ -206,20 +212,23 @@ def _refuse_key(key: Any, slot: Slot, *, names_files: bool) -> None:
 def _refuse_tensor(key: str, value: torch.Tensor, slot: Slot) -> None:
     """Raise an UnsupportedError unless `value` is elementwise, or has one element."""
     local = local_of(value)
-    what = f"The optimizer keeps {key}, {value.dtype} of shape {tuple(value.shape)}, for {_names(slot)}"
     if type(local) not in (torch.Tensor, nn.Parameter):
-        raise UnsupportedError(f"{what}. It is a {type(local).__name__}, whose memory is not known. {_ELSE}")
-    if not _is_plain(local):
-        raise UnsupportedError(f"{what}. It is sparse, quantised, complex or on the meta device. {_ELSE}")
-    if not _is_laid_out(value, slot.values):
+        why = f". It is a {type(local).__name__}, whose memory is not known."
+    elif not _is_plain(local):
+        why = ". It is sparse, quantised, complex or on the meta device."
+    elif not _is_laid_out(value, slot.values):
         if value.numel() == 1:
             return
-        raise UnsupportedError(
-            f"{what}, of shape {tuple(slot.values.shape)}. Only state that has one number for an element can be cut "
-            f"for another number of ranks. {_ELSE}"
+        why = (
+            f", of shape {tuple(slot.values.shape)}. Only state that has one number for an element can be cut for "
+            "another number of ranks."
         )
-    if not (local.is_contiguous() and local_of(slot.values).is_contiguous()):
-        raise UnsupportedError(f"{what}. Its elements are not in row-major order (contiguous). {_ELSE}")
+    elif not (local.is_contiguous() and local_of(slot.values).is_contiguous()):
+        why = ". Its elements are not in row-major order (contiguous)."
+    else:
+        return
+    what = f"The optimizer keeps {key}, {value.dtype} of shape {tuple(value.shape)}, for {_names(slot)}"
+    raise UnsupportedError(f"{what}{why} {_ELSE}")
 
 
 def is_number(value: Any) -> bool:
@@ -238,16 +247,22 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     Of what is kept in blocks there are masters alone.
     """
 
+    def values_of(slot: Slot, member: Member) -> torch.Tensor:
+        start, stop = member.held
+        return slot.flat(key)[member.first : member.first + stop - start]
+
     @contextmanager
-    def opened(slot: Slot, member: Member) -> Iterator[torch.Tensor]:
+    def swapped_in(slot: Slot, member: Member) -> Iterator[torch.Tensor]:
         with slot.opened():
-            start, stop = member.held
-            yield slot.flat(key)[member.first : member.first + stop - start]
+            yield values_of(slot, member)
+
+    def opened(slot: Slot, member: Member) -> AbstractContextManager[torch.Tensor]:
+        return swapped_in(slot, member) if slot.is_swapped else nullcontext(values_of(slot, member))
 
     found = {}
     for slot in slots:
+        kept = slot.elementwise(key)
         for member in slot.members if key == MASTER or not slot.is_in_blocks else ():
-            kept = slot.elementwise(key)
             found[member.name] = Holding(
                 member.box,
                 torch.float32 if slot.is_swapped else (slot.values if kept is None else kept).dtype,

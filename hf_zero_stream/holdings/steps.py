@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .introspection import has_partition, local_of
+from .own_names import parameters
 from .training import Training
 
 
@@ -43,7 +44,7 @@ class Steps:
 
 
 def _kept(training: Training) -> Iterator[torch.Tensor]:
-    for param in training.model.parameters():
+    for param in parameters(training.model):
         yield param.ds_tensor if has_partition(param) else local_of(param)
     for slot in training.slots:
         yield local_of(slot.values)

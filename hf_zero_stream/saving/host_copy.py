@@ -11,6 +11,7 @@ from torch import nn
 
 from ..accelerators import is_accelerator, pinned, stream
 from ..engine.execute import HugePages
+from ..holdings.own_names import parameters
 from .write import PlacedValues, bytes_of, in_runs
 
 
@@ -33,7 +34,7 @@ class HostMemory:
     def of_model(cls, model: nn.Module, nbytes: int) -> HostMemory:
         """`nbytes` bytes; whatever an earlier call gave for this model must not be in use any more."""
         # A GPU copies into pages that the system cannot move several times as fast, and need not wait for each piece.
-        is_pinned = any(is_accelerator(param.device) for param in model.parameters())
+        is_pinned = any(is_accelerator(param.device) for param in parameters(model))
         memory = _memories.pop(model, None)
         if memory is None or (memory.nbytes, memory.is_pinned) != (nbytes, is_pinned):
             del memory  # before there is another

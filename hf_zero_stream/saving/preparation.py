@@ -23,6 +23,7 @@ from transformers.utils import logging
 from ..checkpoint.file_digests import WORD, digest_of_bytes
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..holdings.kinds import persistent_buffers
+from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator
 from .count import LeftOut, nothing, packed_padding, refuse_cut, refuse_too_few
 from .files import ShardWriter
@@ -156,11 +157,14 @@ class SavePlanner:
 def circumstances(model: nn.Module) -> Any:
     """All that the plans of `model` depend on beside what is held of its parameters."""
     first: dict[int, str] = {}
-    ties = [first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)]
+    ties = [
+        first.setdefault(id(param), name)
+        for name, param in named_parameters(model, remove_duplicate=False, by_own_names=False)
+    ]
     saved = {id(buffer) for _, buffer in persistent_buffers(model)}  # others may have no memory that can be named
     buffers = [
         (name, buffer.data_ptr(), buffer.dtype, buffer.shape, buffer.stride())
-        for name, buffer in model.named_buffers(remove_duplicate=False)
+        for name, buffer in named_buffers(model, remove_duplicate=False, by_own_names=False)
         if id(buffer) in saved
     ]
     configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]

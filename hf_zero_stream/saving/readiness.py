@@ -13,6 +13,7 @@ from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_unknown_shards, refuse_unreadable
 from ..holdings.introspection import has_gathered, lacks_values
+from ..holdings.own_names import modules
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE, MeetingKind
 
@@ -50,7 +51,7 @@ def _refuse_without_dtype(model: PreTrainedModel, doing: str, instead: str) -> N
 
 def _refuse_fsdp1(model: torch.nn.Module, doing: str, instead: str) -> None:
     """Raise if FSDP1 shards any of `model`, whose parameters then are flat pieces that look like whole ones."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules(model)):
         raise UnsupportedError(
             f"{doing}: expected parameters that are DTensors, ZeRO partitions or whole; FSDP1 "
             "(FullyShardedDataParallel) keeps flat pieces in their place. Use FSDP2 (fully_shard; accelerate: "

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..accelerators import is_accelerator, pinned
+from ..holdings.own_names import parameters
 from .write import WRITE_BYTES
 
 
@@ -32,7 +33,7 @@ class Room:
     @classmethod
     def of_model(cls, model: nn.Module, nbytes: int) -> Room:
         """That of the model's last save, if it has the same size; nobody may use that any more."""
-        is_pinned = any(is_accelerator(param.device) for param in model.parameters())
+        is_pinned = any(is_accelerator(param.device) for param in parameters(model))
         room = _rooms.pop(model, None)
         if room is None or (room.nbytes, room.is_pinned) != (nbytes, is_pinned):
             del room  # before there is another

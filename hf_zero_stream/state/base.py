@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from ..errors import ConfigError, UnsupportedError
 from ..holdings.introspection import PACKED, is_packed
-from ..holdings.own_names import adapter_names, named_buffers, named_parameters, own_names
+from ..holdings.own_names import adapter_names, modules, named_buffers, named_parameters, own_names
 from ..holdings.slots import MASTER
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
@@ -157,7 +157,7 @@ def quantised_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [module for module in modules(model) if isinstance(module, PreTrainedModel)]
 
 
 def _is_plain(dtype: torch.dtype) -> bool:

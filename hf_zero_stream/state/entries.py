@@ -231,8 +231,9 @@ class Recorded:
 
     def kind(self, key: str, slot: Slot, name: str) -> str:
         """The :func:`storage_kind` of the elementwise state `key`, beside what `slot` trains now."""
-        words = self._kinds.get((key, name), "").split()
-        return " ".join(word for word in words if word != str(slot.values.dtype).removeprefix("torch."))
+        if not (text := self._kinds.get((key, name), "")):
+            return ""
+        return " ".join(word for word in text.split() if word != str(slot.values.dtype).removeprefix("torch."))
 
     def of_parameter(self, name: str, slot: Slot) -> dict[str, str]:
         """All that must be the same for all parameters of `slot`."""
@@ -267,9 +268,9 @@ def _without_kinds(described: dict[str, str]) -> dict[str, str]:
 def _described(slot: Slot, keys: Collection[str], with_numbers: bool) -> dict[str, str]:
     """Describe what is kept, by name: how tensors are, and small values, numbers only if they are asked for."""
     found = {}
-    small = _small(slot, keys)
+    small, blocks = _small(slot, keys), slot.blocks
     for key, value in slot.entries.items():
-        if key in slot.blocks:
+        if key in blocks:
             found[key] = "a tensor in blocks"
         elif key not in small:
             found[key] = f"a tensor {storage_kind(value, slot.values)}"
@@ -301,6 +302,8 @@ def refuse_lost(training: Training, record: StateRecord, place: Path, *, is_new:
             continue
         wanted = found[slot.group].of_slot(slot, with_numbers)
         kept = _described(slot, record.keys, with_numbers)
+        if wanted == kept:
+            continue
         if slot.is_swapped:
             wanted, kept = (_without_kinds(each) for each in (wanted, kept))
         different = sorted(wanted.keys() ^ kept.keys())

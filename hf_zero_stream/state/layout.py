@@ -91,16 +91,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, str]:
 
     By each name the first one of the same buffer, which layers may share: in files of states it has that one alone.
     """
-    names = own_names(model)
     first: dict[int, str] = {}
-    found = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                name = f"{prefix}.{key}" if prefix else key
-                own = names.get(name, name)
-                found[own] = first.setdefault(id(buffer), own)
-    return found
+    named = named_buffers(model, remove_duplicate=False, only_persistent=True)
+    return {name: first.setdefault(id(buffer), name) for name, buffer in named}
 
 
 def lazy_state(load: Load, model: nn.Module, place: Path, key: str | None, *, strict: bool = True) -> LazyModel:
@@ -130,15 +123,16 @@ def names_of(
     first: dict[int, str] = {}
     shared: dict[str, str] = {}
     live: dict[str, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in named_parameters(model, remove_duplicate=False, by_own_names=False):
         if first.setdefault(id(param), name) != name:
             shared[name] = first[id(param)]
     persistent = persistent_buffers(model)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
+    for name, buffer in named_buffers(model, remove_duplicate=False, by_own_names=False):
         if own.get(name, name) in persistent and first.setdefault(id(buffer), name) != name:
             shared[name] = first[id(buffer)]
-    for name, _ in [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]:
-        if own.get(name, name) != name:
+    params = named_parameters(model, by_own_names=False)
+    for name, _ in (*params, *named_buffers(model, remove_duplicate=False, by_own_names=False)):
+        if own[name] != name:
             live.setdefault(own[name], name)
     frozen = {
         name: list(whole_shape(param))

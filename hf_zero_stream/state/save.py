@@ -29,7 +29,7 @@ from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
-from ..holdings.holder import refuse_unreadable
+from ..holdings.holding import Holding
 from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names
 from ..holdings.slots import EXACT, elementwise_keys, holdings_of
@@ -38,6 +38,7 @@ from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..registry import tool
+from ..reports.measures import collector_paused
 from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.background import ALL
@@ -45,6 +46,7 @@ from ..saving.files import Publication, finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Finalizer, LayOut, SaveItem
+from ..saving.readiness import make_ready
 from ..saving.save import Save
 from ..saving.shares import refuse_differing
 from ..saving.targets import AnyPublication, place_of_save, target_at
@@ -84,6 +86,7 @@ def save_state(
     trained: Any, folder: str | os.PathLike[str], *, asynchronous: bool, **kwargs: Any
 ) -> SaveReport | PendingSave: ...
 @fixed_names()
+@collector_paused()
 def save_state(
     trained: Any,
     folder: str | os.PathLike[str],
@@ -162,7 +165,7 @@ def save_state(
             )
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).without_frozen()
         refuse_optimizer(training)
-        refuse_unreadable(training.model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
+        make_ready(training.model, training.model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
         refuse_module_entries(training.model)
         if not training.is_between_steps:
             raise UnsupportedError(
@@ -186,7 +189,7 @@ def save_state(
         kind: Callable[..., Save] = Save
         if hosts:
             kind = _host_save(copies, keep, with_weights, training.counters[STEPS], kwargs)
-        save = kind(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_any=True, **kwargs)
+        save = kind(training.model, folder, coordinator=coordinator, is_of_training=True, **kwargs)
     with meeting(SAVE, coordinator=coordinator):
         mine = digests_of(record.groups), record.data, random_state
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
@@ -206,9 +209,10 @@ def save_state(
             items.append(replace(weights, changes_with=steps.of_values))
         elif not has_base:
             coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, Path(folder)))
-        together = _of_same_dtypes(training, keys)
+        held_for = {key: holdings_of(training.slots, key) for key in keys}
+        together = _of_same_dtypes(held_for)
         refuse_differing(coordinator, str(together).encode(), "would save other tensors")
-        of_states = [_state_item(training, name, group, max_shard_size) for group in together]
+        of_states = [_state_item(held_for, name, group, max_shard_size) for group in together]
         items += [replace(item, changes_with=steps.of_states) for item in of_states]
         if (in_blocks := item_of(training, record, name, max_shard_size)) is not None:
             items.append(in_blocks)
@@ -282,24 +286,27 @@ def _laid_out(lay_out: LayOut, folder: Path, parameters: Any) -> list[NotedShard
         raise UnsupportedError(f"transformers does not save the weights of this model: {error}") from error
 
 
-def _of_same_dtypes(training: Training, keys: Sequence[str]) -> list[list[str]]:
-    """The `keys` of states, together those that one plan can save. All lie as their slots do, but for their dtypes."""
+HeldStates = Mapping[str, Mapping[str, Holding]]
+"""By the name of a state, what this rank holds of it."""
+
+
+def _of_same_dtypes(held: HeldStates) -> list[list[str]]:
+    """The names of states, together those that one plan can save. All lie as their slots do, but for their dtypes."""
     found: dict[tuple[torch.dtype, ...], list[str]] = {}
-    for key in keys:
-        dtypes = tuple(holding.dtype for holding in holdings_of(training.slots, key).values())
-        found.setdefault(dtypes, []).append(key)
+    for key, holdings in held.items():
+        found.setdefault(tuple(holding.dtype for holding in holdings.values()), []).append(key)
     return list(found.values())
 
 
-def _state_item(training: Training, folder: str, keys: Sequence[str], max_shard_size: int | str) -> SaveItem:
+def _state_item(held: HeldStates, folder: str, keys: Sequence[str], max_shard_size: int | str) -> SaveItem:
     """The states `keys`, which have the same dtypes, in a `folder` of their own."""
     first, *others = keys
     return SaveItem(
         lay_out=partial(lay_out, first, max_shard_size, others=others),
         index_name=index_name(first),
         folder=folder,
-        held=partial(holdings_of, training.slots, first),
-        siblings=[(partial(holdings_of, training.slots, key), partial(shard_of, key, first)) for key in others],
+        held=partial(held.__getitem__, first),
+        siblings=[(partial(held.__getitem__, key), partial(shard_of, key, first)) for key in others],
     )
 
 

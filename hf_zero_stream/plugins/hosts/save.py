@@ -27,6 +27,7 @@ from ...accelerators import settle
 from ...checkpoint.file_digests import WORD
 from ...checkpoint.safetensors import ShardToWrite
 from ...errors import ConfigError, SaveError
+from ...holdings.own_names import parameters
 from ...saving.files import Comparison, Publication, ShardWriter
 from ...saving.preparation import Finalizer
 from ...saving.save import Save
@@ -110,7 +111,7 @@ class HostSave(Save):
         return [named for each in self._plans for named in zip(each.names, each.shards, strict=True)]
 
     def _write(self, publication: AnyPublication, finalizer: Finalizer) -> None:
-        settle(self.model.parameters())
+        settle(parameters(self.model))
         coordinator, hosts = self._coordinator, self._hosts
         is_leader = coordinator.rank == hosts.leader
         own = coordinator.run_on_all(lambda: begin_in(self._own_folder) if is_leader else None)
