@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .introspection import has_partition, local_of
+from .introspection import has_partition, storage_of
 from .own_names import parameters
 from .training import Training
 
@@ -37,18 +37,16 @@ class Steps:
         # A step of one group of stages 1 and 2 is followed by an all-gather that changes the values of all.
         own = [slot for slot in training.slots if not slot.has_masters or training.copies_own_masters]
         of_values = {member.name: id(slot.values) for slot in own for member in slot.members}
-        storages = frozenset(
-            tensor.untyped_storage().data_ptr() for tensor in _kept(training) if tensor.layout == torch.strided
-        )
+        storages = frozenset(map(storage_of, _kept(training)))
         return cls(of_states, of_values, storages, tuple(slot.values for slot in training.slots))
 
 
 def _kept(training: Training) -> Iterator[torch.Tensor]:
     for param in parameters(training.model):
-        yield param.ds_tensor if has_partition(param) else local_of(param)
+        yield param.ds_tensor if has_partition(param) else param
     for slot in training.slots:
-        yield local_of(slot.values)
-        yield from (local_of(value) for value in slot.entries.values() if isinstance(value, torch.Tensor))
+        yield slot.values
+        yield from [value for value in slot.entries.values() if isinstance(value, torch.Tensor)]
 
 
 def unseen_reason(optimizer: Any) -> str:
