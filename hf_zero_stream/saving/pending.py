@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+
 from transformers.utils import logging
 
 from ..reports.save import SaveReport

@@ -29,11 +29,11 @@ from ..holdings.steps import Steps, edits_call
 from ..ranks.coordinator import Coordinator
 from ..registry.rows import PatchScope
 from .files import Comparison, ShardWriter
+from .host_copy import Room
 from .live import LiveValues
 from .parameters import Values, opened
 from .plan import Segment
 from .preparation import WritePlan
-from .room import Room
 from .write import PlacedValues, bytes_of, in_runs, pieces_of, write_exchanged
 
 
