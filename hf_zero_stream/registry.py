@@ -94,7 +94,9 @@ class PatchScope:
 
 
 PatchScope.MODELS = PatchScope(
-    "MODELS", "from the first packed or sharded model on, and while a thread is inside streaming()"
+    "MODELS",
+    "from the first packed or sharded model on, while a thread is inside streaming(), and while a save in the "
+    "background reads from the memory of a training",
 )
 PatchScope.REACHED = PatchScope(
     "REACHED", "in a process that `hf-zero-stream run` has reached, and that has no ranks yet"
@@ -105,7 +107,9 @@ PatchScope.SHARDED = PatchScope("SHARDED", "during a load by distributed_config"
 PatchScope.HIDING = PatchScope("HIDING", "while ZeRO-3 is hidden from transformers")
 PatchScope.DEFERRED = PatchScope("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
 PatchScope.LAYOUT = PatchScope("LAYOUT", "while a save lays out its files")
-PatchScope.SNAPSHOT = PatchScope("SNAPSHOT", "while a save in the background reads from the memory of a training")
+PatchScope.SNAPSHOT = PatchScope(
+    "SNAPSHOT", "while a save in the background reads from the memory of a training", PatchScope.MODELS
+)
 PatchScope.FLAT = PatchScope("FLAT", "while models live that stages 1 and 2 may flatten")
 PatchScope.EXPERTS = PatchScope("EXPERTS", "from the first load of converted experts on")
 PatchScope.CALLED = PatchScope("CALLED", "never: they are only called")

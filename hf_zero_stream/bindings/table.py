@@ -23,7 +23,7 @@ _ACCELERATOR, _PEFT = "accelerate.accelerator", "peft.tuners.tuners_utils"
 _DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
 
 _STATES, _SAVES = "training states of accelerate", "saves by accelerate"
-_ZERO, _EDITS = "deepspeed.runtime.zero", "edits of a model that wait for a save in the background"
+_ZERO = "deepspeed.runtime.zero"
 _OF_FSDP2 = "FSDP2 by accelerate"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 
@@ -225,22 +225,15 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             )
         ],
     ],
-    # Edits between two steps of an optimizer.
+    # Edits between two steps of an optimizer. PEFT's are seen by the rows for models; what one object can be told is
+    # set on that object (`Steps.editors`).
     PatchScope.SNAPSHOT: [
         Row(
             f"{_ZERO}.partition_parameters:GatheredParameters.__init__",
-            ".saving.pending:gather",
+            ".holdings.steps:gather",
             "params modifier_rank",
-            feature=_EDITS,
+            feature="edits of a model that wait for a save in the background",
         ),
-        *[
-            Row(f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3.{name}", ".saving.pending:edit", feature=_EDITS)
-            for name in ("set_full_hp_param", "set_local_hp_param")
-        ],
-        *[
-            Row(f"{_PEFT}:BaseTuner.{name}", ".saving.pending:edit", feature=_EDITS)
-            for name in ("merge_adapter", "unmerge_adapter", "_unload_and_optionally_merge")
-        ],
     ],
     PatchScope.FLAT: [
         Row(

@@ -120,8 +120,18 @@ def is_dtensor(tensor: Any) -> bool:
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
     """The memory of `param`, or of its local shard."""
+    return _local(param).detach()
+
+
+def storage_of(param: torch.Tensor) -> int:
+    """The address of that memory's storage, in which other tensors may lie too; 0 if it has none to be named."""
+    local = _local(param)
+    return local.untyped_storage().data_ptr() if local.layout == torch.strided else 0
+
+
+def _local(param: Any) -> torch.Tensor:
     local: torch.Tensor = param._local_tensor if is_dtensor(param) else param
-    return local.detach()
+    return local
 
 
 def is_packed(model: nn.Module) -> bool:

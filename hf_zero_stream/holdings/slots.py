@@ -10,7 +10,7 @@ of a slot that is kept *in blocks*, or refused by name: nothing that an optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .holding import Holding
-from .introspection import local_of
+from .introspection import is_dtensor, local_of
 from .own_names import named_parameters
 from .shards import local_shard_of
 
@@ -166,23 +166,59 @@ def entries_of(optimizer: Any, trained: torch.Tensor) -> dict[str, Any]:
     return optimizer.state[trained] if trained in optimizer.state else {}
 
 
-def elementwise_keys(slots: Sequence[Slot]) -> list[str]:
+Forms = Mapping[Slot, int]
+"""Numbers of slots, the same for those that are kept alike but for values: as long as no entry is replaced."""
+
+
+def forms_of(slots: Iterable[Slot]) -> Forms:
+    """What can be told of a slot without its values holds for all slots of its number."""
+    numbers: dict[object, int] = {}
+    found = {}
+    for slot in slots:
+        kept = [(key, _form_of(value, slot.values)) for key, value in slot.entries.items()]
+        form = _form_of(slot.values, slot.values), slot.is_swapped, slot.has_masters, *kept
+        found[slot] = numbers.setdefault(form, len(numbers))
+    return found
+
+
+def elementwise_keys(slots: Sequence[Slot], forms: Forms | None = None) -> list[str]:
     """The names of the elementwise states, masters last where there are any.
 
     Raises:
         UnsupportedError: a slot keeps a tensor that a state has no place for.
     """
     keys: dict[str, None] = {}
-    for slot in slots:
+    alike = first_of_forms(slots, forms_of(slots) if forms is None else forms)
+    for slot in alike:
         for key, value in slot.entries.items():
             if slot.elementwise(key) is not None and not slot.has_one_element():
                 keys[key] = None
-    for slot in slots:
+    for slot in alike:
         for key, value in slot.entries.items():
             _refuse_key(key, slot, names_files=key in keys or key in slot.blocks)
             if isinstance(value, torch.Tensor) and not slot.is_in_blocks:
                 _refuse_tensor(key, value, slot)
     return [*keys, *([MASTER] if any(slot.has_masters for slot in slots) else [])]
+
+
+def first_of_forms(slots: Iterable[Slot], forms: Forms) -> list[Slot]:
+    """The first slot of each form."""
+    found: dict[int, Slot] = {}
+    for slot in slots:
+        found.setdefault(forms[slot], slot)
+    return [*found.values()]
+
+
+def _form_of(value: Any, values: torch.Tensor) -> object:
+    """All but the values of an entry of a slot that trains `values`: with no other one, if it must be looked at."""
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    local: Any = value._local_tensor if is_dtensor(value) else value
+    if local.layout != torch.strided or local.dtype == torch.uint8:
+        return object()
+    kinds = type(value), type(local), local.dtype, local.device, getattr(value, "is_paged", False)
+    is_one = value.numel() == 1, value.dim() == 0
+    return kinds, is_one, local.is_quantized, local.is_contiguous(), _is_laid_out(value, values)
 
 
 def _is_laid_out(value: Any, values: torch.Tensor) -> bool:

@@ -309,7 +309,7 @@ class ParameterBox(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> ParameterBox:
-        return cls(tuple(shape), tuple(((0, size),) for size in shape))
+        return cls(tuple(shape), tuple([((0, size),) for size in shape]))
 
     @classmethod
     def of_cuts(cls, shape: Sequence[int], cuts: Iterable[Cut]) -> ParameterBox:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -88,7 +88,13 @@ class SavePlanner:
         first, *others = self._planned(place, item)
         files = {str(path.relative_to(place)): path.read_bytes() for path in self._files(place) - before}
         # The circumstances are looked at again: transformers completes a model's config when it writes it.
-        new = _Kept(self._circumstances(item), first.parameters.layout, first.shards, first.plan, files)
+        new = _Kept(
+            self._circumstances(item, circumstances(self.model)),
+            first.parameters.layout,
+            first.shards,
+            first.plan,
+            files,
+        )
         kept[item.index_name] = new
         return [first, *others]
 
@@ -96,14 +102,20 @@ class SavePlanner:
     def _compares(self) -> bool:
         return not self.coordinator.is_alone
 
-    def _circumstances(self, item: SaveItem) -> Any:
-        """All that plans depend on beside what is held: names, ties, buffers, the configs that are written."""
+    def _circumstances(self, item: SaveItem, of_model: Any) -> Any:
+        """All that plans depend on beside what is held: `of_model`, names, ties, buffers, configs that are written."""
         settings = (self.single_writer, self.coordinator.world_size, self.settings)
-        return circumstances(item.model or self.model), item.dtype, len(item.siblings), item.buffers, settings
+        of_model = of_model if item.model is None else circumstances(item.model)
+        return of_model, item.dtype, len(item.siblings), item.buffers, settings
+
+    @cached_property
+    def _before(self) -> Any:
+        """The circumstances of the model before anything is laid out."""
+        return circumstances(self.model)
 
     def _planned_as_before(self, place: Path, item: SaveItem, kept: _Kept | None) -> list[WritePlan] | None:
         """The plans, by that of the last save; None if anything but values is another on any rank."""
-        is_same = kept is not None and kept.circumstances == self._circumstances(item)
+        is_same = kept is not None and kept.circumstances == self._circumstances(item, self._before)
         if not all(self.coordinator.all_gather(is_same)) or kept is None:
             return None
         of_model = partial(holdings_of_model, item.model or self.model, self.coordinator, item.dtype)

@@ -25,6 +25,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..holdings.introspection import has_partition, is_dtensor, is_packed, is_peft_model
 from ..holdings.own_names import adapter_names, named_parameters
 from ..holdings.replicas import keep_alike
+from ..holdings.steps import announce_edit
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import MeetingKind
 from ..registry import tool
@@ -151,6 +152,7 @@ def onload_layer(original: Callable[..., Any], layer: Any) -> Iterator[None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    announce_edit()
     holds_adapter = isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
     with original(layer), _gathered(layer) if holds_adapter else nullcontext():
         yield

@@ -32,7 +32,7 @@ from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, Unsup
 from ..holdings.holding import Holding
 from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names
-from ..holdings.slots import EXACT, elementwise_keys, holdings_of
+from ..holdings.slots import EXACT, Forms, elementwise_keys, forms_of, holdings_of
 from ..holdings.steps import Steps, unseen_reason
 from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
@@ -171,7 +171,8 @@ def save_state(
             raise UnsupportedError(
                 "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
             )
-        keys = elementwise_keys(training.slots)
+        forms = forms_of(training.slots)
+        keys = elementwise_keys(training.slots, forms)
         has_base = exclude_frozen or is_adapted(training.model)
         if has_base:
             refuse_unreachable_masters(training)
@@ -181,8 +182,8 @@ def save_state(
         random_state = rng.of_this_rank()
         if snapshot_bytes not in (None, ALL) and (type(snapshot_bytes) is not int or snapshot_bytes < 0):
             raise ConfigError(f"snapshot_bytes: expected a number of bytes or {ALL!r}; got {snapshot_bytes!r}")
-        record = _record(training, keys, exact, data, coordinator.world_size)
-        refuse_lost(training, record, Path(folder), is_new=True)
+        record = _record(training, keys, exact, data, coordinator.world_size, forms)
+        refuse_lost(training, record, Path(folder), is_new=True, forms=forms)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
@@ -310,14 +311,16 @@ def _state_item(held: HeldStates, folder: str, keys: Sequence[str], max_shard_si
     )
 
 
-def _record(training: Training, keys: list[str], exact: list[str], data: Any, world_size: int) -> StateRecord:
+def _record(
+    training: Training, keys: list[str], exact: list[str], data: Any, world_size: int, forms: Forms
+) -> StateRecord:
     groups = []
     for number in range(len(training.optimizer.param_groups)):
         slots = [slot for slot in training.slots if slot.group == number]
         members = [member for slot in slots for member in slot.members]
         names, shapes = [member.name for member in members], [list(member.box.shape) for member in members]
         options = recorded_options(training.optimizer, number)
-        groups.append(GroupRecord(options, names, shapes=shapes, **recorded_entries(slots, keys)))
+        groups.append(GroupRecord(options, names, shapes=shapes, **recorded_entries(slots, keys, forms)))
     scheduler = training.scheduler
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
