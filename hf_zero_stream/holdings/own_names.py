@@ -26,7 +26,7 @@ _OF_PEFT = ("base_layer", "original_module", "token_adapter")
 """What PEFT calls the modules of a model that it has put its own around."""
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Where a module has a tensor, by the name that torch has for it, its own, and the one that keeps PEFT's parts.
 
     `is_of_adapter`: PEFT has put it there.
@@ -46,8 +46,8 @@ class _Tree:
 
     modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
     """By the id of each, with its first name."""
-    parameters: list[_Place] = field(default_factory=list)
-    buffers: list[_Place] = field(default_factory=list)
+    parameters: list[_TensorPlace] = field(default_factory=list)
+    buffers: list[_TensorPlace] = field(default_factory=list)
 
 
 class _Names(NamedTuple):
@@ -157,7 +157,7 @@ def _walk(
         for key, tensor in tensors.items():
             if tensor is not None:
                 is_added = is_of_adapter or child_inside is not None
-                places.append(_Place(name + key, own + key, kept + key, module, key, is_added))
+                places.append(_TensorPlace(name + key, own + key, kept + key, module, key, is_added))
     for key, child in children.items():
         if child is not None and id(child) not in around:
             inner = own if key == child_inside else f"{own}{key}."
@@ -166,7 +166,7 @@ def _walk(
             _walk(child, f"{name}{key}.", inner, inner_kept, tree, (*around, id(module)), is_of_adapter=is_added)
 
 
-def _tensors(places: Iterable[_Place], *, remove_duplicate: bool = False) -> Iterator[tuple[_Place, Any]]:
+def _tensors(places: Iterable[_TensorPlace], *, remove_duplicate: bool = False) -> Iterator[tuple[_TensorPlace, Any]]:
     """What lies in these places now."""
     seen: set[int] = set()
     for place in places:

@@ -17,7 +17,7 @@ from ..holdings.holding import Holding
 _SAMPLES, _SAMPLE_BYTES = 16, 16
 
 
-_Kind = tuple[torch.device, torch.dtype, int]
+_SampleKind = tuple[torch.device, torch.dtype, int]
 """The device, the dtype and the dimensions of a sample: those of one kind are taken, and kept, together."""
 
 
@@ -31,7 +31,7 @@ class _Live(NamedTuple):
     first: int
     version: int | None
     watched: torch.Tensor
-    kind: _Kind
+    kind: _SampleKind
     row: int
 
 
@@ -43,8 +43,8 @@ class LiveValues:
 
     def __init__(self, holdings: Mapping[str, Holding], storages: Set[int]) -> None:
         self._live: dict[str, _Live] = {}
-        watched: defaultdict[_Kind, list[torch.Tensor]] = defaultdict(list)
-        rows = Counter[_Kind]()
+        watched: defaultdict[_SampleKind, list[torch.Tensor]] = defaultdict(list)
+        rows = Counter[_SampleKind]()
         for source, holding in holdings.items():
             if holding.is_zero:
                 values = _zeros(holding)

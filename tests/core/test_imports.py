@@ -107,7 +107,7 @@ from hf_zero_stream import streaming
 
 def imported():
     names = {name for name in sys.modules if name.startswith("hf_zero_stream.")}
-    light = {"hf_zero_stream.holdings", "hf_zero_stream.holdings.introspection"}
+    light = {f"hf_zero_stream.{name}" for name in ("holdings", "holdings.introspection", "holdings.own_names")}
     return {name.split(".")[1] for name in names - light}
 
 def replaced():
