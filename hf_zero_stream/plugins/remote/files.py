@@ -245,6 +245,10 @@ class RemoteFiles:
             if found.status in (401, 403) and scheme_of(path) == "hf":
                 found.is_transient = self.hub.forget(path)  # the address has expired
             raise found from error
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise explained(path, error) from error
 
     def read_whole(self, path: str, most_bytes: int) -> bytes:
         """A small object as it is now, whatever it was before; raises as :meth:`read_into`, or RequestFailed (404)."""
@@ -362,10 +366,17 @@ def _changed(path: str) -> CheckpointError:
     )
 
 
-def explained(path: str, error: Exception) -> RequestFailed:
+def is_panic(error: BaseException) -> bool:
+    """Whether this is a panic of obstore's Rust, which is no Exception and is of no class that can be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def explained(path: str, error: BaseException) -> RequestFailed:
     """Shorten an error of obstore, without the signatures that addresses may hold, and say what to do about it."""
     import obstore.exceptions as kinds
 
+    if is_panic(error):
+        return RequestFailed(f"obstore cannot take in what the server answers: {error}. Ask another server.")
     text = re.sub(r"\?[^\s)]*", "?...", str(error).partition("\n\nDebug source")[0].strip()[:500]).removesuffix(".")
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
