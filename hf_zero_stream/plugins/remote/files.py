@@ -382,6 +382,8 @@ def explained(path: str, error: BaseException) -> RequestFailed:
     status = int(found[1]) if found else 0
     if isinstance(error, FileNotFoundError):
         return RequestFailed("there is no such object (404). Check the bucket or host, and the prefix.", 404)
+    if status == 404:  # nothing else is asked for that may be missing
+        return RequestFailed("there is no such bucket or container (404). Check its name, and the endpoint.", 404)
     if _CREDENTIALS_SERVICE in text:
         return RequestFailed(f"no credentials were found. Check {_WHO_MAY_READ.get(scheme_of(path), 'them')}. {text}")
     if status in (401, 403) or isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
