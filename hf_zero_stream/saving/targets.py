@@ -100,7 +100,7 @@ def target_at(url: Any) -> UploadTarget:
         raise UrlError(
             f"{without_secrets(str(url))!r}: checkpoints are read from {scheme}:// and not written there; expected a "
             f"folder, or one of {', '.join(f'{known}://' for known in targets)}. Save into a folder, then upload it "
-            "from one rank (huggingface_hub.upload_folder, for a repository of the Hub)."
+            "from one rank (a repository of the Hub: `hf upload ORGANISATION/NAME FOLDER`)."
         )
     return cast(UploadTarget, import_module(targets[scheme], PACKAGE))
 

@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from peft import LoraConfig
 from safetensors.torch import load as load_file_of
 from torch.distributed.fsdp import fully_shard
 
@@ -25,7 +27,15 @@ from hf_zero_stream.errors import CheckpointError, HfZeroStreamError
 from hf_zero_stream.plugins.remote import objects
 from hf_zero_stream.plugins.remote.lists import LIST, SaveList, parse_list
 from hf_zero_stream.plugins.remote.objects import RemoteFolder, StreamedObject
-from tests.support.buckets import ACCOUNT, BUCKET, Requests, azure_container, s3_bucket, s3_client
+from tests.support.buckets import (
+    ACCOUNT,
+    BUCKET,
+    Requests,
+    azure_container,
+    s3_bucket,
+    s3_client,
+    writable_gcs_bucket,
+)
 from tests.support.cluster import ROOT, SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, contents
@@ -156,6 +166,34 @@ def test_in_one_shard_and_more(
             assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 
 
+def save_adapter_twice(checkpoint: Path, folder: Path, url: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    with hf_zero_stream.streaming():
+        model = model_on("zero3", checkpoint)
+        model.add_adapter(LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+        for place in (folder, url, url):
+            hf_zero_stream.save_pretrained(model, place)
+
+
+def test_an_adapter_keeps_its_name(
+    cluster: None, zoo_checkpoint: Checkpoint, bucket: dict[str, str], tmp_path: Path
+) -> None:
+    """At a URL where there are other checkpoints, whose names begin or go on like its own."""
+    for name in ("a/bc/adapter_model.safetensors", "a/model.safetensors"):
+        s3_client(bucket).put_object(Bucket=BUCKET, Key=name, Body=b"theirs")
+    run_ranks(2, save_adapter_twice, zoo_checkpoint(NAME), tmp_path / "local", f"{URL}/", bucket)
+    assert found_in(URL) == contents(tmp_path / "local")
+    assert found_in(f"s3://{BUCKET}/a/bc") == {"adapter_model.safetensors": b"theirs"}
+    assert RemoteFolder(f"s3://{BUCKET}/a").read("model.safetensors") == b"theirs"
+
+
+def test_letters_of_a_prefix(cluster: None, zoo_checkpoint: Checkpoint, bucket: dict[str, str]) -> None:
+    url = f"s3://{BUCKET}/my model+\u00fc %20&=;,'(1)~"
+    run_ranks(2, save_values, zoo_checkpoint(NAME, torch.bfloat16), f"{url}//", bucket, [1.0, 2.0])
+    assert INDEX in found_in(url)
+    assert_loads(2.0, url)
+
+
 # ------------------------------------------------------------------------------------------- what goes wrong
 
 
@@ -181,10 +219,10 @@ def save_values(checkpoint: Path, url: str, environment: dict[str, str], factors
                 hf_zero_stream.save_pretrained(model, url, max_shard_size=SHARD_SIZE)
 
 
-def assert_loads(value: float) -> None:
+def assert_loads(value: float, url: str = URL) -> None:
     """The checkpoint in the bucket is whole, and is the one that was saved with this value everywhere."""
     with hf_zero_stream.streaming():
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(URL)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(url)
     assert {float(each) for param in loaded.parameters() for each in param.detach().unique()} == {value}
 
 
@@ -243,6 +281,15 @@ def test_a_server_that_is_away(
     run_ranks(2, save_values, checkpoint, URL, bucket, [3.0])
     assert_loads(3.0)
     assert len(found_in(URL)) == len(before)
+
+
+def test_a_bucket_that_is_not_there(
+    cluster: None, zoo_checkpoint: Checkpoint, bucket: dict[str, str], requests: Requests
+) -> None:
+    url = "s3://nowhere/a"
+    for outcome in run_ranks_expecting_errors(2, save_values, zoo_checkpoint(NAME), url, bucket, [1.0]):
+        assert outcome.error_type == "SaveError" and outcome.seconds < SOON_S
+        assert f"{url}: cannot list it: there is no such bucket or container (404)" in str(outcome.error_message)
 
 
 @pytest.mark.parametrize("dies", ["write", "finish"])
@@ -308,9 +355,15 @@ def test_memory_and_parts(cluster: None, bucket: dict[str, str], requests: Reque
         parts = [size for method, path, size in requests.seen if method == "PUT" and name in path and "?" in path]
         size = len(RemoteFolder(URL).read(name))
         assert sum(parts) == size and len(parts) == -(-size // objects.PART_BYTES) > 6
-    tensors = load_file_of(RemoteFolder(URL).read(files[0])) | load_file_of(RemoteFolder(URL).read(files[1]))
+    assert_large(URL)
+
+
+def assert_large(url: str) -> None:
+    """What :func:`save_large` saved is there."""
+    shards = [data for name, data in found_in(url).items() if name.endswith(".safetensors")]
+    tensors = [values for data in shards for values in load_file_of(data).values()]
     assert len(tensors) == len(SIZES)
-    assert all(torch.equal(it, torch.arange(len(it), dtype=torch.float32)) for it in tensors.values())
+    assert all(torch.equal(it, torch.arange(len(it), dtype=torch.float32)) for it in tensors)
 
 
 def test_parts_of_a_dead_save_are_aborted(cluster: None, bucket: dict[str, str]) -> None:
@@ -423,11 +476,23 @@ def test_the_example_of_the_page(cluster: None, zoo_checkpoint: Checkpoint, buck
     assert found_in(f"s3://{BUCKET}/run")["latest"] == b"global_step2"
 
 
-@pytest.mark.slow
-def test_azure(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = f"az://{ACCOUNT}/{BUCKET}/x"
+@pytest.mark.parametrize(
+    ("url", "server"),
+    [
+        pytest.param(f"az://{ACCOUNT}/{BUCKET}/x", azure_container, marks=pytest.mark.slow),
+        (f"gs://{BUCKET}/x", writable_gcs_bucket),
+    ],
+)
+def test_other_stores(
+    cluster: None,
+    zoo_checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    server: Callable[[Path], AbstractContextManager[dict[str, str]]],
+) -> None:
     (tmp_path / "nothing").mkdir()
-    with azure_container(tmp_path / "nothing") as environment:
+    with server(tmp_path / "nothing") as environment:
         checkpoint = zoo_checkpoint(NAME, torch.bfloat16)
         between, _, _ = run_ranks(2, save_twice, "zero3", checkpoint, tmp_path, url, environment)[0]
         assert between == contents(tmp_path / "local")
@@ -435,6 +500,8 @@ def test_azure(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, monkey
             monkeypatch.setenv(name, value)
         objects._store.cache_clear()
         assert_same_checkpoint(found_in(url), tmp_path / "local")
+        run_ranks(2, save_large, f"{url}/large", environment, False)  # in several parts
+        assert_large(f"{url}/large")
 
 
 def test_sizes_of_parts() -> None:

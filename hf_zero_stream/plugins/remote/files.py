@@ -245,6 +245,10 @@ class RemoteFiles:
             if found.status in (401, 403) and scheme_of(path) == "hf":
                 found.is_transient = self.hub.forget(path)  # the address has expired
             raise found from error
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise explained(path, error) from error
 
     def read_whole(self, path: str, most_bytes: int) -> bytes:
         """A small object as it is now, whatever it was before; raises as :meth:`read_into`, or RequestFailed (404)."""
@@ -362,15 +366,24 @@ def _changed(path: str) -> CheckpointError:
     )
 
 
-def explained(path: str, error: Exception) -> RequestFailed:
+def is_panic(error: BaseException) -> bool:
+    """Whether this is a panic of obstore's Rust, which is no Exception and is of no class that can be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def explained(path: str, error: BaseException) -> RequestFailed:
     """Shorten an error of obstore, without the signatures that addresses may hold, and say what to do about it."""
     import obstore.exceptions as kinds
 
+    if is_panic(error):
+        return RequestFailed(f"obstore cannot take in what the server answers: {error}. Ask another server.")
     text = re.sub(r"\?[^\s)]*", "?...", str(error).partition("\n\nDebug source")[0].strip()[:500]).removesuffix(".")
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
     if isinstance(error, FileNotFoundError):
         return RequestFailed("there is no such object (404). Check the bucket or host, and the prefix.", 404)
+    if status == 404:  # nothing else is asked for that may be missing
+        return RequestFailed("there is no such bucket or container (404). Check its name, and the endpoint.", 404)
     if _CREDENTIALS_SERVICE in text:
         return RequestFailed(f"no credentials were found. Check {_WHO_MAY_READ.get(scheme_of(path), 'them')}. {text}")
     if status in (401, 403) or isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):

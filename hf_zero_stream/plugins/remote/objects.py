@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SaveError
-from .files import explained, open_store, refuse_after_fork
+from .files import explained, is_panic, open_store, refuse_after_fork
 from .urls import joined, located
 
 
@@ -47,10 +47,11 @@ def _explaining(url: str, doing: str) -> Iterator[None]:
         raise SaveError(f"{url}: saving into buckets needs obstore: pip install 'hf_zero_stream[remote]'.") from error
     except FileNotFoundError:
         raise
-    except Exception as error:
+    except BaseException as error:
         import obstore.exceptions as kinds
 
-        if not isinstance(error, (kinds.BaseError, ValueError, OSError)) or isinstance(error, SaveError):
+        is_of_obstore = isinstance(error, (kinds.BaseError, ValueError, OSError)) or is_panic(error)
+        if not is_of_obstore or isinstance(error, SaveError):
             raise
         raise SaveError(
             f"{url}: cannot {doing} it: {explained(url, error)} What could be loaded from there before still can be."
