@@ -22,13 +22,12 @@ import shutil
 import socket
 import stat
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy
 from transformers.utils import logging
 
 from ...checkpoint.file_digests import digest_of_range
@@ -38,7 +37,7 @@ from ...ranks.coordinator import Coordinator
 from ...saving.files import Publication
 from ...seams.ds_config import settings_in_force
 from ...sources.base import is_plain_name
-from .pieces import PiecedFile, Run
+from .pieces import PiecedFile, RunTable
 
 
 logger = logging.get_logger(__name__)
@@ -139,28 +138,18 @@ class HostState:
             raise CheckpointError(f"{path}: expected that of {place.name}; found that of {state.name}")
         return state
 
-    def files(self, place: Path) -> dict[str, PiecedFile]:
-        """Its shards, by their paths in the folder `place`; a CheckpointError if the file of runs is not sound."""
-        by_shard: list[list[Run]] = [[] for _ in self.shards]
+    def files(self, place: Path) -> tuple[dict[str, PiecedFile], RunTable]:
+        """Its shards, by their paths in the folder `place`, and where their bytes lie.
+
+        Raises a CheckpointError if the file of runs is not sound.
+        """
+        headers, sizes = [header for _, header, _ in self.shards], [size for _, _, size in self.shards]
         try:
-            table = numpy.fromfile(place / RUNS, dtype="<i8").reshape(-1, 4)
-            for run in placed(table, len(self.pieces)):
-                by_shard[run.file].append(run)
-        except (OSError, ValueError, IndexError) as error:
-            raise CheckpointError(f"{place / RUNS}: expected where the bytes of shards lie: {error!r}") from error
-        found = {}
-        for (name, header_bytes, size_bytes), of_shard in zip(self.shards, by_shard, strict=True):
-            path = os.path.abspath(place / name)
-            found[path] = PiecedFile(path, header_bytes, size_bytes, sorted(of_shard))
-        return found
-
-
-def placed(table: numpy.ndarray, pieces: int) -> Iterator[Run]:
-    """The runs of a `table` of (piece, shard, start, stop), in its order, which is that in each piece."""
-    ends = [0] * pieces
-    for piece, shard, start, stop in table.tolist():
-        yield Run(shard, start, stop, piece, ends[piece])
-        ends[piece] += stop - start
+            table = RunTable((place / RUNS).read_bytes(), headers, sizes, [piece.size_bytes for piece in self.pieces])
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{place / RUNS}: expected where the bytes of shards lie: {error}") from error
+        paths = [os.path.abspath(place / name) for name, _, _ in self.shards]
+        return {path: PiecedFile(path, *self.shards[shard][1:], shard) for shard, path in enumerate(paths)}, table
 
 
 def piece_name(rank: int) -> str:

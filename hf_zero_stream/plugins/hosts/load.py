@@ -103,7 +103,7 @@ def pieces_mounted(place: Path, coordinator: Coordinator) -> Iterator[None]:
             reader_of[piece] = hosts.ranks[having[(hosts.mine + piece) % len(having)]][0]
     paths = [str(place / PIECES / piece_name(piece)) for piece in range(len(state.pieces))]
     pieces = [SourceFile(path, piece.size_bytes) for path, piece in zip(paths, state.pieces, strict=True)]
-    files = coordinator.run_on_all(partial(state.files, place))
+    files, table = coordinator.run_on_all(partial(state.files, place))
     readers = coordinator.all_gather({*reader_of.values()})
     with ExitStack() as stack:
         here = LocalFiles(pieces, retries=Retries())
@@ -124,7 +124,7 @@ def pieces_mounted(place: Path, coordinator: Coordinator) -> Iterator[None]:
 
         def source(retries: Retries) -> ByteSource:
             del retries  # what is read through another rank, that one tries again
-            return PiecedFiles(files, here, elsewhere, state.id, coordinator.naming_dead_rank)
+            return PiecedFiles(files, table, here, elsewhere, state.id, coordinator.naming_dead_rank)
 
         try:
             with mounted(place, source):

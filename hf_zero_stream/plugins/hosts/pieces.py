@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_right
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
-from ...errors import CheckpointError, ReadError
+import numpy
+
+from ...errors import CheckpointError, ReadError, SaveError
 from ...sources.base import ByteSource, Hints, ReadableFile, SourceFile
 from ...sources.local import READS_PER_EXCHANGE, open_nonblocking, status_of_regular
 
@@ -23,50 +25,112 @@ from ...sources.local import READS_PER_EXCHANGE, open_nonblocking, status_of_reg
 REQUEST_BYTES = 2 * 2**20
 
 
-class Run(NamedTuple):
-    """Bytes ``[start, stop)`` of the file number `file`; they lie in the piece number `piece` from byte `at` on."""
-
-    file: int
-    start: int
-    stop: int
-    piece: int
-    at: int
+_ROWS_PER_BLOCK = 1024
 
 
-@dataclass(frozen=True)
-class PiecedFile:
-    """A file of `size_bytes`, of which the first `header_bytes` are in no piece; the `runs` are in file order.
+def packed_runs(of_ranks: Sequence[numpy.ndarray], headers: Sequence[int], sizes: Sequence[int]) -> bytes:
+    """Where the bytes of all shards lie, for :class:`RunTable`.
+
+    Args:
+        of_ranks: for each rank, the int64 rows (shard, start, stop) of what its piece has, in this order.
+        headers, sizes: of each shard, in bytes.
 
     Raises:
-        CheckpointError: the runs leave a hole, or overlap.
+        SaveError: a byte behind the headers is in no piece, or in two.
     """
+    table = numpy.concatenate([numpy.insert(rows, 0, rank, axis=1) for rank, rows in enumerate(of_ranks)])
+    table = table[table[:, 3] > table[:, 2]]
+    piece, shard, start, stop = table[numpy.lexsort((table[:, 2], table[:, 1]))].T
+    is_first = numpy.diff(shard, prepend=-1) != 0
+    expected = numpy.where(is_first, numpy.asarray(headers)[shard], numpy.roll(stop, 1))
+    is_last = numpy.roll(is_first, -1)
+    there = {number for number, size in enumerate(sizes) if size > headers[number]}
+    if (start != expected).any() or (stop != numpy.asarray(sizes)[shard])[is_last].any() or there != {*shard.tolist()}:
+        raise SaveError("the pieces of this state do not cover its shards. This is a fault of hf_zero_stream.")
+    nbytes = stop - start
+    follows = ~is_first & (numpy.diff(piece, prepend=0) == 1) & (numpy.diff(nbytes, prepend=0) == 0)
+    begins = numpy.flatnonzero(~follows)
+    count = numpy.diff(begins, append=len(piece))
+    rows = numpy.stack([piece[begins], count, nbytes[begins], shard[begins]], axis=1)
+    return zlib.compress(rows.astype("<i8").tobytes(), 1)
+
+
+class RunTable:
+    """Where the bytes of all shards of a state lie in its pieces.
+
+    A row is `count` runs of `nbytes` bytes each: the first one in the piece `first`, the next one in the piece after
+    that. The rows of a shard cover what is behind its header, in order; and a piece has its runs in the order of rows.
+    So ZeRO's partitions of a parameter are a row or two, whatever the number of ranks.
+
+    Args:
+        data: from :func:`packed_runs`.
+        headers, sizes: of each shard, in bytes.
+        pieces: the size of each, in bytes.
+
+    Raises:
+        ValueError: the rows are not sound.
+    """
+
+    def __init__(self, data: bytes, headers: Sequence[int], sizes: Sequence[int], pieces: Sequence[int]) -> None:
+        try:
+            rows = numpy.frombuffer(zlib.decompress(data), dtype="<i8").reshape(-1, 4)
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+        self._first, self._count, self._nbytes, shard = (numpy.ascontiguousarray(column) for column in rows.T)
+        last = self._first + self._count
+        if len(rows) and (self._first.min() < 0 or min(self._count.min(), self._nbytes.min()) < 1):
+            raise ValueError("a row is negative")
+        if (last > len(pieces)).any() or (numpy.diff(shard) < 0).any() or (shard >= len(sizes)).any():
+            raise ValueError("a row is of a piece or a shard that there is not")
+        self._rows = numpy.searchsorted(shard, numpy.arange(len(sizes) + 1))
+        ends = numpy.cumsum(self._count * self._nbytes)
+        totals = numpy.diff(numpy.concatenate([[0], ends])[self._rows])
+        if (totals != numpy.asarray(sizes) - numpy.asarray(headers)).any():
+            raise ValueError("the pieces do not cover the shards")
+        before = numpy.cumsum(totals) - totals - numpy.asarray(headers)
+        self._starts = ends - self._count * self._nbytes - numpy.repeat(before, numpy.diff(self._rows))
+        # The bytes of each piece before each block of rows.
+        blocks = -(-len(rows) // _ROWS_PER_BLOCK)
+        changes = numpy.zeros((blocks + 1, len(pieces) + 1), dtype=numpy.int64)
+        block = numpy.arange(len(rows)) // _ROWS_PER_BLOCK + 1
+        numpy.add.at(changes, (block, self._first), self._nbytes)
+        numpy.subtract.at(changes, (block, last), self._nbytes)
+        self._before = changes.cumsum(axis=1)[:, :-1].cumsum(axis=0)
+        if self._before[-1].tolist() != [*pieces]:
+            raise ValueError("the pieces have other sizes")
+
+    def parts(self, shard: int, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """The places of these bytes of a shard, in order: (piece, position in it, bytes)."""
+        begin, end = self._rows[shard], self._rows[shard + 1]
+        row = int(begin + numpy.searchsorted(self._starts[begin:end], start, "right")) - 1
+        while nbytes > 0:
+            if not begin <= row < end:
+                raise ReadError(f"bytes from {start} on of shard {shard} are in no piece.")
+            size = int(self._nbytes[row])
+            number, inside = divmod(start - int(self._starts[row]), size)
+            if number < self._count[row]:
+                count = min(nbytes, size - inside)
+                piece = int(self._first[row]) + number
+                yield piece, self._position(piece, row) + inside, count
+                start, nbytes = start + count, nbytes - count
+            else:
+                row += 1
+
+    def _position(self, piece: int, row: int) -> int:
+        """Bytes of the `piece` before those of the `row`."""
+        block = row // _ROWS_PER_BLOCK
+        rows = slice(block * _ROWS_PER_BLOCK, row)
+        has_it = (self._first[rows] <= piece) & (piece < self._first[rows] + self._count[rows])
+        return int(self._before[block, piece]) + int(self._nbytes[rows][has_it].sum())
+
+
+class PiecedFile(NamedTuple):
+    """A file of `size_bytes`, the shard number `shard` of a table; its first `header_bytes` are in no piece."""
 
     path: str
     header_bytes: int
     size_bytes: int
-    runs: Sequence[Run]
-
-    def __post_init__(self) -> None:
-        covered = self.header_bytes
-        for run in self.runs:
-            if run.start != covered:
-                raise CheckpointError(f"{self.path}: expected the bytes from {covered} on in a piece; found {run}.")
-            covered = run.stop
-        if covered != self.size_bytes:
-            raise CheckpointError(
-                f"{self.path}: expected {self.size_bytes} bytes; pieces have {covered}. Go on from another state."
-            )
-
-    def parts(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """The places of these bytes, in order: (piece, position in it, bytes)."""
-        number = bisect_right(self.runs, start, key=lambda run: run.start) - 1
-        while nbytes > 0:
-            if not 0 <= number < len(self.runs):
-                raise ReadError(f"{self.path}: bytes from {start} on are in no piece.")
-            run = self.runs[number]
-            count = min(nbytes, run.stop - start)
-            yield run.piece, run.at + start - run.start, count
-            start, nbytes, number = start + count, nbytes - count, number + 1
+    shard: int
 
 
 @dataclass
@@ -85,6 +149,7 @@ class PiecedFiles:
 
     Args:
         files: all files, by their paths.
+        table: where their bytes lie.
         here: the pieces that this host has, numbered as all pieces are.
         elsewhere: for each other piece, the client of a rank whose host has it.
         tag: is another one for files of the same names with other contents.
@@ -94,12 +159,14 @@ class PiecedFiles:
     def __init__(
         self,
         files: Mapping[str, PiecedFile],
+        table: RunTable,
         here: ByteSource,
         elsewhere: Mapping[int, ByteSource],
         tag: str,
         reading: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._files, self._here, self._elsewhere, self._tag, self._reading = files, here, elsewhere, tag, reading
+        self._table = table
         self._numbered: list[PiecedFile] = []
         self._lock = threading.Lock()
         self.bytes_read = self.reads = 0
@@ -135,7 +202,7 @@ class PiecedFiles:
         file = self._numbered[number]
         for buffer in buffers:
             done = 0
-            for piece, at, count in file.parts(start, len(buffer)):
+            for piece, at, count in self._table.parts(file.shard, start, len(buffer)):
                 part = buffer[done : done + count]
                 if piece in self._elsewhere:
                     with self._reading():

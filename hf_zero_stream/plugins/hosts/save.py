@@ -8,6 +8,7 @@ counts at a resume is whether the hosts that are left have all of its pieces.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import uuid
@@ -51,6 +52,7 @@ from .folders import (
     whole_states,
     write_tree,
 )
+from .pieces import packed_runs
 
 
 logger = logging.get_logger(__name__)
@@ -149,9 +151,7 @@ class HostSave(Save):
             )
         mine = _joined(self._extents())
         identity, *_ = coordinator.all_gather(uuid.uuid4().hex[:12])
-        tables = coordinator.all_gather(numpy.array(mine, dtype="<i8").reshape(-1, 3).tobytes())
-        of_ranks = [numpy.frombuffer(table, dtype="<i8").reshape(-1, 3) for table in tables]
-        sizes = [int((table[:, 2] - table[:, 1]).sum()) for table in of_ranks]
+        sizes = coordinator.all_gather(sum(stop - start for _, start, stop in mine))
         holders = holders_of(hosts, copies)
 
         def path_of(rank: int) -> Path:
@@ -169,16 +169,33 @@ class HostSave(Save):
         digests = coordinator.all_gather(self._fill(path_of(coordinator.rank), mine))
         with self._clock("copy"):
             copy_pieces(coordinator, hosts, copies, sizes, digests, path_of)
-        numbered = [numpy.insert(table, 0, rank, axis=1) for rank, table in enumerate(of_ranks)]
-        self._table = numpy.concatenate(numbered).astype("<i8").tobytes()
+        shards = [(name, len(shard.header), shard.size_bytes) for name, shard in self._named_shards()]
+        self._table = self._packed_runs(mine, shards)
         return HostState(
             id=identity,
             number=1 + max((each.number for of_host in of_hosts for each in of_host), default=0),
             steps=self._steps,
             hosts=hosts.names,
-            shards=[(name, len(shard.header), shard.size_bytes) for name, shard in self._named_shards()],
+            shards=shards,
             pieces=[PieceRecord(*each) for each in zip(sizes, digests, holders, strict=True)],
         )
+
+    def _packed_runs(self, mine: Sequence[tuple[int, int, int]], shards: Sequence[tuple[str, int, int]]) -> bytes:
+        """What :func:`.pieces.packed_runs` gives; kept for the next save, because with many ranks it takes seconds."""
+        coordinator, table = self._coordinator, numpy.array(mine, dtype="<i8").reshape(-1, 3).tobytes()
+        key = str(shards), *coordinator.all_gather(hashlib.sha256(table).digest())
+        if (known := coordinator.broadcast(lambda: _known_runs.get(key))) is not None:
+            return known
+        tables = coordinator.all_gather(table)
+
+        def pack() -> bytes:
+            of_ranks = [numpy.frombuffer(each, dtype="<i8").reshape(-1, 3) for each in tables]
+            return packed_runs(of_ranks, [header for _, header, _ in shards], [size for _, _, size in shards])
+
+        packed = coordinator.broadcast(pack)
+        _known_runs.clear()
+        _known_runs[key] = packed
+        return packed
 
     def _extents(self) -> Iterator[tuple[int, int, int]]:
         """What this rank writes: the shard, counted over all plans, the first byte, and one past the last."""
@@ -236,6 +253,10 @@ class HostSave(Save):
         except OSError as error:
             raise SaveError(f"{own.temporary}: cannot finish this state: {error.strerror or error}.") from error
         own.commit("", "")
+
+
+_known_runs: dict[tuple[Any, ...], bytes] = {}
+"""The packed runs of the newest save, by the shards and what the ranks wrote of them."""
 
 
 def _joined(extents: Iterator[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
