@@ -1,6 +1,7 @@
 """Saving a ZeRO-3 model into a bucket: ours, and obstore alone putting as many bytes from each rank (the limit).
 
     python -m benchmarks.bucket                                      # a 0.4 GB Qwen3-MoE, 2 ranks, moto's S3
+    python -m benchmarks.bucket --link 50                            # ... behind a link of 50 MB/s
     python -m benchmarks.bucket --server azure --repeats 3           # Azurite, if it is installed
 
 The server runs in a process of its own, on the same cores. Both arms begin with the model loaded (or the bytes in
@@ -10,9 +11,13 @@ and 64 MiB of memory.
 
 import argparse
 import json
+import math
 import multiprocessing
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -70,9 +75,20 @@ def measure(source: str, url: str, shard_bytes: int, repeats: int) -> dict[str, 
     return {**found, "grown": max(grown), "allowed": 2 * part_bytes(shard_bytes) + 64 * 2**20}
 
 
-def serve(kind: str, pipe: Any) -> None:
+def link(bytes_per_s: float) -> Callable[[int], None]:
+    """A link that all connections share: takes as long as `nbytes` need behind what others send."""
+    lock = threading.Lock()
+
+    def pace(nbytes: int) -> None:
+        with lock:
+            time.sleep(nbytes / bytes_per_s)
+
+    return pace
+
+
+def serve(kind: str, bytes_per_s: float, pipe: Any) -> None:
     """An empty bucket, until the other end of the pipe is closed; what was put there is counted."""
-    requests = Requests()
+    requests = Requests(pace=link(bytes_per_s))
     with tempfile.TemporaryDirectory() as folder:
         with s3_bucket(Path(folder), requests) if kind == "s3" else azure_container(Path(folder)) as environment:
             pipe.send(environment)
@@ -88,11 +104,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--server", choices=sorted(URLS), default="s3")
+    parser.add_argument("--link", type=float, default=math.inf, help="MB/s that a link to moto gives all ranks")
     settings = parser.parse_args(arguments)
     checkpoint = cached_checkpoint("moe", settings.gigabytes, fp32=False)
     print(f"{checkpoint.nbytes / 1e9:.2f} GB, bf16\n{machine.in_words(machine.describe(checkpoint.folder))}")
     mine, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(settings.server, theirs))
+    server = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(settings.server, settings.link * 1e6, theirs)
+    )
     server.start()
     try:
         environment = mine.recv()

@@ -47,7 +47,7 @@ UNIVERSAL = "global_step1_universal"
 Figures = dict[str, Any]
 
 
-def _config(universal: bool = False) -> dict[str, Any]:
+def config_of(universal: bool = False) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -57,7 +57,7 @@ def _config(universal: bool = False) -> dict[str, Any]:
     }
 
 
-def _engine(source: str, config: dict[str, Any]) -> Any:
+def engine_of(source: str, config: dict[str, Any]) -> Any:
     import deepspeed
 
     import hf_zero_stream
@@ -70,7 +70,7 @@ def _engine(source: str, config: dict[str, Any]) -> Any:
 
 def measure_saves(source: str, folder: str, arms: list[str], saves: int) -> dict[str, list[Figures]]:
     """`saves` saves by each of `arms` with all ranks; this rank's figures. Ours and DeepSpeed's last ones stay."""
-    engine = _engine(source, _config())
+    engine = engine_of(source, config_of())
     tokens = torch.arange(8).view(1, -1)
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
@@ -137,7 +137,7 @@ def measure_resume(source: str, folder: str, arm: str) -> Figures:
     """Go on from a state with all ranks; this rank's figures."""
     import hf_zero_stream
 
-    engine = _engine(source, _config(universal=arm == "universal"))
+    engine = engine_of(source, config_of(universal=arm == "universal"))
     state = Path(folder, "ours") if arm == "ours" else Path(folder, "deepspeed")
 
     def work() -> None:

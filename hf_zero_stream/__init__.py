@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .loading.dry_load import plan as plan
     from .loading.into import load_into as load_into
     from .planning.plan import LoadPlan as LoadPlan
+    from .plugins.hosts.states import HostStates as HostStates
     from .plugins.stream.sender import WeightSender as WeightSender
     from .plugins.stream.sender import weight_sender as weight_sender
     from .plugins.stream.weights import WeightStream as WeightStream
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from .saving.calls import save_pretrained as save_pretrained
     from .saving.pending import PendingSave as PendingSave
     from .settings.config import StreamingConfig as StreamingConfig
-    from .state.host_states import HostStates as HostStates
     from .state.load import Resumed as Resumed
     from .state.load import load_state as load_state
     from .state.save import save_state as save_state
@@ -37,7 +37,7 @@ __version__ = "0.2.0"
 # Imported at first use: transformers takes seconds to import, and a launcher's main process may never need it.
 _HOMES = {
     "Forecast": ".loading.dry_load",
-    "HostStates": ".state.host_states",
+    "HostStates": ".plugins.hosts.states",
     "LoadPlan": ".planning.plan",
     "LoadReport": ".reports.load",
     "PendingSave": ".saving.pending",
@@ -63,7 +63,7 @@ def _home_of(name: str) -> Any:
     """The module that a public name comes from; a MissingPluginError if the folder of its plug-in is gone."""
     home = _HOMES[name]
     if not _is_there(home):
-        from .registry.plugins import missing_plugin_error
+        from .registry import missing_plugin_error
 
         raise missing_plugin_error(home.split(".")[2], f"{__name__}.{name}")
     return importlib.import_module(home, __name__)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hf_zero_stream.registry.plugins import OURS
+from hf_zero_stream.registry import OURS
 
 
 ROOT = Path(__file__).parent.parent

@@ -25,7 +25,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.venvs import vllm_on_cpu  # noqa: E402
-from hf_zero_stream.registry.plugins import OURS  # noqa: E402
+from hf_zero_stream.registry import OURS  # noqa: E402
 from scripts import system_packages  # noqa: E402
 from scripts.system_packages import ASYNC_IO, COMPILER, HEADERS  # noqa: E402
 from tests import sampling  # noqa: E402

@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import PACKAGE, installed_version, refuse_unknown_version
-from ..registry.plugins import import_object
-from ..registry.rows import PatchScope, Row, Weight
+from ..registry import PatchScope, Row, Weight, import_object
 from ..settings.scope import active_configs
 
 

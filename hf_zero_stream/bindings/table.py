@@ -9,8 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from ..errors import refuse_unknown_version
-from ..registry.plugins import plugins
-from ..registry.rows import PatchScope, Row, Weight
+from ..registry import PatchScope, Row, Weight, plugins
 from .install import Installation
 
 
@@ -24,7 +23,7 @@ _ACCELERATOR, _PEFT = "accelerate.accelerator", "peft.tuners.tuners_utils"
 _DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
 
 _STATES, _SAVES = "training states of accelerate", "saves by accelerate"
-_ZERO, _EDITS = "deepspeed.runtime.zero", "edits of a model that wait for a save in the background"
+_ZERO = "deepspeed.runtime.zero"
 _OF_FSDP2 = "FSDP2 by accelerate"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 
@@ -90,7 +89,7 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             for name in ("save_state", "load_state")
         ],
         *[
-            Row(f"{_ACCELERATOR}:{name}", f".state.fsdp_hooks:{name}", feature=_STATES)
+            Row(f"{_ACCELERATOR}:{name}", f".state.hooks:{name}", feature=_STATES)
             for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
         ],
         # The Trainer: when it begins, saves, removes older checkpoints, ends, and goes on.
@@ -142,8 +141,8 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             since="5.20",
         ),
         # For each tensor of the checkpoint: its converter, its values.
-        Row(f"{_LOADING}:deepcopy", ".seams.keys:copy_converter", weight=_SPEED),
-        Row(f"{_LOADING}:WeightConverter.convert", ".seams.keys:convert", weight=_ESSENTIAL),
+        Row(f"{_LOADING}:deepcopy", ".seams.loading:copy_converter", weight=_SPEED),
+        Row(f"{_LOADING}:WeightConverter.convert", ".seams.loading:convert", weight=_ESSENTIAL),
         # What the checkpoint lacks: from here on the lazy tensors have become the destination's.
         Row(f"{_MODEL}._finalize_model_loading", ".seams.loading:finalize_model_loading", weight=_ESSENTIAL),
         Row(f"{_MODEL}._initialize_weights", ".seams.loading:initialize_weights", weight=_ESSENTIAL),
@@ -219,29 +218,22 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         ],
         Row("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "", weight=_ESSENTIAL, feature="FSDP2"),
         *[
-            Row(f"{_ENGINE}.{name}", f".loading.autotp:{leads_to}", "model", weight=_ESSENTIAL, feature="AutoTP")
+            Row(f"{_ENGINE}.{name}", f".loading.deferral:{leads_to}", "model", weight=_ESSENTIAL, feature="AutoTP")
             for name, leads_to in (
                 ("_apply_autotp_partitioning", "apply_partitioning"),
                 ("_configure_distributed_model", "configure_model"),
             )
         ],
     ],
-    # Edits between two steps of an optimizer.
+    # Edits between two steps of an optimizer. PEFT's are seen by the rows for models; what one object can be told is
+    # set on that object (`Steps.editors`).
     PatchScope.SNAPSHOT: [
         Row(
             f"{_ZERO}.partition_parameters:GatheredParameters.__init__",
-            ".saving.pending:gather",
+            ".holdings.steps:gather",
             "params modifier_rank",
-            feature=_EDITS,
+            feature="edits of a model that wait for a save in the background",
         ),
-        *[
-            Row(f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3.{name}", ".saving.pending:edit", feature=_EDITS)
-            for name in ("set_full_hp_param", "set_local_hp_param")
-        ],
-        *[
-            Row(f"{_PEFT}:BaseTuner.{name}", ".saving.pending:edit", feature=_EDITS)
-            for name in ("merge_adapter", "unmerge_adapter", "_unload_and_optionally_merge")
-        ],
     ],
     PatchScope.FLAT: [
         Row(

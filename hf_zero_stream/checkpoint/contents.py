@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError, ReadError, UnsupportedError
-from ..registry.formats import FileFormat, FolderFormat
-from ..registry.plugins import import_object, missing_plugin_error, plugins
+from ..registry import FileFormat, FolderFormat, import_object, missing_plugin_error, plugins
 from .deepspeed_names import zero_folder_of
 from .format import NotAMap
 from .formats import distributed_file, format_of_file, read_map

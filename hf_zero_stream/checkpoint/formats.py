@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import PACKAGE, CheckpointError
-from ..registry.formats import DISTRIBUTED_ENDING, METADATA, TORCH_ENDINGS, FileFormat
-from ..registry.plugins import missing_plugin_error, plugins
+from ..registry import DISTRIBUTED_ENDING, METADATA, TORCH_ENDINGS, FileFormat, missing_plugin_error, plugins
 from ..sources.base import ByteSource, as_read_error
 from ..sources.local import LocalFiles, open_nonblocking, status_of_regular
 from .format import ShardHeader, excerpt, parse_object

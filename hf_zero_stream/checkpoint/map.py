@@ -24,7 +24,7 @@ class CheckpointMap:
         views: name -> its elements, in the tensor's own shape and dtype.
         notes: oddities that are no faults.
         absent: tensors that the index promises and no shard holds -> the promised file.
-        format: the :attr:`..registry.formats.FileFormat.name` of the format.
+        format: the :attr:`..registry.FileFormat.name` of the format.
         has_names_of_model: names and layouts are those of a model in training, and not those that ``save_pretrained``
             writes.
         is_of_training: the tensors are the fp32 values that an optimizer trains, under the names of its model.

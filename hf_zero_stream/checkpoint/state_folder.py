@@ -43,8 +43,8 @@ def read_state(folder: Path) -> CheckpointMap:
     trained = [name for name in _trained(folder) if name not in masters.views]
     if masters.views and trained:
         raise UnsupportedError(
-            f"{folder}: it lacks the fp32 values of {len(trained)} parameters, among them {excerpt(trained[0])}. A "
-            "state of an earlier version has other names: load it into the training, and save it again."
+            f"{folder}: it lacks the fp32 values of {len(trained)} parameters, among them {excerpt(trained[0])}. "
+            "Load it into the training, and save it again."
         )
     untrained = [*names.get("buffers", {}), *names.get("frozen", {})]
     of_weights = [name for name in [*untrained, *trained] if name not in exact.views]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..errors import PACKAGE, UrlError
-from ..registry.plugins import missing_plugin_error, plugins
+from ..registry import missing_plugin_error, plugins
 from ..sources.base import ByteSource, Retries
 
 

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..errors import PACKAGE, HfZeroStreamError
-from ..registry.plugins import missing_plugin_error, plugins
+from ..registry import missing_plugin_error, plugins
 from ..reports.text import printable
 
 

@@ -17,7 +17,7 @@ from warnings import catch_warnings
 import typer
 
 from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError, requirements
-from ..registry.plugins import tool
+from ..registry import tool
 from ..reports.text import count_text
 from ..settings.config import (
     StreamingConfig,
@@ -204,7 +204,7 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
 def _check_table() -> Iterator[Check]:
     """Check that the installed versions have every function that is replaced; say what is lost where one lacks."""
     from ..bindings.table import TABLE
-    from ..registry.rows import Weight
+    from ..registry import Weight
     from ..reports.measures import collector_paused
 
     rows = [row for rows in TABLE.values() for row in rows if find_spec(row.package)]

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TextIO
 import typer
 
 from ..reports.text import markdown_table, printable
-from ..settings.config import parse_size
+from ..settings.values import parse_size
 
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

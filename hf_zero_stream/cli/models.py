@@ -15,7 +15,7 @@ from ..bindings.table import installed
 from ..errors import CheckpointError, HfZeroStreamError
 from ..loading.dry_load import Forecast, lazily_loaded, load_of_layouts
 from ..planning.footprint import HOST
-from ..registry.rows import PatchScope
+from ..registry import PatchScope
 from ..seams.session import bars_hidden
 from ..settings.config import StreamingConfig
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..registry.plugins import tool
+from ..registry import tool
 from ..reports.text import bytes_text, count_text, folded_names
 from . import frame
 from .checkpoints import loadable

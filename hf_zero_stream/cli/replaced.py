@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..bindings.table import OURS, TABLE
-from ..registry.plugins import plugins
-from ..registry.rows import PatchScope, Row
+from ..registry import PatchScope, Row, plugins
 
 
 _HEAD = """\
@@ -59,8 +58,9 @@ def blocks() -> Iterator[str]:
 
 
 def page() -> str:
-    replaced = [row for rows in TABLE.values() for row in rows if row.leads_to]
-    core = [row for rows in OURS.values() for row in rows if row.leads_to]
+    replaced, core = (
+        {row.of for rows in table.values() for row in rows if row.leads_to} for table in (TABLE, OURS)
+    )  # of two rows for one function, in place at different times, there is one function
     count = f"{len(replaced)} functions are replaced, {len(core)} of them by the core.\n"
     return "\n".join([_HEAD, count, *(f"{block}\n" for block in blocks())])
 

@@ -24,6 +24,7 @@ from .. import accelerators
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor, View
 from ..errors import LoadError, UnsupportedError
+from ..holdings.own_names import parameters
 from ..planning.boxes import ParameterBox
 from ..planning.plan import Target
 from ..settings.config import StreamingConfig
@@ -329,7 +330,7 @@ class WholeReader(Protocol):
 
 def fill_whole(model: nn.Module) -> None:
     """Give all lazy parameters of `model` their values, on this rank alone, because they are going to be used."""
-    readers = [param.reader for param in model.parameters() if isinstance(param, LazyTensor)]
+    readers = [param.reader for param in parameters(model) if isinstance(param, LazyTensor)]
     for reader in dict.fromkeys(readers):
         cast("WholeReader", reader).fill_whole(model)
 

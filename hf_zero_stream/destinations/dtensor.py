@@ -26,7 +26,7 @@ from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
-from ..registry.plugins import import_object
+from ..registry import import_object
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, column_batches, columns_of

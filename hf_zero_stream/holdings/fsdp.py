@@ -25,6 +25,7 @@ from ..errors import UnsupportedError, refuse_unknown_version
 from ..planning.boxes import Cut
 from ..planning.footprint import HOST
 from ..planning.sharded_footprint import HeldShard
+from .own_names import modules
 
 
 Managed = Any
@@ -81,6 +82,8 @@ def managed_params(model: nn.Module) -> dict[str, Managed]:
         modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
         for module, name in zip(modules, names, strict=True):
             by_place[id(module), name] = managed
+    if not by_place:
+        return {}
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name in module._parameters:
@@ -97,7 +100,7 @@ def records_by_id(model: nn.Module) -> dict[int, Managed]:
 def _groups(model: nn.Module) -> Iterator[Any]:
     """FSDP2's groups of parameters that are gathered together, each once."""
     seen = set()
-    for module in model.modules():
+    for module in modules(model):
         if isinstance(module, FSDPModule):
             _param_class()
             state: Any = module._get_fsdp_state()
@@ -226,7 +229,7 @@ def reshard(model: nn.Module) -> None:
 
     They may belong to a module around `model`, such as one that holds a policy and its value model.
     """
-    for module in model.modules():
+    for module in modules(model):
         if isinstance(module, FSDPModule):
             module.reshard()
         for hook in list(module._state_dict_pre_hooks.values()):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
-from ..registry.plugins import import_object, plugins
+from ..registry import import_object, plugins
 from .holding import Holder, Holding
 from .introspection import is_inside_fsdp2, shards_modules
 from .kinds import BUFFERS, PARAMETERS, kind_of, persistent_buffers, refuse_shared_memory, refuse_unknown
-from .own_names import named_parameters
+from .own_names import named_parameters, own_names
 
 
 HOLDERS: list[Holder] = []
@@ -34,7 +35,8 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         from .fsdp import reshard
 
         reshard(model)  # a forward pass may have left gathered parameters, perhaps in another dtype
-    left: dict[str, nn.Parameter] = dict(model.named_parameters())
+    named = list(named_parameters(model, by_own_names=False))
+    left = dict(named)
     found: dict[str, Holding] = {}
 
     def hold(held: Holder, params: Mapping[str, nn.Parameter]) -> None:
@@ -49,14 +51,17 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         from .deepspeed.held import held_by_optimizers
 
         hold(held_by_optimizers, left)
+    of_kinds: dict[str, dict[str, nn.Parameter]] = {}
+    for name, param in left.items():
+        kind = kind_of(param, PARAMETERS)
+        of_kinds.setdefault("" if kind is None else kind.holder, {})[name] = param
     for kind in PARAMETERS:
-        of_kind = {name: param for name, param in left.items() if kind_of(param, PARAMETERS) is kind}
-        if of_kind:
-            hold(import_object(kind.holder), of_kind)
+        if kind.holder in of_kinds:
+            hold(import_object(kind.holder), of_kinds[kind.holder])
     if left:
         raise UnsupportedError(f"what ranks hold: no holder says what this rank holds of {', '.join([*left][:8])}.")
-    own = [name for name, _ in named_parameters(model)]
-    return {name: found[theirs] for name, (theirs, _) in zip(own, model.named_parameters(), strict=True)}
+    own = own_names(model)
+    return {own[name]: found[name] for name, _ in named}
 
 
 def refuse_unreadable(model: nn.Module, doing: str, instead: str) -> None:
@@ -65,7 +70,7 @@ def refuse_unreadable(model: nn.Module, doing: str, instead: str) -> None:
     Of parameters that may be for a holder that somebody has added, :func:`holdings` finds that out.
     """
     if not _added():
-        refuse_unknown(dict(model.named_parameters()), PARAMETERS, doing, instead)
+        refuse_unknown(dict(named_parameters(model, by_own_names=False)), PARAMETERS, doing, instead)
     refuse_unknown(dict(persistent_buffers(model)), BUFFERS, doing, instead)
     refuse_shared_memory(model, doing, instead)
 
@@ -78,3 +83,27 @@ def refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:
             "Give them values first: load the model without offload to the CPU or to disk by a device_map, or call "
             "to_empty() and fill them."
         )
+
+
+def unknown_shards_reason(trained: Any) -> str:
+    """Why only DeepSpeed knows what ranks hold of a model; "" if `trained` is no engine of such a kind."""
+    if "deepspeed" not in sys.modules:
+        return ""
+    from .deepspeed import model_parallel
+
+    return model_parallel.unknown_shards_reason(trained)
+
+
+def is_model_parallel(engine: Any) -> bool:
+    """Whether ranks of a DeepSpeed engine hold parts of its model."""
+    from .deepspeed import model_parallel
+
+    return model_parallel.is_model_parallel(engine)
+
+
+def refuse_unknown_shards(trained: Any, doing: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ...``) for an engine of which only DeepSpeed knows what ranks hold."""
+    if "deepspeed" in sys.modules:
+        from .deepspeed import model_parallel
+
+        model_parallel.refuse_unknown_shards(trained, doing)

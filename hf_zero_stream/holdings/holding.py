@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -15,8 +14,7 @@ from ..planning.boxes import ParameterBox
 from ..planning.plan import Target, partition_range
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """The elements of a parameter that this rank holds: some of one box of it, counted in row-major order.
 
     The boxes that ranks hold of one parameter are equal or disjoint, and together they are all of it.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
+from .own_names import modules, parameters
 
 
 PACKED = "_hf_zero_stream_packed"
@@ -51,24 +52,24 @@ def has_partition(param: Any) -> bool:
 
 def lacks_values(model: nn.Module) -> bool:
     """Whether ranks share the values of `model`, so that one rank alone has not got all of them."""
-    is_shared = any(map(has_partition, model.parameters())) or is_sharded(model)
+    is_shared = any(map(has_partition, parameters(model))) or is_sharded(model)
     return is_shared or is_packed(model) or has_converted_experts(model)
 
 
 def has_gathered(model: nn.Module) -> bool:
     """Whether any of the model's ZeRO-3 parameters are inside a ``GatheredParameters`` now."""
-    if not any(map(has_partition, model.parameters())):
+    if not any(map(has_partition, parameters(model))):
         return False
-    from .deepspeed.gathered import select_gathered
+    from .deepspeed.partitions import select_gathered
 
-    return bool(select_gathered(model.parameters()))
+    return bool(select_gathered(parameters(model)))
 
 
 def is_gathered_whole(model: nn.Module) -> bool:
     """Whether this rank has all values of a ZeRO-3 model, because the caller has gathered them."""
     if not has_gathered(model):
         return False
-    from .deepspeed.gathered import partitioned_names
+    from .deepspeed.partitions import partitioned_names
 
     return not partitioned_names(model)
 
@@ -97,33 +98,45 @@ def accelerator_state() -> Any:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether any parameter of `model` is a DTensor, also if FSDP2 has put a gathered one in its place for now."""
-    return shards_modules(model) or any(map(is_dtensor, model.parameters()))
+    return shards_modules(model) or any(map(is_dtensor, parameters(model)))
 
 
 def shards_modules(model: nn.Module) -> bool:
     """Whether FSDP2 shards any module of `model`."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    return any(isinstance(module, kind) for module in model.modules())
+    return any(isinstance(module, kind) for module in modules(model))
 
 
 def is_inside_fsdp2(model: nn.Module) -> bool:
     """Whether FSDP2 may shard `model`, a module of it, or one around it: that one's hooks are on its modules."""
-    return any(module._state_dict_pre_hooks for module in model.modules())
+    return any(module._state_dict_pre_hooks for module in modules(model))
 
 
 def is_dtensor(tensor: Any) -> bool:
+    if type(tensor) in (torch.Tensor, nn.Parameter):  # as nearly all are
+        return False
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
     """The memory of `param`, or of its local shard."""
+    return _local(param).detach()
+
+
+def storage_of(param: torch.Tensor) -> int:
+    """The address of that memory's storage, in which other tensors may lie too; 0 if it has none to be named."""
+    local = _local(param)
+    return local.untyped_storage().data_ptr() if local.layout == torch.strided else 0
+
+
+def _local(param: Any) -> torch.Tensor:
     local: torch.Tensor = param._local_tensor if is_dtensor(param) else param
-    return local.detach()
+    return local
 
 
 def is_packed(model: nn.Module) -> bool:
     """Whether any weights of `model` are packed."""
-    return any(PACKED in vars(module) for module in model.modules())
+    return any(PACKED in vars(module) for module in modules(model))
 
 
 def packed_weights(module: nn.Module) -> Mapping[str, Any]:
@@ -138,7 +151,7 @@ def packed_weights(module: nn.Module) -> Mapping[str, Any]:
 
 def has_converted_experts(model: nn.Module) -> bool:
     """Whether DeepSpeed's expert parallelism has converted a layer of `model`."""
-    return any(CONVERTED in vars(module) for module in model.modules())
+    return any(CONVERTED in vars(module) for module in modules(model))
 
 
 def whole_of(name: str, buffer: torch.Tensor) -> torch.Tensor:

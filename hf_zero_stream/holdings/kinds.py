@@ -23,6 +23,7 @@ from ..checkpoint.format import dtype_name
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from .introspection import has_partition, is_cut, is_dtensor, local_of
+from .own_names import named_buffers, named_parameters
 
 
 class Kind(NamedTuple):
@@ -32,7 +33,7 @@ class Kind(NamedTuple):
         name: for messages.
         is_one: whether a tensor is of this kind; the first kind that says so has it.
         memory: the memory that the values of a tensor lie in, on this rank.
-        holder: the :class:`.holding.Holder` of this kind, for :func:`..registry.plugins.import_object`.
+        holder: the :class:`.holding.Holder` of this kind, for :func:`..registry.import_object`.
     """
 
     name: str
@@ -75,33 +76,51 @@ BUFFERS = (
 
 _UNINITIALISED = (UninitializedParameter, UninitializedBuffer)
 
-_UNREADABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+_Unreadable = tuple[tuple[str, Callable[[Any], bool]], ...]
+"""Why the bytes of a tensor's memory are not its values, or are none that a file can have."""
+
+_NESTED = ("it is a nested tensor", lambda it: bool(it.is_nested))
+
+_OF_SUBCLASSES: _Unreadable = (
     ("it has no shape and no values yet (a lazy module)", lambda it: isinstance(it, _UNINITIALISED)),
-    ("it is a nested tensor", lambda it: bool(it.is_nested)),
+    _NESTED,
     ("it holds other tensors in its place", lambda it: hasattr(type(it), "__tensor_flatten__")),
     (
         "its class computes what is read from it (__torch_dispatch__)",
         lambda it: type(it).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__,
     ),
+)
+
+_OF_ALL: _Unreadable = (
+    _NESTED,
     ("it is sparse, or in a layout of its own", lambda it: it.layout != torch.strided),
     ("it is quantised by torch, and its scales lie elsewhere", lambda it: bool(it.is_quantized)),
     ("it is quantised by DeepSpeed, and its scales lie elsewhere", lambda it: hasattr(it, "ds_quant_scale")),
     ("its memory has other signs than its values (a conjugate view)", lambda it: it.is_conj() or it.is_neg()),
     ("safetensors has no such dtype", lambda it: not dtype_name(it.dtype)),
 )
-"""Why the bytes of a tensor's memory are not its values, or are none that a file can have."""
 
 
 def why_unreadable(tensor: Any) -> str:
     """Why the memory of `tensor` does not hold its values as a file would; "" if it does."""
     if isinstance(tensor, LazyTensor):  # it gets its values when they are needed
         return ""
-    return next((why for why, is_so in _UNREADABLE if is_so(tensor)), "")
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        for why, is_so in _OF_SUBCLASSES:
+            if is_so(tensor):
+                return why
+    for why, is_so in _OF_ALL:
+        if is_so(tensor):
+            return why
+    return ""
 
 
 def kind_of(tensor: Any, kinds: Iterable[Kind]) -> Kind | None:
     """The kind of `tensor`; None if nobody knows it."""
-    return next((kind for kind in kinds if kind.is_one(tensor)), None)
+    for kind in kinds:
+        if kind.is_one(tensor):
+            return kind
+    return None
 
 
 def refuse_unknown(
@@ -133,10 +152,7 @@ def _described(tensor: Any) -> str:
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that a state dict of `model` has."""
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}" if prefix else key, buffer
+    return named_buffers(model, by_own_names=False, only_persistent=True)
 
 
 def refuse_shared_memory(model: nn.Module, doing: str, instead: str) -> None:
@@ -148,15 +164,18 @@ def refuse_shared_memory(model: nn.Module, doing: str, instead: str) -> None:
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     declared = {*tied.keys(), *tied.values()}
-    spans: dict[tuple[str, int], list[tuple[int, int, str, bool]]] = defaultdict(list)
-    for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, str, bool]]] = defaultdict(list)
+    for name, tensor in [*named_parameters(model, by_own_names=False), *persistent_buffers(model)]:
         is_alone = has_partition(tensor) or is_dtensor(tensor) or isinstance(tensor, LazyTensor)
         if is_alone or name in declared or why_unreadable(tensor) or tensor.is_meta or not tensor.numel():
             continue  # others are refused, or have no memory that could be shared
         start = tensor.data_ptr()
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        stop = start + (last + 1) * tensor.element_size()
-        place = str(tensor.device), tensor.untyped_storage().data_ptr()
+        if tensor.is_contiguous():
+            stop = start + tensor.nbytes
+        else:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            stop = start + (last + 1) * tensor.element_size()
+        place = tensor.device, tensor.untyped_storage().data_ptr()
         spans[place].append((start, stop, name, isinstance(tensor, nn.Parameter)))
     for sharing in spans.values():
         stop, owner, is_before = 0, "", False

@@ -8,9 +8,10 @@ saved, loaded, recorded or reported by name goes by own names, and nothing else 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +26,8 @@ _OF_PEFT = ("base_layer", "original_module", "token_adapter")
 """What PEFT calls the modules of a model that it has put its own around."""
 
 
-class _NamedTensor(NamedTuple):
-    """A tensor by the name that torch has for it, its own, and the one that keeps PEFT's parts.
+class _Place(NamedTuple):
+    """Where a module has a tensor, by the name that torch has for it, its own, and the one that keeps PEFT's parts.
 
     `is_of_adapter`: PEFT has put it there.
     """
@@ -34,8 +35,19 @@ class _NamedTensor(NamedTuple):
     name: str
     own: str
     kept: str
-    tensor: torch.Tensor
+    module: nn.Module
+    key: str
     is_of_adapter: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Tree:
+    """The modules of a model, and the places of its tensors on every path that leads there, in torch's order."""
+
+    modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
+    """By the id of each, with its first name."""
+    parameters: list[_Place] = field(default_factory=list)
+    buffers: list[_Place] = field(default_factory=list)
 
 
 class _Names(NamedTuple):
@@ -44,6 +56,7 @@ class _Names(NamedTuple):
     own: dict[str, str]
     kept: dict[str, str]
     of_adapters: set[str]
+    tree: _Tree
 
 
 _operation: ContextVar[dict[int, tuple[nn.Module, _Names]] | None] = ContextVar(
@@ -113,49 +126,96 @@ def _names_of(model: nn.Module) -> _Names:
 
 
 def _walked(model: nn.Module) -> _Names:
-    found = list(_walk(model, "", "", "", ()))
-    own = _clear({each.name: each.own for each in found}, found)
-    kept = _clear({each.name: each.kept for each in found}, found)
-    return _Names(own, kept, {own[each.name] for each in found if each.is_of_adapter})
+    tree = _Tree()
+    _walk(model, "", "", "", tree, (), is_of_adapter=False)
+    places = [*tree.parameters, *tree.buffers]
+    tensors = {place.name: id(tensor) for place, tensor in (*_tensors(tree.parameters), *_tensors(tree.buffers))}
+    own = _clear({each.name: each.own for each in places}, tensors)
+    kept = _clear({each.name: each.kept for each in places}, tensors)
+    return _Names(own, kept, {own[each.name] for each in places if each.is_of_adapter}, tree)
 
 
-def _clear(names: dict[str, str], found: list[_NamedTensor]) -> dict[str, str]:
-    """These `names`, with torch's own in place of one that two tensors have."""
-    tensors: dict[str, int] = {}
-    unclear = {
-        names[each.name] for each in found if tensors.setdefault(names[each.name], id(each.tensor)) != id(each.tensor)
-    }
-    return {name: name if other in unclear else other for name, other in names.items()}
+def _clear(names: dict[str, str], tensors: dict[str, int]) -> dict[str, str]:
+    """These `names`, with torch's own in place of one that two of the `tensors` have."""
+    first: dict[str, int] = {}
+    unclear = {other for name, other in names.items() if first.setdefault(other, tensors[name]) != tensors[name]}
+    return {name: name if other in unclear else other for name, other in names.items()} if unclear else names
 
 
-def _walk(module: nn.Module, name: str, own: str, kept: str, around: tuple[int, ...]) -> Iterator[_NamedTensor]:
-    """`around`: the modules that this one is inside of, by their ids, of which PEFT may put one into another again."""
-    child_inside, child_kept = wrapped_child(module), wrapped_child(module, keeps_adapters=True)
-    is_of_adapter = child_inside is not None
-    for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is not None:
-            yield _NamedTensor(f"{name}{key}", f"{own}{key}", f"{kept}{key}", tensor, is_of_adapter)
-    for key, child in module._modules.items():
-        if child is None or id(child) in around:
+def _walk(
+    module: nn.Module, name: str, own: str, kept: str, tree: _Tree, around: tuple[int, ...], *, is_of_adapter: bool
+) -> None:
+    """Add `module` to the `tree`, and all below it.
+
+    `around`: the modules that it is inside of, by their ids, of which PEFT may put one into another again.
+    """
+    tree.modules.setdefault(id(module), (name[:-1], module))
+    children = module._modules
+    child_inside = wrapped_child(module) if children else None
+    child_kept = wrapped_child(module, keeps_adapters=True) if children else None
+    for tensors, places in ((module._parameters, tree.parameters), (module._buffers, tree.buffers)):
+        for key, tensor in tensors.items():
+            if tensor is not None:
+                is_added = is_of_adapter or child_inside is not None
+                places.append(_Place(name + key, own + key, kept + key, module, key, is_added))
+    for key, child in children.items():
+        if child is not None and id(child) not in around:
+            inner = own if key == child_inside else f"{own}{key}."
+            inner_kept = kept if key == child_kept else f"{kept}{key}."
+            is_added = is_of_adapter or (child_inside is not None and key != child_inside)
+            _walk(child, f"{name}{key}.", inner, inner_kept, tree, (*around, id(module)), is_of_adapter=is_added)
+
+
+def _tensors(places: Iterable[_Place], *, remove_duplicate: bool = False) -> Iterator[tuple[_Place, Any]]:
+    """What lies in these places now."""
+    seen: set[int] = set()
+    for place in places:
+        tensor: Any = place.module._parameters.get(place.key)
+        if tensor is None:
+            tensor = place.module._buffers.get(place.key)
+        if tensor is None or id(tensor) in seen:
             continue
-        inner = own if key == child_inside else f"{own}{key}."
-        inner_kept = kept if key == child_kept else f"{kept}{key}."
-        for each in _walk(child, f"{name}{key}.", inner, inner_kept, (*around, id(module))):
-            yield each._replace(is_of_adapter=each.is_of_adapter or (is_of_adapter and key != child_inside))
+        if remove_duplicate:
+            seen.add(id(tensor))
+        yield place, tensor
 
 
-def named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """As ``model.named_parameters()``, by own names."""
-    names = own_names(model)
-    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
-        yield names.get(name, name), param
+def named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """As ``model.named_modules()``, by torch's names; inside an operation the tree is not walked again."""
+    return model.named_modules() if _operation.get() is None else _names_of(model).tree.modules.values()
 
 
-def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """As ``model.named_buffers()``, by own names."""
-    names = own_names(model)
-    for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
-        yield names.get(name, name), buffer
+def modules(model: nn.Module) -> Iterator[nn.Module]:
+    """As ``model.modules()``; see :func:`named_modules`."""
+    return (module for _, module in named_modules(model))
+
+
+def parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """As ``model.parameters()``; see :func:`named_modules`."""
+    if _operation.get() is None:
+        return model.parameters()
+    return (param for _, param in _tensors(_names_of(model).tree.parameters, remove_duplicate=True))
+
+
+def named_parameters(
+    model: nn.Module, *, remove_duplicate: bool = True, by_own_names: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """As ``model.named_parameters()``, by own names; or by torch's, if not `by_own_names`."""
+    names = _names_of(model)
+    for place, param in _tensors(names.tree.parameters, remove_duplicate=remove_duplicate):
+        yield names.own[place.name] if by_own_names else place.name, param
+
+
+def named_buffers(
+    model: nn.Module, *, remove_duplicate: bool = True, by_own_names: bool = True, only_persistent: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As ``model.named_buffers()``, or those of its state dict alone; for the names see :func:`named_parameters`."""
+    names = _names_of(model)
+    places = names.tree.buffers
+    if only_persistent:
+        places = [it for it in places if it.key not in it.module._non_persistent_buffers_set]
+    for place, buffer in _tensors(places, remove_duplicate=remove_duplicate):
+        yield names.own[place.name] if by_own_names else place.name, buffer
 
 
 def adapter_names(model: nn.Module) -> set[str]:

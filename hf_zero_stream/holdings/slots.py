@@ -10,7 +10,7 @@ of a slot that is kept *in blocks*, or refused by name: nothing that an optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .holding import Holding
-from .introspection import local_of
+from .introspection import is_dtensor, local_of
 from .own_names import named_parameters
 from .shards import local_shard_of
 
@@ -92,10 +92,10 @@ class Slot:
 
     def elementwise(self, key: str) -> torch.Tensor | None:
         """The elementwise state `key`, or the masters; None if there is none for this slot."""
-        if key != MASTER and self.is_in_blocks:
-            return None
-        value = self.values if key == MASTER else self.entries.get(key)
-        return value if _is_laid_out(value, self.values) else None
+        if key == MASTER:
+            return self.values
+        value = self.entries.get(key)
+        return value if _is_laid_out(value, self.values) and not self.is_in_blocks else None
 
     @property
     def is_in_blocks(self) -> bool:
@@ -104,10 +104,14 @@ class Slot:
         Blocks are counted from the slot's first element on, padding too. So all of its tensors belong to the slot as
         it is, and to no other part of the parameters.
         """
+        for it in self.entries.values():
+            if isinstance(it, torch.Tensor) and it.dtype == torch.uint8:
+                return not self.is_swapped and self._has_codes_of_blocks()
+        return False  # as nearly always
+
+    def _has_codes_of_blocks(self) -> bool:
         tensors = [it for it in self.entries.values() if isinstance(it, torch.Tensor)]
         codes = [it for it in tensors if it.dtype == torch.uint8]
-        if self.is_swapped or not codes:  # as nearly always
-            return False
         several, numel = [it for it in tensors if it.numel() > 1], local_of(self.values).numel()
         return (
             any(it.numel() >= numel for it in codes if it.numel() > 1)
@@ -162,18 +166,34 @@ def entries_of(optimizer: Any, trained: torch.Tensor) -> dict[str, Any]:
     return optimizer.state[trained] if trained in optimizer.state else {}
 
 
-def elementwise_keys(slots: Sequence[Slot]) -> list[str]:
+Forms = Mapping[Slot, int]
+"""Numbers of slots, the same for those that are kept alike but for values: as long as no entry is replaced."""
+
+
+def forms_of(slots: Iterable[Slot]) -> Forms:
+    """What can be told of a slot without its values holds for all slots of its number."""
+    numbers: dict[object, int] = {}
+    found = {}
+    for slot in slots:
+        kept = [(key, _form_of(value, slot.values)) for key, value in slot.entries.items()]
+        form = _form_of(slot.values, slot.values), slot.is_swapped, slot.has_masters, *kept
+        found[slot] = numbers.setdefault(form, len(numbers))
+    return found
+
+
+def elementwise_keys(slots: Sequence[Slot], forms: Forms | None = None) -> list[str]:
     """The names of the elementwise states, masters last where there are any.
 
     Raises:
         UnsupportedError: a slot keeps a tensor that a state has no place for.
     """
     keys: dict[str, None] = {}
-    for slot in slots:
+    alike = first_of_forms(slots, forms_of(slots) if forms is None else forms)
+    for slot in alike:
         for key, value in slot.entries.items():
             if slot.elementwise(key) is not None and not slot.has_one_element():
                 keys[key] = None
-    for slot in slots:
+    for slot in alike:
         for key, value in slot.entries.items():
             _refuse_key(key, slot, names_files=key in keys or key in slot.blocks)
             if isinstance(value, torch.Tensor) and not slot.is_in_blocks:
@@ -181,10 +201,32 @@ def elementwise_keys(slots: Sequence[Slot]) -> list[str]:
     return [*keys, *([MASTER] if any(slot.has_masters for slot in slots) else [])]
 
 
+def first_of_forms(slots: Iterable[Slot], forms: Forms) -> list[Slot]:
+    """The first slot of each form."""
+    found: dict[int, Slot] = {}
+    for slot in slots:
+        found.setdefault(forms[slot], slot)
+    return [*found.values()]
+
+
+def _form_of(value: Any, values: torch.Tensor) -> object:
+    """All but the values of an entry of a slot that trains `values`: with no other one, if it must be looked at."""
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    local: Any = value._local_tensor if is_dtensor(value) else value
+    if local.layout != torch.strided or local.dtype == torch.uint8:
+        return object()
+    kinds = type(value), type(local), local.dtype, local.device, getattr(value, "is_paged", False)
+    is_one = value.numel() == 1, value.dim() == 0
+    return kinds, is_one, local.is_quantized, local.is_contiguous(), _is_laid_out(value, values)
+
+
 def _is_laid_out(value: Any, values: torch.Tensor) -> bool:
     """Whether `value` is a tensor that has an element where `values` have one."""
     if not isinstance(value, torch.Tensor):
         return False
+    if not (isinstance(values, DTensor) or isinstance(value, DTensor)):
+        return value.shape == values.shape
     whole = value.shape == values.shape or (isinstance(values, DTensor) and not isinstance(value, DTensor))
     return whole and local_of(value).shape == local_of(values).shape
 
@@ -206,20 +248,23 @@ def _refuse_key(key: Any, slot: Slot, *, names_files: bool) -> None:
 def _refuse_tensor(key: str, value: torch.Tensor, slot: Slot) -> None:
     """Raise an UnsupportedError unless `value` is elementwise, or has one element."""
     local = local_of(value)
-    what = f"The optimizer keeps {key}, {value.dtype} of shape {tuple(value.shape)}, for {_names(slot)}"
     if type(local) not in (torch.Tensor, nn.Parameter):
-        raise UnsupportedError(f"{what}. It is a {type(local).__name__}, whose memory is not known. {_ELSE}")
-    if not _is_plain(local):
-        raise UnsupportedError(f"{what}. It is sparse, quantised, complex or on the meta device. {_ELSE}")
-    if not _is_laid_out(value, slot.values):
+        why = f". It is a {type(local).__name__}, whose memory is not known."
+    elif not _is_plain(local):
+        why = ". It is sparse, quantised, complex or on the meta device."
+    elif not _is_laid_out(value, slot.values):
         if value.numel() == 1:
             return
-        raise UnsupportedError(
-            f"{what}, of shape {tuple(slot.values.shape)}. Only state that has one number for an element can be cut "
-            f"for another number of ranks. {_ELSE}"
+        why = (
+            f", of shape {tuple(slot.values.shape)}. Only state that has one number for an element can be cut for "
+            "another number of ranks."
         )
-    if not (local.is_contiguous() and local_of(slot.values).is_contiguous()):
-        raise UnsupportedError(f"{what}. Its elements are not in row-major order (contiguous). {_ELSE}")
+    elif not (local.is_contiguous() and local_of(slot.values).is_contiguous()):
+        why = ". Its elements are not in row-major order (contiguous)."
+    else:
+        return
+    what = f"The optimizer keeps {key}, {value.dtype} of shape {tuple(value.shape)}, for {_names(slot)}"
+    raise UnsupportedError(f"{what}{why} {_ELSE}")
 
 
 def is_number(value: Any) -> bool:
@@ -238,16 +283,22 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     Of what is kept in blocks there are masters alone.
     """
 
+    def values_of(slot: Slot, member: Member) -> torch.Tensor:
+        start, stop = member.held
+        return slot.flat(key)[member.first : member.first + stop - start]
+
     @contextmanager
-    def opened(slot: Slot, member: Member) -> Iterator[torch.Tensor]:
+    def swapped_in(slot: Slot, member: Member) -> Iterator[torch.Tensor]:
         with slot.opened():
-            start, stop = member.held
-            yield slot.flat(key)[member.first : member.first + stop - start]
+            yield values_of(slot, member)
+
+    def opened(slot: Slot, member: Member) -> AbstractContextManager[torch.Tensor]:
+        return swapped_in(slot, member) if slot.is_swapped else nullcontext(values_of(slot, member))
 
     found = {}
     for slot in slots:
+        kept = slot.elementwise(key)
         for member in slot.members if key == MASTER or not slot.is_in_blocks else ():
-            kept = slot.elementwise(key)
             found[member.name] = Holding(
                 member.box,
                 torch.float32 if slot.is_swapped else (slot.values if kept is None else kept).dtype,

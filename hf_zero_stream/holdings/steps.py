@@ -1,14 +1,17 @@
-"""The steps of optimizers: which memory each of them changes, and whether they can be seen coming."""
+"""Steps of optimizers, and edits between them: which memory they change, and whether they can be seen coming."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .introspection import has_partition, local_of
+from ..bindings.install import override_methods
+from .introspection import has_partition, storage_of
+from .own_names import parameters
 from .training import Training
 
 
@@ -23,12 +26,14 @@ class Steps:
         of_values: by the name of a parameter, the id of the tensor of which a step changes its values in the model.
         storages: where the memory that training keeps begins: that of parameters, and of what the optimizer has.
         alive: those tensors; while they live, nothing else has their ids.
+        editors: what changes values between steps; see :class:`.training.Training`.
     """
 
     of_states: Mapping[str, int] = field(default_factory=dict)
     of_values: Mapping[str, int] = field(default_factory=dict)
     storages: frozenset[int] = frozenset()
     alive: tuple[torch.Tensor, ...] = ()
+    editors: Sequence[tuple[Any, Sequence[str]]] = ()
 
     @classmethod
     def of_training(cls, training: Training) -> Steps:
@@ -36,18 +41,54 @@ class Steps:
         # A step of one group of stages 1 and 2 is followed by an all-gather that changes the values of all.
         own = [slot for slot in training.slots if not slot.has_masters or training.copies_own_masters]
         of_values = {member.name: id(slot.values) for slot in own for member in slot.members}
-        storages = frozenset(
-            tensor.untyped_storage().data_ptr() for tensor in _kept(training) if tensor.layout == torch.strided
-        )
-        return cls(of_states, of_values, storages, tuple(slot.values for slot in training.slots))
+        storages = frozenset(map(storage_of, _kept(training)))
+        alive = tuple(slot.values for slot in training.slots)
+        return cls(of_states, of_values, storages, alive, training.editors)
 
 
 def _kept(training: Training) -> Iterator[torch.Tensor]:
-    for param in training.model.parameters():
-        yield param.ds_tensor if has_partition(param) else local_of(param)
+    for param in parameters(training.model):
+        yield param.ds_tensor if has_partition(param) else param
     for slot in training.slots:
-        yield local_of(slot.values)
-        yield from (local_of(value) for value in slot.entries.values() if isinstance(value, torch.Tensor))
+        yield slot.values
+        yield from [value for value in slot.entries.values() if isinstance(value, torch.Tensor)]
+
+
+_before_edits: list[Callable[[], object]] = []
+
+
+@contextmanager
+def edits_call(secure: Callable[[], object], editors: Sequence[tuple[Any, Sequence[str]]]) -> Iterator[None]:
+    """Inside, `secure` is called before :func:`announce_edit` returns, and before the methods of the `editors` do."""
+
+    def secured(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            secure()
+            return method(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        _before_edits.append(secure)
+        stack.callback(_before_edits.remove, secure)
+        for editor, names in editors:
+            stack.enter_context(override_methods(editor, **{name: secured(getattr(editor, name)) for name in names}))
+        yield
+
+
+def announce_edit() -> None:
+    """Say that something is going to change values in place: a save in the background first takes what it needs."""
+    for secure in [*_before_edits]:
+        secure()
+
+
+def gather(
+    original: Callable[..., Any], self: Any, params: Any, modifier_rank: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """DeepSpeed's ``GatheredParameters``, in which `modifier_rank` may change what is gathered."""
+    if modifier_rank is not None:
+        announce_edit()
+    return original(self, params, modifier_rank, *args, **kwargs)
 
 
 def unseen_reason(optimizer: Any) -> str:

@@ -40,6 +40,7 @@ class Training:
         copies_own_masters: a step of a slot's tensor is followed by a copy into the values of its members, and of no
             other parameters.
         unseen_steps: why steps may come that nothing announces; "" if none does.
+        editors: objects with public methods, of these names, that change values in place between steps.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class Training:
     can_copy_masters: bool = True
     copies_own_masters: bool = False
     unseen_steps: str = ""
+    editors: Sequence[tuple[Any, Sequence[str]]] = ()
 
     @property
     def copies_masters(self) -> bool:

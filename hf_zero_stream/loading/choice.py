@@ -19,7 +19,7 @@ from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, MeetingKind
-from ..registry.plugins import import_object, plugins
+from ..registry import import_object, plugins
 from ..settings import scope
 from ..settings.config import (
     StreamingConfig,

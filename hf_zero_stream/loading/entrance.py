@@ -20,7 +20,7 @@ from ..holdings.introspection import (
     is_dequantised,
     whole_shape,
 )
-from ..registry.plugins import has_tool, tool
+from ..registry import has_tool, tool
 from ..seams.ds_config import active_config
 from ..settings import scope
 from ..settings.config import StreamingConfig, announces_zero3

@@ -25,6 +25,7 @@ from ..seams.loading import raise_if_misfit
 from ..seams.session import Original, Session
 from ..settings import scope
 from ..settings.config import buildable_config
+from ..sources.by_path import mount_of, mounted_by_plugin
 from .arguments import MODEL_FILES, load_with_prefetch, url_of
 from .choice import choose, choose_for_one_rank, settings_for
 
@@ -129,7 +130,7 @@ def _load(
                 )
     if choice is not None and choice.works_alone:
         return _run_stock_with_seams(choice.make_load, Coordinator.of_this_rank(), stock, path, kwargs)
-    if url_of(path, kwargs):
+    if url_of(path, kwargs) or mount_of(path):  # which stock cannot read
         make_load = choose_for_one_rank(path, kwargs, ds_config, strict)
         return _run_stock_with_seams(make_load, Coordinator.of_this_rank(), stock, path, kwargs)
     return _stock_from_pretrained(stock, kwargs, settings_for(ds_config, strict).strict)
@@ -148,6 +149,7 @@ def _run_stock_with_seams(
     # inference_mode is off: other threads and training write to the partitions later.
     with (
         closing(load),
+        mounted_by_plugin(path, coordinator),
         installed(session.patch_scope),  # another thread may leave streaming() while this one loads
         outside_zero_init(),
         session,

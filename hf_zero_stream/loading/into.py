@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +19,19 @@ from ..destinations.live_shards import LiveShards
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp
+from ..holdings.holder import refuse_unknown_shards
 from ..holdings.introspection import is_packed, local_of
-from ..holdings.model_parallel import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, named_buffers
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
-from ..seams.buffers import computed_buffers
+from ..seams.building import computed_buffers
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from ..seams.wrappers import unwrapped
 from ..settings.config import refuse_settings
+from ..sources.by_path import mounted_by_plugin
 from .choice import refuse_sharding
 from .dry_load import lazily_loaded_like
 from .entrance import note_source
@@ -156,9 +157,10 @@ def place_into(
             "Load it anew with from_pretrained.",
         )
         is_part = coordinator is not None
-        with meeting(LOAD, coordinator=coordinator) as coordinator:
+        with meeting(LOAD, coordinator=coordinator) as coordinator, ExitStack() as stack:
             if not is_part:
                 finish_saves_into(path, config.read_from, coordinator)
+                stack.enter_context(mounted_by_plugin(path, coordinator))
             destination = live_destination(live_model, coordinator, config, with_masters=with_masters)
             load = Load(config, {}, coordinator, destination, known=known)
             with closing(load), load.memory, load.clock("total"), torch.no_grad():

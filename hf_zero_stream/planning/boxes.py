@@ -114,8 +114,11 @@ def flat_range(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int, st
 
     The view addresses ``buffer[offset + sum(index[d] * strides[d])]``.
     """
-    numbered = Box(sizes, 0, row_major_strides(sizes), offset, strides)
-    for box in clipped(numbered, start, stop):
+    numbers = row_major_strides(sizes)
+    if 0 == start < stop == prod(sizes):  # as for nearly every tensor that is saved: nothing is clipped
+        yield Box(sizes, offset, strides, 0, numbers)
+        return
+    for box in clipped(Box(sizes, 0, numbers, offset, strides), start, stop):
         yield Box(box.sizes, box.to, box.to_strides, box.at - start, box.at_strides)
 
 
@@ -306,7 +309,7 @@ class ParameterBox(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> ParameterBox:
-        return cls(tuple(shape), tuple(((0, size),) for size in shape))
+        return cls(tuple(shape), tuple([((0, size),) for size in shape]))
 
     @classmethod
     def of_cuts(cls, shape: Sequence[int], cuts: Iterable[Cut]) -> ParameterBox:

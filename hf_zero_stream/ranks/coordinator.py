@@ -23,7 +23,7 @@ from ..accelerators import all_gather, collective_device, is_accelerator
 from ..errors import DisagreementError, HfZeroStreamError, PeerError
 from .presence import Presence, Topology, begun_collectives, is_alone
 from .rendezvous import LOAD, CollectiveLock, MeetingKind, NoJointLoad, Rendezvous
-from .store import PREFIX, Verdict, pauses
+from .transport import PREFIX, Verdict, pauses
 from .watchdog import Watchdog
 
 

@@ -1,7 +1,7 @@
 """Presence of this process among the ranks of a process group: where ranks run, where they are, and whether they live.
 
 At its first *contact* a rank writes where it runs into the store of torch's default process group. From then on rank 0
-has a connection to its process, and it one to rank 0's (see :mod:`.sockets`). Contact is made when a process enters
+has a connection to its process, and it one to rank 0's (see :mod:`.transport`). Contact is made when a process enters
 ``streaming()`` or, if there is no process group yet, as soon as there is one.
 
 Which ranks share a host cannot be computed from their numbers: launchers number them host by host or round-robin over
@@ -27,8 +27,7 @@ from torch.distributed import distributed_c10d
 
 from ..errors import PeerError, require_names
 from ..settings.config import announced_local_rank, announced_local_size
-from .sockets import ENDED, Line, Listener
-from .store import PREFIX, SharedStore, Verdict, pauses
+from .transport import ENDED, PREFIX, Line, Listener, SharedStore, Verdict, pauses
 
 
 require_names("torch", distributed_c10d, "_get_default_store", "_update_default_pg", "_world")
@@ -276,7 +275,7 @@ class Location(NamedTuple):
     address: str
     port: int
     question_port: int
-    """The ports of the process (see :mod:`.sockets`)."""
+    """The ports of the process (see :mod:`.transport`)."""
 
     @classmethod
     def here(cls, address: str, port: int, question_port: int) -> Location:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from ..errors import HfZeroStreamError, PeerError, SaveError
 from .presence import Presence
-from .store import PREFIX, Decision, Verdict
+from .transport import PREFIX, Decision, Verdict
 from .watchdog import KEYS, Watchdog
 
 

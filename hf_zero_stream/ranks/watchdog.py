@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from ..errors import PeerError
 from .presence import Place, Presence
-from .store import TIMEOUT_S, Decision, Verdict, pauses
+from .transport import TIMEOUT_S, Decision, Verdict, pauses
 
 
 KEYS = ("agreements", "failed", "dead", "left")

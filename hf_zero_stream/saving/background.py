@@ -17,9 +17,8 @@ from ..ranks.coordinator import BackgroundCoordinator, Coordinator
 from ..reports.measures import PhaseClock
 from ..reports.save import SavingRank
 from .files import Comparison, Publication, ShardWriter, sync_all
-from .host_copy import HostCopy, HostMemory
+from .host_copy import HostCopy, HostMemory, Room
 from .preparation import Finalizer, WritePlan, digests_of
-from .room import Room
 from .snapshot import Snapshot
 from .write import SaveTask, execute_saves
 

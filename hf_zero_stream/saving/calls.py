@@ -23,10 +23,10 @@ from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..errors import SaveError, UnsupportedError
 from ..holdings.introspection import FORGETS, has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
+from ..holdings.own_names import fixed_names
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
-from ..registry.plugins import tool
-from ..registry.rows import PatchScope
+from ..registry import PatchScope, tool
 from ..reports.save import SaveReport
 from ..seams.saving import is_laying_out
 from ..seams.wrappers import unwrapped
@@ -79,10 +79,11 @@ def save_pretrained(
     from .save import Save  # imports deepspeed, which takes seconds
 
     with expected_at(SAVE):
-        save = Save(model, folder, **call)
-        if not _has_own_code(save.model):
-            refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
-            return save.pretrained()
+        with fixed_names():
+            save = Save(model, folder, **call)
+            if not _has_own_code(save.model):
+                refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
+                return save.pretrained()
         refuse_url(folder, f"{type(save.model).__name__}.save_pretrained")
         report = run_on_leader(save.model, save.call_own_code, {"dtype": dtype})
         if report is None:
@@ -118,7 +119,7 @@ def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *a
         return
     from .save import Save
 
-    with expected_at(SAVE):
+    with expected_at(SAVE), fixed_names():
         Save(self, folder, **call).pretrained()
 
 
@@ -248,6 +249,6 @@ def _save_part(model: PreTrainedModel, coordinator: Coordinator, call: dict[str,
     """Save with all ranks the part of `model` that `call` names."""
     from .save import Save
 
-    with coordinator.reporting():  # at once: rank 0 may go on with its own work before it raises
+    with coordinator.reporting(), fixed_names():  # at once: rank 0 may go on with its own work before it raises
         part = model.get_submodule(call.pop("part"))
         return Save(part, coordinator=coordinator, **call).pretrained()

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ..errors import SaveError
 from ..holdings.holding import Holding
 from ..holdings.introspection import LOADED_SHAPES, packed_weights
-from ..holdings.own_names import own_names, own_or_clean
+from ..holdings.own_names import named_modules, own_names, own_or_clean
 from ..ranks.coordinator import Coordinator
 from ..seams.ds_config import zero3_hidden
 from .lazy_parameters import digest
@@ -81,7 +81,7 @@ def packed_padding(model: nn.Module) -> dict[str, int]:
     names = own_names(model)
     return {
         names[f"{prefix}.{key}" if prefix else key]: weight.padding_bytes
-        for prefix, module in model.named_modules()
+        for prefix, module in named_modules(model)
         for key, weight in packed_weights(module).items()
     }
 

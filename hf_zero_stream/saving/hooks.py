@@ -27,7 +27,7 @@ from ..holdings.introspection import is_gathered_whole, lacks_values
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
-from ..seams.adapter_saving import saving_all_adapters
+from ..seams.adapters import saving_all_adapters
 from ..seams.wrappers import (
     belongs_to_trainer,
     has_sharded_model,

@@ -1,9 +1,10 @@
-"""Copies in host memory of the bytes that a rank is going to write, from which a thread writes them later."""
+"""Host memory for copies of what a rank is going to write: all of it, or a few pieces that are used again."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,37 +12,59 @@ from torch import nn
 
 from ..accelerators import is_accelerator, pinned, stream
 from ..engine.execute import HugePages
-from .write import PlacedValues, bytes_of, in_runs
+from ..holdings.own_names import parameters
+from .write import WRITE_BYTES, PlacedValues, bytes_of, in_runs
 
 
 PutBytes = Callable[[int, int, Sequence[memoryview]], None]
 
-_memories: WeakKeyDictionary[nn.Module, HostMemory] = WeakKeyDictionary()
+FEWEST = 8
+"""Pieces of a :class:`Room`, unless these would be smaller than :data:`SMALLEST_BYTES`."""
+
+SMALLEST_BYTES = 2**12
 
 
-class HostMemory:
-    """The memory of the copies of one model's training: made at its first save, and used again by later ones."""
+class _MemoryOfModel:
+    """Memory of `nbytes` bytes for the saves of one model's training."""
+
+    _kept: WeakKeyDictionary[nn.Module, Self]
 
     def __init__(self, nbytes: int, is_pinned: bool) -> None:
         self.nbytes, self.is_pinned = nbytes, is_pinned
+
+    def __init_subclass__(cls) -> None:
+        cls._kept = WeakKeyDictionary()
+
+    @classmethod
+    def of_model(cls, model: nn.Module, nbytes: int) -> Self:
+        """That of the model's last save, if it has the same size; nobody may use that any more."""
+        # A GPU copies into pages that the system cannot move several times as fast, and need not wait for each piece.
+        is_pinned = any(is_accelerator(param.device) for param in parameters(model))
+        memory = cls._kept.pop(model, None)
+        if memory is None or (memory.nbytes, memory.is_pinned) != (nbytes, is_pinned):
+            del memory  # before there is another
+            memory = cls(nbytes, is_pinned)
+        else:
+            memory.use_again()
+        cls._kept[model] = memory
+        return memory
+
+    def use_again(self) -> None:
+        """Begin another save."""
+
+
+class HostMemory(_MemoryOfModel):
+    """Memory for copies of everything."""
+
+    def __init__(self, nbytes: int, is_pinned: bool) -> None:
+        super().__init__(nbytes, is_pinned)
         sizes = pinned_sizes(nbytes) if is_pinned else [nbytes]
         self.blocks = [pinned(size) if is_pinned else torch.empty(size, dtype=torch.uint8) for size in sizes]
         """The first `nbytes` bytes are used."""
         self.pages: HugePages | None = None if is_pinned else HugePages(self.blocks)
 
-    @classmethod
-    def of_model(cls, model: nn.Module, nbytes: int) -> HostMemory:
-        """`nbytes` bytes; whatever an earlier call gave for this model must not be in use any more."""
-        # A GPU copies into pages that the system cannot move several times as fast, and need not wait for each piece.
-        is_pinned = any(is_accelerator(param.device) for param in model.parameters())
-        memory = _memories.pop(model, None)
-        if memory is None or (memory.nbytes, memory.is_pinned) != (nbytes, is_pinned):
-            del memory  # before there is another
-            memory = cls(nbytes, is_pinned)
-        else:
-            memory.pages = None  # they are populated
-        _memories[model] = memory
-        return memory
+    def use_again(self) -> None:
+        self.pages = None  # they are populated
 
     def parts(self, start: int, stop: int) -> Iterator[torch.Tensor]:
         """The bytes from `start` to `stop`, in as many parts as there are blocks under them."""
@@ -49,6 +72,34 @@ class HostMemory:
             if start < min(stop, block.nbytes):
                 yield block[start:stop]
             start, stop = max(0, start - block.nbytes), stop - block.nbytes
+
+
+class Room(_MemoryOfModel):
+    """At most `nbytes` bytes; pieces are made when they are first needed, and used again. One thread at a time."""
+
+    def __init__(self, nbytes: int, is_pinned: bool) -> None:
+        super().__init__(nbytes, is_pinned)
+        power = max(SMALLEST_BYTES, nbytes // FEWEST).bit_length() - 1  # torch rounds pinned memory up to a power of 2
+        self.piece_bytes = min(WRITE_BYTES, 1 << power)
+        self._free: list[torch.Tensor] = []
+        self._unmade = nbytes // self.piece_bytes
+
+    def take(self, nbytes: int) -> list[torch.Tensor] | None:
+        """Memory for `nbytes` bytes, uint8, in parts of :attr:`piece_bytes` at most; None if there is not so much."""
+        count = -(-nbytes // self.piece_bytes)
+        if count > len(self._free) + self._unmade:
+            return None
+        while len(self._free) < count:
+            self._free.append(self._made())
+            self._unmade -= 1
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def give_back(self, parts: list[torch.Tensor]) -> None:
+        self._free += parts
+
+    def _made(self) -> torch.Tensor:
+        return pinned(self.piece_bytes) if self.is_pinned else torch.empty(self.piece_bytes, dtype=torch.uint8)
 
 
 def pinned_sizes(nbytes: int) -> list[int]:

@@ -22,7 +22,7 @@ from ..errors import UnsupportedError
 from ..holdings.holder import holdings, refuse_meta
 from ..holdings.holding import Holding
 from ..holdings.introspection import has_converted_experts, has_partition, whole_of
-from ..holdings.own_names import named_parameters, own_names, own_or_clean
+from ..holdings.own_names import named_parameters, own_names, own_or_clean, parameters
 from ..ranks.coordinator import Coordinator
 from .plan import in_dtype
 
@@ -133,7 +133,7 @@ class LazyParameters:
 
     def _lacks_values(self, value: torch.Tensor) -> bool:
         """Whether an empty `value` of a state dict may be what is left of a partitioned parameter."""
-        is_partitioned = any(map(has_partition, self._model.parameters()))
+        is_partitioned = any(map(has_partition, parameters(self._model)))
         return is_partitioned and all(value is not buffer for buffer in self._model.buffers())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Set
 from typing import NamedTuple
 
@@ -16,14 +17,22 @@ from ..holdings.holding import Holding
 _SAMPLES, _SAMPLE_BYTES = 16, 16
 
 
+_Kind = tuple[torch.device, torch.dtype, int]
+"""The device, the dtype and the dimensions of a sample: those of one kind are taken, and kept, together."""
+
+
 class _Live(NamedTuple):
-    """Flat values in memory that lasts, from element `first` of a source on; and how to see that they are the same."""
+    """Flat values in memory that lasts, from element `first` of a source on; and how to see that they are the same.
+
+    `watched` is a view of some of them, of which there is a copy in the samples of this kind, from row `row` on.
+    """
 
     values: torch.Tensor
     first: int
     version: int | None
     watched: torch.Tensor
-    sample: torch.Tensor
+    kind: _Kind
+    row: int
 
 
 class LiveValues:
@@ -34,6 +43,8 @@ class LiveValues:
 
     def __init__(self, holdings: Mapping[str, Holding], storages: Set[int]) -> None:
         self._live: dict[str, _Live] = {}
+        watched: defaultdict[_Kind, list[torch.Tensor]] = defaultdict(list)
+        rows = Counter[_Kind]()
         for source, holding in holdings.items():
             if holding.is_zero:
                 values = _zeros(holding)
@@ -45,9 +56,13 @@ class LiveValues:
                 if values.numel() and values.untyped_storage().data_ptr() not in storages:
                     continue
             version = None if values.is_inference() else values._version
-            watched = _spread(values)
-            self._live[source] = _Live(values, holding.first, version, watched, watched.clone())
-        settle(live.values for live in self._live.values())  # threads compare on other streams
+            view = _spread(values)
+            kind = view.device, view.dtype, view.dim()
+            self._live[source] = _Live(values, holding.first, version, view, kind, rows[kind])
+            watched[kind].append(view)
+            rows[kind] += len(view)
+        self._samples = {kind: torch.cat(views) for kind, views in watched.items()}
+        settle(self._samples.values())  # threads compare on other streams
 
     def __contains__(self, source: object) -> bool:
         return source in self._live
@@ -67,7 +82,8 @@ class LiveValues:
         """
         live = self._live[source]
         is_counted = live.version is not None and live.values._version != live.version
-        if is_counted or not torch.equal(live.watched, live.sample):
+        sample = self._samples[live.kind][live.row : live.row + len(live.watched)]
+        if is_counted or not torch.equal(live.watched.view(torch.uint8), sample.view(torch.uint8)):
             raise SaveError(
                 f"{source}: expected the values of the call of save_state, as long as they are not written and no "
                 "optimizer steps; found other ones. Something else has changed them: an edit in place, averaged "
@@ -86,8 +102,8 @@ def _zeros(holding: Holding) -> torch.Tensor:
 
 def _spread(values: torch.Tensor) -> torch.Tensor:
     """A view of a few bytes of flat `values` in each of equal parts of them; the last part counts up to the end."""
-    data = values.view(torch.uint8)
-    if data.numel() < _SAMPLES * _SAMPLE_BYTES:
-        return data
-    step = (data.numel() - _SAMPLE_BYTES) // (_SAMPLES - 1)
-    return data.as_strided((_SAMPLES, _SAMPLE_BYTES), (step, 1), data.storage_offset())
+    count = max(1, _SAMPLE_BYTES // values.itemsize)
+    if values.numel() < _SAMPLES * count:
+        return values
+    step = (values.numel() - count) // (_SAMPLES - 1)
+    return values.as_strided((_SAMPLES, count), (step, 1), values.storage_offset())

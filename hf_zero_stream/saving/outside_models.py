@@ -50,7 +50,7 @@ def values_outside_models(model: nn.Module) -> Callable[[], AbstractContextManag
 
 def _whole(param: Any) -> torch.Tensor:
     if has_partition(param):
-        from ..holdings.deepspeed.gathered import whole_value  # imports deepspeed, which takes seconds
+        from ..holdings.deepspeed.partitions import whole_value  # imports deepspeed, which takes seconds
 
         return whole_value(param)
     full: torch.Tensor = param.detach().full_tensor()

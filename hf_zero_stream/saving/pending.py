@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from transformers.utils import logging
 
@@ -109,27 +108,6 @@ def finish_pending(*, raises: bool = True) -> None:
         _current = None
         if not pending._is_told:
             pending.wait()
-
-
-def take_pending_values() -> None:
-    """Have the save that is under way, if there is one, read no memory of the training any more."""
-    if _current is not None:
-        _current.take_values()
-
-
-def edit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Something that changes parameters in place."""
-    take_pending_values()
-    return original(*args, **kwargs)
-
-
-def gather(
-    original: Callable[..., Any], self: Any, params: Any, modifier_rank: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """DeepSpeed's ``GatheredParameters``, in which `modifier_rank` may change what is gathered."""
-    if modifier_rank is not None:
-        take_pending_values()
-    return original(self, params, modifier_rank, *args, **kwargs)
 
 
 def after_pending(work: Callable[[], object]) -> None:

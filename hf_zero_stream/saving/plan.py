@@ -211,7 +211,8 @@ def make_save_plan(
                         here = part._replace(box=part.box._replace(to=0))
                         alone.append(Segment(number, at, part.box.numel, dtype, (here,)))
                 continue
-            for segment in segments_of(view, sources, number, position, max(1, CHUNK_BYTES // dtype.itemsize)):
+            limit = max(1, CHUNK_BYTES // dtype.itemsize)
+            for segment in segments_of(view, sources, number, position, limit, regions):
                 turn += 1
                 is_of_rank_0 = segment.is_of_rank_0(single_writer)
                 segment = _given_by_one(segment, sources.everywhere, 0 if is_of_rank_0 else turn % world_size)
@@ -227,12 +228,19 @@ def make_save_plan(
     return SavePlan(tuple(alone), rounds, tuple(computations), nbytes, dict(elements))
 
 
-def segments_of(view: View, sources: Sources, shard: int, position: int, limit: int) -> Iterator[Segment]:
-    """`view` cut into segments of at most `limit` elements, from byte `position` of a shard on."""
+def segments_of(
+    view: View, sources: Sources, shard: int, position: int, limit: int, regions: Sequence[Region] = ()
+) -> Iterator[Segment]:
+    """`view` cut into segments of at most `limit` elements, from byte `position` of a shard on.
+
+    `regions` are those of all of it, if they are known.
+    """
     dtype = view.node.dtype
     for start in range(0, view.numel, limit):
         stop = min(view.numel, start + limit)
-        parts = chain.from_iterable(map(sources.parts, sources.regions(view, start, stop)))
+        is_whole = stop - start == view.numel
+        of_range = regions if regions and is_whole else sources.regions(view, start, stop)
+        parts = chain.from_iterable(map(sources.parts, of_range))
         yield Segment(shard, position + start * dtype.itemsize, stop - start, dtype, tuple(parts))
 
 

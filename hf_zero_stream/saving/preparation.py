@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ from transformers.utils import logging
 from ..checkpoint.file_digests import WORD, digest_of_bytes
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..holdings.kinds import persistent_buffers
+from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator
 from .count import LeftOut, nothing, packed_padding, refuse_cut, refuse_too_few
 from .files import ShardWriter
@@ -87,7 +88,13 @@ class SavePlanner:
         first, *others = self._planned(place, item)
         files = {str(path.relative_to(place)): path.read_bytes() for path in self._files(place) - before}
         # The circumstances are looked at again: transformers completes a model's config when it writes it.
-        new = _Kept(self._circumstances(item), first.parameters.layout, first.shards, first.plan, files)
+        new = _Kept(
+            self._circumstances(item, circumstances(self.model)),
+            first.parameters.layout,
+            first.shards,
+            first.plan,
+            files,
+        )
         kept[item.index_name] = new
         return [first, *others]
 
@@ -95,14 +102,20 @@ class SavePlanner:
     def _compares(self) -> bool:
         return not self.coordinator.is_alone
 
-    def _circumstances(self, item: SaveItem) -> Any:
-        """All that plans depend on beside what is held: names, ties, buffers, the configs that are written."""
+    def _circumstances(self, item: SaveItem, of_model: Any) -> Any:
+        """All that plans depend on beside what is held: `of_model`, names, ties, buffers, configs that are written."""
         settings = (self.single_writer, self.coordinator.world_size, self.settings)
-        return circumstances(item.model or self.model), item.dtype, len(item.siblings), item.buffers, settings
+        of_model = of_model if item.model is None else circumstances(item.model)
+        return of_model, item.dtype, len(item.siblings), item.buffers, settings
+
+    @cached_property
+    def _before(self) -> Any:
+        """The circumstances of the model before anything is laid out."""
+        return circumstances(self.model)
 
     def _planned_as_before(self, place: Path, item: SaveItem, kept: _Kept | None) -> list[WritePlan] | None:
         """The plans, by that of the last save; None if anything but values is another on any rank."""
-        is_same = kept is not None and kept.circumstances == self._circumstances(item)
+        is_same = kept is not None and kept.circumstances == self._circumstances(item, self._before)
         if not all(self.coordinator.all_gather(is_same)) or kept is None:
             return None
         of_model = partial(holdings_of_model, item.model or self.model, self.coordinator, item.dtype)
@@ -156,11 +169,14 @@ class SavePlanner:
 def circumstances(model: nn.Module) -> Any:
     """All that the plans of `model` depend on beside what is held of its parameters."""
     first: dict[int, str] = {}
-    ties = [first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)]
+    ties = [
+        first.setdefault(id(param), name)
+        for name, param in named_parameters(model, remove_duplicate=False, by_own_names=False)
+    ]
     saved = {id(buffer) for _, buffer in persistent_buffers(model)}  # others may have no memory that can be named
     buffers = [
         (name, buffer.data_ptr(), buffer.dtype, buffer.shape, buffer.stride())
-        for name, buffer in model.named_buffers(remove_duplicate=False)
+        for name, buffer in named_buffers(model, remove_duplicate=False, by_own_names=False)
         if id(buffer) in saved
     ]
     configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]

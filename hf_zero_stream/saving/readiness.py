@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from ..destinations.base import fill_whole
 from ..errors import UnsupportedError
-from ..holdings.holder import refuse_unreadable
+from ..holdings.holder import refuse_unknown_shards, refuse_unreadable
 from ..holdings.introspection import has_gathered, lacks_values
-from ..holdings.model_parallel import refuse_unknown_shards
+from ..holdings.own_names import modules
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE, MeetingKind
 
@@ -51,7 +51,7 @@ def _refuse_without_dtype(model: PreTrainedModel, doing: str, instead: str) -> N
 
 def _refuse_fsdp1(model: torch.nn.Module, doing: str, instead: str) -> None:
     """Raise if FSDP1 shards any of `model`, whose parameters then are flat pieces that look like whole ones."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules(model)):
         raise UnsupportedError(
             f"{doing}: expected parameters that are DTensors, ZeRO partitions or whole; FSDP1 "
             "(FullyShardedDataParallel) keeps flat pieces in their place. Use FSDP2 (fully_shard; accelerate: "
@@ -69,7 +69,7 @@ def kind_of_save(model: PreTrainedModel, coordinator: Coordinator, *, to_url: bo
         return replace(SAVE, patience_s=OTHERS_COME_S, advice=advice)
     if coordinator.is_alone or not coordinator.is_main or not has_gathered(model):
         return replace(SAVE, patience_s=ARRIVAL_S)
-    from ..holdings.deepspeed.gathered import partitioned_names  # imports deepspeed, which takes seconds
+    from ..holdings.deepspeed.partitions import partitioned_names  # imports deepspeed, which takes seconds
 
     missing = partitioned_names(model)
     if missing:

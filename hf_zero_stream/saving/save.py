@@ -20,7 +20,7 @@ from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta
 from ..holdings.introspection import is_packed
-from ..holdings.own_names import fixed_names
+from ..holdings.own_names import fixed_names, named_parameters, parameters
 from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
 from ..reports.measures import AnonymousMemory, PhaseClock, collector_paused, progress_bar
@@ -58,8 +58,9 @@ class Save:
     Args:
         state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
         coordinator: the ranks, if they have come together already.
-        keeps_plans: keep the plans for the next save.
         takes_any: the model may be any module; then what is laid out is the caller's.
+        is_of_training: the save is one of a training's state, which takes any model that the caller has made ready.
+            Plans are kept for its next one.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Save:
         dtype: torch.dtype | str | None = None,
         state_dict: Mapping[str, Any] | None = None,
         coordinator: Coordinator | None = None,
-        keeps_plans: bool = False,
         takes_any: bool = False,
+        is_of_training: bool = False,
         **kwargs: Any,
     ) -> None:
         place = place_of_save(folder)
@@ -87,16 +88,17 @@ class Save:
                 "distributed_checkpoint=True: a distributed checkpoint is not a safetensors checkpoint; leave it out."
             )
         inner = unwrapped(model)
-        if not isinstance(inner, PreTrainedModel) and not takes_any:
+        if not (isinstance(inner, PreTrainedModel) or takes_any or is_of_training):
             raise UnsupportedError(
                 f"save_pretrained: expected a transformers model or an engine around one; got {type(inner)}. "
                 "A PEFT model saves its adapters itself, and they are not large."
             )
-        make_ready(model, inner, "save_pretrained", _OUTSIDE)
-        refuse_meta(dict(inner.named_parameters()))
+        if not is_of_training:
+            make_ready(model, inner, "save_pretrained", _OUTSIDE)
+        refuse_meta(dict(named_parameters(inner)))
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = place, dtype, state_dict
-        self._settings, self._keeps_plans = settings_in_force(), keeps_plans
+        self._settings, self._is_of_training = settings_in_force(), is_of_training
         self._verify = self._has_single_writer = False
         self._plans: list[WritePlan] = []
         self._names: list[str] = []
@@ -183,7 +185,7 @@ class Save:
 
     def _taken(self, writers: Sequence[ShardWriter], steps: Steps, snapshot_bytes: int, copies: str) -> Taken:
         """A snapshot of what this rank writes, or copies of it, as all ranks can (all ranks)."""
-        settle(self.model.parameters())
+        settle(parameters(self.model))
         coordinator = self._coordinator
         reasons = [each for each in coordinator.all_gather(copies) if each]
         if not reasons:
@@ -235,7 +237,7 @@ class Save:
         return [SaveTask(each.plan, each.parameters, put) for each, put in zip(self._plans, puts, strict=True)]
 
     def _write(self, publication: AnyPublication, finalizer: Finalizer) -> None:
-        settle(self.model.parameters())
+        settle(parameters(self.model))
         if self._target is not None:
             self._upload(publication, self._target)
             digests: Sequence[Mapping[str, int]] = []
@@ -324,14 +326,14 @@ class Save:
             raise
 
     def _planner(self) -> SavePlanner:
-        keeps = self._keeps_plans and not getattr(self.model, "_hf_peft_config_loaded", False)
+        keeps = self._is_of_training and not getattr(self.model, "_hf_peft_config_loaded", False)
         return SavePlanner(
             model=self.model,
             coordinator=self._coordinator,
             single_writer=self._has_single_writer and self._target is None,
             threads=self._threads(),
             settings=sorted(self._kwargs.items()) if keeps else None,
-            is_state=self._keeps_plans,
+            is_state=self._is_of_training,
         )
 
     def _begun(self) -> tuple[str, bool, AnyPublication]:

@@ -18,6 +18,7 @@ from ..checkpoint.nodes import View
 from ..errors import SaveError, UnsupportedError
 from ..holdings.holding import Holding
 from ..holdings.introspection import is_cut
+from ..holdings.own_names import parameters
 from ..planning.boxes import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator
 from .plan import Share
@@ -89,7 +90,7 @@ def wrapper_of(model: nn.Module) -> str:
 
     AutoTP does not: ranks of tensor parallelism train what is not cut each for itself, and it may drift apart.
     """
-    if any(map(is_cut, model.parameters())):
+    if any(map(is_cut, parameters(model))):
         return ""
     ddp = nn.parallel.DistributedDataParallel
     engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ddp)

@@ -25,15 +25,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..accelerators import is_accelerator, side_streams
 from ..bindings.table import installed
 from ..checkpoint.file_digests import digest_of_bytes
-from ..holdings.steps import Steps
+from ..holdings.steps import Steps, edits_call
 from ..ranks.coordinator import Coordinator
-from ..registry.rows import PatchScope
+from ..registry import PatchScope
 from .files import Comparison, ShardWriter
+from .host_copy import Room
 from .live import LiveValues
 from .parameters import Values, opened
 from .plan import Segment
 from .preparation import WritePlan
-from .room import Room
 from .write import PlacedValues, bytes_of, in_runs, pieces_of, write_exchanged
 
 
@@ -100,6 +100,7 @@ class Snapshot:
             write_exchanged(each.plan, each.parameters, partial(self._take, number), coordinator)
         handle = register_optimizer_step_pre_hook(self._before_step)
         self._watching.callback(handle.remove)
+        self._watching.enter_context(edits_call(self.secure, self._steps.editors))
         self._watching.enter_context(installed(PatchScope.SNAPSHOT))
 
     def _take_what_passes(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from ..checkpoint.urls import checkpoints_at, without_secrets
 from ..errors import PACKAGE, ConfigError, UrlError
-from ..registry.plugins import plugins
+from ..registry import plugins
 from ..sources.base import is_url
 from .files import Publication
 

@@ -1,26 +1,29 @@
 """Carries out saves into objects: each rank sends its shards in order, with what other ranks hold of them.
 
-Nothing is written on a disk. A rank has the parts that are on their way in memory, and what it gets and gives in one
-round (:mod:`.upload_plan`).
+Nothing is written on a disk. A rank has the parts that are on their way in memory, and what it gets and gives in two
+rounds (:mod:`.upload_plan`).
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
 
+from ..accelerators import collective_device
 from ..errors import PeerError, SaveError
 from ..holdings.holding import Holding
 from ..ranks.coordinator import Coordinator
 from .parameters import Parameters, Values, opened
-from .plan import Computation
+from .plan import Computation, ExchangeRound, Segment
 from .preparation import WritePlan
 from .targets import ObjectWriter, PlannedShards
 from .upload_plan import Upload, deal, upload_steps
-from .write import bytes_of, exchange, new_buffer
+from .write import begin_exchange, bytes_of, new_buffer
 
 
 _STEPS_PER_AGREEMENT = 8
@@ -51,20 +54,22 @@ def uploads_of(plans: Sequence[WritePlan], coordinator: Coordinator, *, single_w
 
 
 class _Sender:
-    """The objects that this rank sends, one after the other."""
+    """The objects that this rank sends, one after the other; a thread finishes one while the next one is sent."""
 
-    def __init__(self, uploads: Sequence[Upload], begin: Begin, advance: Callable[[int], object]) -> None:
-        self._uploads, self._begin, self._advance = uploads, begin, advance
+    def __init__(
+        self, uploads: Sequence[Upload], begin: Begin, advance: Callable[[int], object], thread: ThreadPoolExecutor
+    ) -> None:
+        self._uploads, self._begin, self._advance, self._thread = uploads, begin, advance, thread
         self._writer: ObjectWriter | None = None
         self._position = self._upload = 0
-        self.finished: list[ObjectWriter] = []
+        self._finishing: Future[None] | None = None
+        self.objects: list[ObjectWriter] = []
 
     def send(self, upload: int, position: int, values: torch.Tensor) -> None:
         """Send the next bytes of a shard, which must be all that come before those sent later."""
         shard = self._uploads[upload].shard
         if self._writer is None:
-            self._writer, self._upload = self._begin(upload), upload
-            self._write(shard.header)
+            self._begin_object(upload)
         if (upload, position) != (self._upload, self._position):
             raise SaveError(
                 f"{shard.name}: expected byte {self._position} of {self._uploads[self._upload].shard.name} next; got "
@@ -72,13 +77,21 @@ class _Sender:
             )
         self._write(bytes_of(values))
         if self._position == shard.size_bytes:
-            self._finish()
+            self._finish_object()
 
     def send_empty(self, upload: int) -> None:
         """Send a shard that has a header and no values."""
-        self._writer = self._begin(upload)
+        self._begin_object(upload)
+        self._finish_object()
+
+    def wait(self) -> None:
+        """Wait until all objects that were sent are finished; raises what went wrong."""
+        if self._finishing is not None:
+            self._finishing.result()
+
+    def _begin_object(self, upload: int) -> None:
+        self._writer, self._upload, self._position = self._begin(upload), upload, 0
         self._write(self._uploads[upload].shard.header)
-        self._finish()
 
     def _write(self, data: bytes | memoryview) -> None:
         assert self._writer is not None
@@ -86,11 +99,12 @@ class _Sender:
         self._position += len(data)
         self._advance(len(data))
 
-    def _finish(self) -> None:
+    def _finish_object(self) -> None:
         assert self._writer is not None
-        self._writer.finish()
-        self.finished.append(self._writer)
-        self._writer, self._position = None, 0
+        self.wait()  # else parts of many small objects would be on their way
+        self._finishing = self._thread.submit(self._writer.finish)
+        self.objects.append(self._writer)
+        self._writer = None
 
 
 def send_all(
@@ -102,13 +116,19 @@ def send_all(
 ) -> tuple[list[ObjectWriter], int]:
     """Send all objects (all ranks); returns those of this rank, and the number of rounds. An error is raised on all.
 
-    `parameters` are those of each plan.
+    `parameters` are those of each plan. What a round has brought is sent while ranks exchange the next one.
     """
-    sender = _Sender(uploads, begin, advance)
     holdings = {f"{number} {name}": it for number, each in enumerate(parameters) for name, it in each.holdings.items()}
     error: BaseException | None = None
-    number = 0
-    with _opened_for_long(holdings) as values_of_round:
+    number, received = 0, list[tuple[Segment, torch.Tensor]]()
+    with ThreadPoolExecutor(1, "hf_zero_stream-send") as thread, _opened_for_long(holdings) as values_of_round:
+        sender = _Sender(uploads, begin, advance, thread)
+
+        def send_received() -> None:
+            for segment, buffer in received if error is None else ():
+                sender.send(segment.shard, segment.position, buffer)
+            received.clear()
+
         for number, step in enumerate(upload_steps(uploads), 1):
             if number % _STEPS_PER_AGREEMENT == 0 or isinstance(step, Computation):
                 coordinator.agree(error)
@@ -116,26 +136,56 @@ def send_all(
                 if isinstance(step, Computation):
                     upload = uploads[step.shard]
                     gathered = parameters[upload.plan].gather(step.view)
+                    send_received()
                     if upload.writer == coordinator.rank:
                         sender.send(step.shard, step.position, gathered.reshape(-1))
                     continue
                 with values_of_round() as values:
-                    for segment, buffer in exchange(step, values, coordinator, new_buffer):
-                        if error is None:
-                            sender.send(segment.shard, segment.position, buffer)
+                    end = begin_exchange(step, values, coordinator, _side_by_side(step, coordinator.rank), _unpooled)
+                try:
+                    send_received()
+                finally:
+                    received = end()
             except PeerError:
                 raise  # no exchange will come to an end any more
             except BaseException as caught:  # the others still wait, in the next rounds, for what this rank holds
                 error = error or caught
         try:
+            send_received()
             for which, upload in enumerate(uploads):
                 is_empty = upload.shard.size_bytes == len(upload.shard.header)
                 if error is None and is_empty and upload.writer == coordinator.rank:
                     sender.send_empty(which)
+            sender.wait()
         except BaseException as caught:
             error = error or caught
     coordinator.agree(error)
-    return sender.finished, number
+    return sender.objects, number
+
+
+def _side_by_side(of_round: ExchangeRound, rank: int) -> Callable[[Segment], torch.Tensor]:
+    """Gives buffers for what this rank gets in a round, one behind the other: most of it then arrives in its place."""
+    memory = _unpooled(sum(segment.nbytes for writer, segment in of_round if writer == rank), collective_device())
+    used = 0
+
+    def buffer_of(segment: Segment) -> torch.Tensor:
+        nonlocal used
+        start, used = used, used + segment.nbytes
+        if start % segment.dtype.itemsize:  # no view of it in this dtype
+            return new_buffer(segment)
+        return memory[start:used].view(segment.dtype)
+
+    return buffer_of
+
+
+def _unpooled(nbytes: int, device: torch.device) -> torch.Tensor:
+    """New memory, uint8, which the system gets back with its last reference if it is the host's.
+
+    Parts are freed by the threads that have sent them: malloc would keep a third as much again as there is in use.
+    """
+    if nbytes == 0 or device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def check_all(objects: Iterable[ObjectWriter]) -> None:

@@ -101,12 +101,13 @@ def _steps_of(upload: Upload, number: int, limit: int) -> Iterator[Segment | Com
         view = shard.views[name]
         if view.numel == 0:
             continue
-        if any(isinstance(region.leaf, Computed) for region in upload.sources.regions(view, 0, view.numel)):
+        regions = [*upload.sources.regions(view, 0, view.numel)]
+        if any(isinstance(region.leaf, Computed) for region in regions):
             reason = materialise_reason(view.node) or "a function gives its values"
             yield Computation(number, position, name, view, reason)
             continue
         most = max(1, limit // view.node.dtype.itemsize)
-        for segment in segments_of(view, upload.sources, number, position, most):
+        for segment in segments_of(view, upload.sources, number, position, most, regions):
             yield segment._replace(parts=tuple(map(partial(_part_of, upload), segment.parts)))
 
 

@@ -144,10 +144,21 @@ def exchange(
     return begin_exchange(of_round, values, coordinator, buffer_of)()
 
 
+def _new_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
 def begin_exchange(
-    of_round: ExchangeRound, values: Values, coordinator: Coordinator, buffer_of: Callable[[Segment], torch.Tensor]
+    of_round: ExchangeRound,
+    values: Values,
+    coordinator: Coordinator,
+    buffer_of: Callable[[Segment], torch.Tensor],
+    new_bytes: Callable[[int, torch.device], torch.Tensor] = _new_bytes,
 ) -> Callable[[], list[tuple[Segment, torch.Tensor]]]:
-    """Start the exchange; the returned function waits and unpacks. All that this rank holds has been taken by then."""
+    """Start the exchange; the returned function waits and unpacks. All that this rank holds has been taken by then.
+
+    What is on its way lies in memory that `new_bytes` gives, of a size and on a device, uint8.
+    """
     device, rank = collective_device(), coordinator.rank
     mine = [segment for writer, segment in of_round if writer == rank]
     outgoing: list[list[SegmentPart]] = [[] for _ in range(coordinator.world_size)]  # by the other rank
@@ -166,7 +177,7 @@ def begin_exchange(
                 arriving[part.rank].append((number, part))
                 expected[part.rank] += nbytes
         number += writer == rank
-    send = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+    send = new_bytes(sum(sent), device)
     buffers: list[torch.Tensor] = []
     in_place: torch.Tensor | None = None
     error: Exception | None = None
@@ -180,7 +191,7 @@ def begin_exchange(
         in_place = _in_place([(buffers[number], part.box) for number, part in chain.from_iterable(arriving)])
     except Exception as caught:
         error = caught
-    received = torch.empty(sum(expected), dtype=torch.uint8, device=device) if in_place is None else in_place
+    received = new_bytes(sum(expected), device) if in_place is None else in_place
     # The same on all ranks.
     are_sent = any(part.rank != writer for writer, segment in of_round for part in segment.parts)
     wait = coordinator.begin(dist.all_to_all_single, received, send, expected, sent) if are_sent else None

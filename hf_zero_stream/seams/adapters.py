@@ -1,4 +1,4 @@
-"""PEFT's adapters: put on a model that is only planned, kept alike on ranks, and merged.
+"""PEFT's adapters: put on a model that is only planned, kept alike on ranks, merged, and saved without their base.
 
 From the first packed or sharded model on PEFT's methods stay replaced: they are called outside of ``streaming()`` too.
 
@@ -8,22 +8,27 @@ replaces: the merge is lost without a word. Inside ``streaming()`` each layer is
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, UnsupportedError
-from ..holdings.introspection import has_partition, is_packed
+from ..holdings.introspection import has_partition, is_dtensor, is_packed, is_peft_model
+from ..holdings.own_names import adapter_names, named_parameters
 from ..holdings.replicas import keep_alike
+from ..holdings.steps import announce_edit
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import MeetingKind
-from ..registry.plugins import tool
+from ..registry import tool
 from ..settings.scope import active_configs
 
 
@@ -118,7 +123,7 @@ _MERGE = MeetingKind(
 def _gathered(module: nn.Module) -> AbstractContextManager[None]:
     if not active_configs() or not any(map(has_partition, module.parameters())):
         return nullcontext()
-    from ..holdings.deepspeed.gathered import gathered_module  # imports deepspeed, which takes seconds
+    from ..holdings.deepspeed.partitions import gathered_module  # imports deepspeed, which takes seconds
 
     return gathered_module(module)
 
@@ -133,7 +138,7 @@ def check_merge_allowed(original: Callable[..., Any], self: Any, *args: Any, **k
             "it (PeftModel.from_pretrained) and merge there."
         )
     if active_configs() and any(map(has_partition, self.model.parameters())):
-        from ..holdings.deepspeed.gathered import select_gathered
+        from ..holdings.deepspeed.partitions import select_gathered
 
         if not select_gathered(self.model.parameters()):
             with Coordinator.of_default_group().watched(_MERGE):
@@ -147,6 +152,84 @@ def onload_layer(original: Callable[..., Any], layer: Any) -> Iterator[None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    announce_edit()
     holds_adapter = isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
     with original(layer), _gathered(layer) if holds_adapter else nullcontext():
         yield
+
+
+def lay_out_adapters(
+    model: Any, folder: Path, entries: Mapping[str, torch.Tensor], adapters: Collection[str] | None = None
+) -> list[NotedShard]:
+    """Lay out the shards of `adapters` as ``model.save_pretrained`` does, from the lazy `entries` of its state dict.
+
+    As PEFT does it, those of another name than "default" get folders of their names.
+    """
+    from peft import get_peft_model_state_dict
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    noted = []
+    for name in model.peft_config if adapters is None else adapters:
+        with _inference_config(model.peft_config[name], prompt := _prompt_of(model, name)):
+            tensors = get_peft_model_state_dict(
+                model, state_dict=dict(entries), adapter_name=name, save_embedding_layers=False
+            )
+        if prompt is not None:
+            tensors["prompt_embeddings"] = entries[prompt]
+        inner = "" if name == "default" else name
+        config = copy.copy(model.peft_config[name])
+        config.inference_mode = True  # as PEFT saves it
+        config.save_pretrained(str(folder / inner))
+        noted.append(NotedShard(str(Path(inner, SAFETENSORS_WEIGHTS_NAME)), tensors, {"format": "pt"}))
+    return noted
+
+
+def _prompt_of(model: Any, adapter: str) -> str | None:
+    """The entry that a learned prompt is, which PEFT takes from the model itself; None for adapters of layers.
+
+    Raises an UnsupportedError if ranks share a prompt that is computed of several parameters (all ranks).
+    """
+    kind = model.peft_config[adapter]
+    if not kind.is_prompt_learning:
+        return None
+    encoder = model.prompt_encoder[adapter]
+    if {name for name, _ in encoder.named_parameters()} == {"embedding.weight"}:
+        return f"prompt_encoder.{adapter}.embedding.weight"
+    if any(is_dtensor(param) for param in encoder.parameters()):
+        raise UnsupportedError(
+            f"The prompts of adapter {adapter!r} are computed by {type(encoder).__name__} of several parameters, and "
+            "FSDP2 shards these. Use prompts without a projection, or the checkpoints of accelerate."
+        )
+    return None
+
+
+@contextmanager
+def _inference_config(config: Any, prompt: str | None) -> Iterator[None]:
+    """Inside, PEFT takes a prompt as it is, without running its module, of which a rank may hold a part."""
+    before = config.inference_mode
+    config.inference_mode = before or prompt is not None
+    try:
+        yield
+    finally:
+        config.inference_mode = before
+
+
+@contextmanager
+def saving_all_adapters(model: Any) -> Iterator[None]:
+    """Inside, DeepSpeed counts frozen adapters of a ZeRO-3 model among what is trained.
+
+    The Trainer gathers what is trained, and has PEFT save all adapters from that: for one that it does not find, such
+    as the reference of DPO, PEFT (0.21) saves the values of the others.
+    """
+    frozen = []
+    if is_peft_model(model):
+        adapters = adapter_names(model)
+        named = [param for name, param in named_parameters(model) if name in adapters and has_partition(param)]
+        frozen = [param for param in named if not param.requires_grad]
+    try:
+        for param in frozen:
+            param.requires_grad = True
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad = False

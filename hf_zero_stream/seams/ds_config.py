@@ -20,7 +20,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from ..bindings.table import installed
-from ..registry.rows import PatchScope
+from ..registry import PatchScope
 from ..settings.config import StreamingConfig
 from ..settings.scope import current_config, set_in_context
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import modeling_utils
+from transformers import core_model_loading, modeling_utils
 from transformers.utils import logging
 
 from ..bindings.install import override_methods
@@ -25,11 +25,12 @@ from ..checkpoint.formats import (
     not_a_map_reason,
     read_index_file,
 )
+from ..checkpoint.lazy import LazyTensor
 from ..destinations.base import random_state, refuse_wrapped, set_random_state
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..holdings.introspection import has_partition, keeping_groups
 from ..ranks.coordinator import Coordinator
-from ..registry.plugins import tool
+from ..registry import tool
 from ..sources.base import is_url
 from .ds_config import zero3_hidden
 from .session import Original, Session, Stopped, bars_hidden, in_session
@@ -349,3 +350,34 @@ def tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:
     session = Session.current()
     coordinator = Coordinator.of_default_group() if session is None else session.load.coordinator
     return partitions_equal(source, target, coordinator)
+
+
+@in_session
+def copy_converter(session: Session, original: Original, value: Any, *args: Any) -> Any:
+    """transformers copies a converter for each checkpoint key, and throws away all copies but a target's first.
+
+    So the same copy is returned until it has collected a tensor. For the 45,000 tensors of DeepSeek-V3, the copies
+    would take more than half of the planning time.
+    """
+    if not isinstance(value, core_model_loading.WeightConverter):
+        return original(value, *args)
+    template, spare = session.spares.get(id(value), (value, None))
+    if spare is None or spare.collected_tensors:
+        spare = original(value, *args)
+        session.spares[id(value)] = (template, spare)
+    return spare
+
+
+@in_session
+def convert(session: Session, original: Original, self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Run a converter again on real tensors if one of its ops (``numpy()``) cannot work on lazy ones."""
+    collected = {pattern: list(tensors) for pattern, tensors in self.collected_tensors.items()}
+    try:
+        return original(self, layer_name, *args, **kwargs)
+    except core_model_loading.SkipParameters:
+        for pattern, tensors in collected.items():
+            # A converter collects functions that return tensors, or tensors.
+            values = (tensor() if callable(tensor) else tensor for tensor in tensors)
+            self.collected_tensors[pattern] = [it.materialise() if isinstance(it, LazyTensor) else it for it in values]
+        kwargs["loading_info"].conversion_errors.pop(layer_name, None)
+        return original(self, layer_name, *args, **kwargs)

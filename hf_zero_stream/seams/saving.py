@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import StateDictSplit
@@ -26,8 +27,7 @@ from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
 from ..holdings.introspection import FORGETS, is_dequantised, is_packed
-from ..registry.plugins import tool
-from ..registry.rows import PatchScope
+from ..registry import PatchScope, tool
 from ..settings.scope import set_in_context
 
 
@@ -140,6 +140,22 @@ def stored_names(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, s
     """
     if not isinstance(model, PreTrainedModel):
         return {name: name for name in shapes}
+    conversions = getattr(model, "_weight_conversions", None)
+    asked = (
+        None if conversions is None else tuple(conversions),
+        model.config.to_json_string(use_diff=False),
+        {name: tuple(shape) for name, shape in shapes.items()},
+    )
+    if model not in _stored or _stored[model][0] != asked:
+        _stored[model] = asked, _stored_names(model, shapes)
+    return _stored[model][1]
+
+
+_stored: WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[str, str]]] = WeakKeyDictionary()
+"""The :func:`stored_names` of a model, and all that they depend on: transformers compiles a pattern for each name."""
+
+
+def _stored_names(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
     placeholders = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
     names = {id(placeholder): name for name, placeholder in placeholders.items()}
     reverted = core_model_loading.revert_weight_conversion(model, placeholders)

@@ -19,7 +19,7 @@ from ..bindings.table import TABLE
 from ..destinations.base import RandomState
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError
-from ..registry.rows import PatchScope
+from ..registry import PatchScope
 
 
 Original = Callable[..., Any]

@@ -13,10 +13,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from fractions import Fraction
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from ..errors import ConfigError
+from .values import expected_instead, parse
 
 
 logger = logging.getLogger(__name__)
@@ -30,17 +30,6 @@ READS_STAGED = 8
 DEVICE_REQUEST_BYTES = 8 * 2**20
 """A read of a local file for an accelerator. An H100 gets 12 GB/s by 2 MiB, and 39 by 8: threads wait for Python's
 lock."""
-
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)")
-
-_OR_AUTO = ("keep_quantized",)
-_OR_ALL = ("snapshot_bytes",)
-"""Booleans that may also be "auto"."""
-
-_BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +127,17 @@ class StreamingConfig:
     Only what a step is about to change is copied; without room the step waits. `"all"`: copy everything at the call.
     """
 
+    host_states_every: int = 0
+    """Steps between two training states that the Trainer and DeepSpeed's engines save on their hosts, inside
+    `streaming()`, beside their own checkpoints; a resume takes the newer one. 0: none. See `HostStates`.
+    """
+
+    host_states_folder: str = "/dev/shm"
+    """Where these states lie on each host: on a disk of its own, or in its memory."""
+
+    host_states_copies: int = 1
+    """Other hosts that keep a copy of what a host has of such a state."""
+
     progress: bool = True
     """Show a progress bar on the main process of each node, if HF_HUB_DISABLE_PROGRESS_BARS and transformers allow it.
 
@@ -157,7 +157,7 @@ class StreamingConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if allowed := _expected_instead(field.name, value, field.default):
+            if allowed := expected_instead(type(self), field.name, value, field.default):
                 raise ConfigError(f"{field.name}: expected {allowed}; got {value!r}")
 
     @classmethod
@@ -192,7 +192,7 @@ class StreamingConfig:
         values: dict[str, Any] = {}
         for name, value in section.items():
             _check_known(name, defaults, f'key of "{_SECTION}" in the DeepSpeed config')
-            values[name] = _parse(name, value, defaults[name], f'"{_SECTION}.{name}" in the DeepSpeed config')
+            values[name] = parse(cls, name, value, defaults[name], f'"{_SECTION}.{name}" in the DeepSpeed config')
         return cls(**{**values, **values_in(environ)})
 
 
@@ -204,7 +204,7 @@ def values_in(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """
     defaults = {field.name: field.default for field in fields(StreamingConfig)}
     return {
-        name: _parse(name, environ[variable], defaults[name], f"environment variable {variable}")
+        name: parse(StreamingConfig, name, environ[variable], defaults[name], f"environment variable {variable}")
         for variable, name in _variables().items()
         if variable in environ
     }
@@ -265,59 +265,6 @@ def _check_known(name: str, known: Iterable[str], kind: str) -> None:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), "")
-
-
-def _expected_instead(name: str, value: Any, default: Any) -> str:
-    """The values that the field `name` allows, if `value` is none of them; else ""."""
-    if name in _OR_AUTO:
-        return "" if isinstance(value, bool) or value == "auto" else "True, False or 'auto'"
-    if name in _OR_ALL and value == "all":
-        return ""
-    # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
-    if type(value) is not type(default):
-        return type(default).__name__ + (" or 'all'" if name in _OR_ALL else "")
-    if isinstance(value, str):
-        choices = _choices(name)  # none: any string
-        return "" if not choices or value in choices else f"one of {', '.join(choices)}"
-    return "at least 0" if value < 0 else ""
-
-
-@functools.cache  # looking up all annotations takes longer than the rest of `StreamingConfig()`
-def _choices(name: str) -> tuple[str, ...]:
-    return get_args(get_type_hints(StreamingConfig)[name])
-
-
-def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
-    """Convert a value of a JSON file or of an environment variable to the type of the field `name`."""
-    is_boolean = isinstance(default, bool) or (name in _OR_AUTO and value != "auto")
-    parsed: Any
-    if isinstance(default, str) and not is_boolean:
-        parsed, expected = value, ""
-    elif is_boolean:
-        parsed, expected = _BOOLEANS.get(str(value).strip().lower()), "a boolean (1, 0, true, false, yes, no)"
-        expected += ' or "auto"' if name in _OR_AUTO else ""
-    elif name in _OR_ALL and str(value).strip().lower() == "all":
-        parsed, expected = "all", ""
-    elif name.endswith("_bytes"):
-        parsed, expected = parse_size(value), 'a whole number of bytes, or a size such as "64MiB" or "64MB"'
-    else:
-        parsed, expected = parse_size(value, units=False), "a whole number"
-    if parsed is None:
-        raise ConfigError(f"{origin}: expected {expected}; got {value!r}")
-    if allowed := _expected_instead(name, parsed, default):
-        raise ConfigError(f"{origin}: expected {allowed}; got {value!r}")
-    return parsed
-
-
-def parse_size(value: Any, units: bool = True) -> int | None:
-    """The number, or None if it is none. `5e8` counts: JSON reads it as a float, and DeepSpeed accepts it."""
-    if isinstance(value, bool):
-        return None
-    match = _SIZE.fullmatch(str(value).strip().lower().replace("e+", "e"))
-    if match is None or match[2] not in _UNITS or (match[2] and not units):
-        return None
-    number = Fraction(match[1]) * _UNITS[match[2]]
-    return int(number) if number.denominator == 1 else None
 
 
 def buildable_config(ds_config: Any) -> Any:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import cast
 
+from ..ranks.coordinator import Coordinator
+from ..registry import import_object, plugins
 from .base import ByteSource, Hints, ReadableFile, Retries, SourceFile, is_url
 from .local import LocalFiles
 
@@ -23,6 +28,22 @@ def mounted(folder: str | os.PathLike[str], make: Callable[[Retries], ByteSource
         yield
     finally:
         del _mounted[prefix]
+
+
+def mount_of(folder: object) -> str:
+    """The function of a plug-in that finds the shards of `folder` elsewhere, as ``module:name``; else ""."""
+    if not isinstance(folder, (str, os.PathLike)):
+        return ""
+    found = {os.path.join(folder, name): place for plugin in plugins() for name, place in plugin.mounts.items()}
+    return next((place for path, place in found.items() if os.path.isfile(path)), "")
+
+
+@contextmanager
+def mounted_by_plugin(folder: object, coordinator: Coordinator) -> Iterator[None]:
+    """Inside, loads read the shards in a `folder` whose shards a plug-in finds elsewhere (all ranks, in a meeting)."""
+    place = coordinator.broadcast(partial(mount_of, folder))
+    with import_object(place)(Path(cast(str, folder)), coordinator) if place else nullcontext():
+        yield
 
 
 class FilesByPath:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -20,19 +21,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..holdings.introspection import PACKED, is_packed
-from ..holdings.own_names import named_buffers, named_parameters, own_names
+from ..holdings.own_names import adapter_names, modules, named_buffers, named_parameters, own_names
+from ..holdings.slots import MASTER
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
-from .digests import (
-    Digest,
-    digests_in_memory,
-    dtype_named,
-    in_checkpoint,
-    note_in_checkpoint,
-    places_of,
-)
+from ..saving.count import anything
+from ..saving.lazy_parameters import held_values
+from ..saving.preparation import SaveItem
+from ..seams.adapters import lay_out_adapters
+from .digests import Digest, digests_in_memory, dtype_named, in_checkpoint, note_in_checkpoint, places_of
 from .layout import persistent_buffers
 from .record import StateRecord
 
@@ -72,13 +71,10 @@ def refuse_other_base(
     """Raise a ConfigError, on all ranks, unless `model` has the base that the adapters of `record` were trained on."""
     saved = record.base_digests
     if saved is None:
-        if coordinator.is_main:
-            logger.warning(
-                f"{place}: this state of adapters was saved by an earlier version, without digests of its base. "
-                "Nothing shows whether the present base is the same, and new values of it (rows of resized "
-                "embeddings, heads) are not in the state."
-            )
-        return
+        raise ConfigError(
+            f"{place}: expected a state of adapters, with digests of their base; found one without. Load it into the "
+            "model without adapters, or give the state that was saved of them."
+        )
     names = _untrained(model, trained)
     in_memory = digests_in_memory(model, names, coordinator, threads_of(coordinator))
     different = {name for name, digest in saved.items() if in_memory.get(name) != digest}
@@ -161,7 +157,7 @@ def quantised_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [module for module in modules(model) if isinstance(module, PreTrainedModel)]
 
 
 def _is_plain(dtype: torch.dtype) -> bool:
@@ -171,3 +167,31 @@ def _is_plain(dtype: torch.dtype) -> bool:
 def threads_of(coordinator: Coordinator) -> int:
     """This rank's share of the host's cores, at most 8."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // coordinator.topology.sharing_cores))
+
+
+def keys_with_trained(keys: list[str]) -> list[str]:
+    """The states `keys`, and the values that are trained: no file of weights has them under the model's names."""
+    return [*(key for key in keys if key != MASTER), MASTER]
+
+
+def refuse_unreachable_masters(training: Training) -> None:
+    """Raise an UnsupportedError if new masters could not be brought into the model."""
+    if not training.can_copy_masters or any(slot.is_swapped for slot in training.slots):
+        raise UnsupportedError(
+            "Adapters, and what is trained beside a base that is left out, have no place in a training state if their "
+            "values or masters lie in swap files (offload to NVMe). Keep them in memory: they are small."
+        )
+
+
+def adapter_weights(model: nn.Module, coordinator: Coordinator) -> SaveItem:
+    """Give the item that PEFT's own ``save_pretrained`` saves: the adapters."""
+    adapters = adapter_names(model)
+    names = {name for name, param in named_parameters(model) if param.requires_grad or name in adapters}
+    own, kept = own_names(model), own_names(model, keeps_adapters=True)
+    buffers = {kept[name] for name, _ in model.named_buffers(remove_duplicate=False) if own[name] in adapters}
+    return SaveItem(
+        lay_out=lambda folder, parameters: lay_out_adapters(model, folder, parameters.entries(buffers=buffers)),
+        index_name="adapter_model.safetensors.index.json",
+        held=partial(held_values, model, names, coordinator),
+        left_out=anything,  # the state has all that is trained, as masters
+    )

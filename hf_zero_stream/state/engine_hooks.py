@@ -21,11 +21,14 @@ from ..checkpoint.deepspeed_names import (
     world_size_of,
 )
 from ..errors import UnsupportedError
-from ..holdings.model_parallel import is_model_parallel, unknown_shards_reason
+from ..holdings.holder import is_model_parallel, unknown_shards_reason
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD
+from ..registry import tool
 from ..saving.arguments import refuse_url
 from ..saving.pending import finish_pending
+from ..seams.ds_config import settings_in_force
+from ..settings.config import StreamingConfig
 from ..settings.scope import active_configs
 from .callers import (
     Caller,
@@ -79,6 +82,7 @@ def save_checkpoint(
         if saved is not None:
             if tag is not None:
                 name_state(Path(save_dir), tag, saved, bool(self.zero_optimization()))
+            _save_on_hosts(self, Path(save_dir), client_state)
             return True
     if active_configs() and save_dir:  # else it is DeepSpeed's error
         forget_guard_files(Path(save_dir) / (f"global_step{self.global_steps}" if tag is None else str(tag)))
@@ -104,6 +108,10 @@ def load_checkpoint(
             with_optimizer = load_optimizer_states and not load_module_only and _has_optimizer(self)
             takes_all = with_optimizer and custom_load_fn is None
             found = coordinator.broadcast(partial(_look, self, Path(load_dir), tag, takes_all))
+            if (settings := _host_settings()) is not None and tag is None and takes_all:
+                state_of_engine = tool("engine's state", "hosts", "the setting host_states_every")
+                on_hosts = state_of_engine(Path(load_dir), found, settings, coordinator)
+                found = found if on_hosts is None else (on_hosts, None)
             if found is not None and custom_load_fn is not None:
                 raise UnsupportedError(
                     f"{found[0] / str(found[1])}: custom_load_fn takes the model's state dict from DeepSpeed's own "
@@ -111,7 +119,9 @@ def load_checkpoint(
                     "from_pretrained."
                 )
             if found is not None and with_optimizer:
-                return _load_all(self, *found, coordinator, load_lr_scheduler_states)
+                loaded = _load_all(self, *found, coordinator, load_lr_scheduler_states)
+                _save_on_hosts(self, Path(load_dir), loaded[1])
+                return loaded
             if found is not None:
                 folder, name = found[0], str(found[1])
                 data = load_without_optimizer(
@@ -126,7 +136,23 @@ def load_checkpoint(
                 )
                 return str(folder / name), (data or {}).get(CLIENT, {})
     flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
-    return original(self, load_dir, tag, *flags)
+    loaded = original(self, load_dir, tag, *flags)
+    if active_configs() and load_dir:
+        _save_on_hosts(self, Path(load_dir), loaded[1])
+    return loaded
+
+
+def _host_settings() -> StreamingConfig | None:
+    """The settings, if they ask for states on hosts and a script calls the engine; the Trainer has its own way."""
+    settings = settings_in_force()
+    is_called_by_script = current() is None and not trainer_loads_schedulers.get()
+    return settings if settings.host_states_every and is_called_by_script else None
+
+
+def _save_on_hosts(engine: Any, folder: Path, client_state: Any) -> None:
+    """If the settings ask for it, have the engine save on its hosts too, from now on (all ranks)."""
+    if (settings := _host_settings()) is not None:
+        tool("engine's next states", "hosts", "the setting host_states_every")(engine, folder, settings, client_state)
 
 
 def _load_all(engine: Any, folder: Path, name: str | None, coordinator: Coordinator, with_schedulers: bool) -> Any:

@@ -14,21 +14,24 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError, UnsupportedError
-from ..holdings.slots import MASTER, Slot, is_number, make_entries, storage_kind
+from ..holdings.slots import MASTER, Forms, Slot, first_of_forms, forms_of, is_number, make_entries, storage_kind
 from ..holdings.training import Training
 from .blocks import make_blocks
 from .groups import option_of, with_kind
 from .record import GroupRecord, StateRecord, is_plain_number
 
 
-def recorded_entries(slots: Sequence[Slot], keys: Collection[str]) -> dict[str, Any]:
+def recorded_entries(slots: Sequence[Slot], keys: Collection[str], forms: Forms | None = None) -> dict[str, Any]:
     """The fields of :class:`.record.GroupRecord` with what the slots of one group keep beside the states `keys`.
 
     Raises:
         UnsupportedError: an entry cannot be written as JSON and read again as it is.
     """
     slots = [slot for slot in slots if slot.members]
-    small = [_small(slot, keys) for slot in slots]
+    forms = forms_of(slots) if forms is None else forms
+    alike = first_of_forms(slots, forms)
+    of_form = {forms[slot]: _small(slot, keys) for slot in alike}
+    small = [{key: slot.entries[key] for key in of_form[forms[slot]]} for slot in slots]
     numbers: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     others: dict[str, list[list[Any]]] = {}
@@ -51,18 +54,18 @@ def recorded_entries(slots: Sequence[Slot], keys: Collection[str]) -> dict[str, 
         "kinds": kinds,
         "others": others,
         "lacking": {key: names for key, names in lacking.items() if names},
-        "tensors": _tensors(slots, keys),
+        "tensors": _tensors(slots, alike, forms, keys),
         "in_blocks": {
             key: _names(slot for slot in slots if key in slot.blocks)
-            for key in dict.fromkeys(key for slot in slots for key in slot.blocks)
+            for key in dict.fromkeys(key for slot in alike for key in slot.blocks)
         },
     }
 
 
-def _small(slot: Slot, keys: Collection[str]) -> dict[str, Any]:
-    """The entries of `slot` that are neither elementwise nor in blocks."""
+def _small(slot: Slot, keys: Collection[str]) -> list[str]:
+    """The names of the entries of `slot` that are neither elementwise nor in blocks."""
     large = {key for key in keys if slot.elementwise(key) is not None} | slot.blocks.keys()
-    return {key: value for key, value in slot.entries.items() if key not in large}
+    return [key for key in slot.entries if key not in large]
 
 
 def _names(slots: Iterator[Slot]) -> list[str]:
@@ -74,6 +77,12 @@ def _type_of(value: Any, slot: Slot) -> str:
         is_apart = value.device.type == "cpu" and slot.values.device.type != "cpu"
         return str(value.dtype).removeprefix("torch.") + (" host" if is_apart else "")
     return type(value).__name__
+
+
+def _numbers_in(slot: Slot) -> str | None:
+    """All numbers among the entries of `slot`; None if it has anything else that is no tensor of several elements."""
+    small = [it for it in slot.entries.values() if not (isinstance(it, torch.Tensor) and it.dim() and it.numel() != 1)]
+    return repr([*map(_plain, small)]) if all(map(is_number, small)) else None
 
 
 def _is_recorded_number(value: Any) -> bool:
@@ -97,12 +106,17 @@ def _others(key: str, having: Sequence[tuple[Slot, Any]], *, all_of: bool) -> li
     return [[written, names] for written, names in found.values()]
 
 
-def _tensors(slots: Sequence[Slot], keys: Collection[str]) -> dict[str, dict[str, list[str]]]:
+def _tensors(
+    slots: Sequence[Slot], alike: Sequence[Slot], forms: Forms, keys: Collection[str]
+) -> dict[str, dict[str, list[str]]]:
+    kinds: dict[int, dict[str, str]] = {}
+    for slot in alike:
+        kept = {} if slot.is_swapped else {key: slot.elementwise(key) for key in keys if key != MASTER}
+        kinds[forms[slot]] = {key: storage_kind(it, slot.values) for key, it in kept.items() if it is not None}
     found: dict[str, dict[str, list[str]]] = {}
     for slot in slots:
-        for key in keys if not slot.is_swapped else ():
-            value = None if key == MASTER else slot.elementwise(key)
-            if value is not None and (kind := storage_kind(value, slot.values)):
+        for key, kind in kinds[forms[slot]].items():
+            if kind:
                 of_kind = found.setdefault(key, {}).setdefault(kind, [])
                 of_kind.extend(member.name for member in slot.members)
     return found
@@ -191,6 +205,14 @@ class Recorded:
         }
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether the same was recorded of all parameters."""
+        group = self.group
+        has_names = any(names is not None for values in self._others.values() for _, names in values)
+        numbers = any(isinstance(values, list) for values in group.numbers.values())
+        return not (has_names or numbers or group.lacking or group.in_blocks or self._kinds)
+
+    @property
     def every_key(self) -> set[str]:
         return {*self._keys, *self.group.numbers, *self._others, *self.group.in_blocks}
 
@@ -204,7 +226,7 @@ class Recorded:
         return bool(lacking) and all(member.name in lacking for member in slot.members)
 
     def is_untrained(self, name: str) -> bool:
-        """Whether there was no entry: DeepSpeed's folders, and states of earlier versions, have no number then."""
+        """Whether there was no entry: DeepSpeed's folders have no number then."""
         return any(
             value is None and key not in self._keys and name not in self._lacking.get(key, ())
             for key, value in self._numbers(name).items()
@@ -231,8 +253,9 @@ class Recorded:
 
     def kind(self, key: str, slot: Slot, name: str) -> str:
         """The :func:`storage_kind` of the elementwise state `key`, beside what `slot` trains now."""
-        words = self._kinds.get((key, name), "").split()
-        return " ".join(word for word in words if word != str(slot.values.dtype).removeprefix("torch."))
+        if not (text := self._kinds.get((key, name), "")):
+            return ""
+        return " ".join(word for word in text.split() if word != str(slot.values.dtype).removeprefix("torch."))
 
     def of_parameter(self, name: str, slot: Slot) -> dict[str, str]:
         """All that must be the same for all parameters of `slot`."""
@@ -267,9 +290,9 @@ def _without_kinds(described: dict[str, str]) -> dict[str, str]:
 def _described(slot: Slot, keys: Collection[str], with_numbers: bool) -> dict[str, str]:
     """Describe what is kept, by name: how tensors are, and small values, numbers only if they are asked for."""
     found = {}
-    small = _small(slot, keys)
+    small, blocks = _small(slot, keys), slot.blocks
     for key, value in slot.entries.items():
-        if key in slot.blocks:
+        if key in blocks:
             found[key] = "a tensor in blocks"
         elif key not in small:
             found[key] = f"a tensor {storage_kind(value, slot.values)}"
@@ -281,7 +304,9 @@ def _described(slot: Slot, keys: Collection[str], with_numbers: bool) -> dict[st
     return found
 
 
-def refuse_lost(training: Training, record: StateRecord, place: Path, *, is_new: bool = False) -> None:
+def refuse_lost(
+    training: Training, record: StateRecord, place: Path, *, is_new: bool = False, forms: Forms | None = None
+) -> None:
     """Compare what the optimizer keeps with the `record` of it, when that is made and when it has been loaded.
 
     Of another maker's optimizer, which goes on, the names are compared alone. Of tensors in swap files it is compared
@@ -294,13 +319,22 @@ def refuse_lost(training: Training, record: StateRecord, place: Path, *, is_new:
     is_same = type(training.optimizer).__name__ == record.optimizer
     with_numbers = is_new or is_exact(training.optimizer)
     found = [Recorded(group, record.keys) for group in record.groups]
+    forms = forms_of(training.slots) if forms is None else forms
+    are_uniform = [each.is_uniform for each in found]
+    seen: set[tuple[int, int, str]] = set()
     for slot in training.slots:
         if not slot.members:  # this rank has padding alone there, which no name in the record is of
             continue
+        if are_uniform[slot.group] and (numbers := _numbers_in(slot)) is not None:
+            if (kind := (slot.group, forms[slot], numbers)) in seen:
+                continue
+            seen.add(kind)
         if not is_new and found[slot.group].is_dropped(slot):
             continue
         wanted = found[slot.group].of_slot(slot, with_numbers)
         kept = _described(slot, record.keys, with_numbers)
+        if wanted == kept:
+            continue
         if slot.is_swapped:
             wanted, kept = (_without_kinds(each) for each in (wanted, kept))
         different = sorted(wanted.keys() ^ kept.keys())

@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE
-from ..registry.plugins import import_object, missing_plugin_error, plugins
+from ..registry import import_object, missing_plugin_error, plugins
 from .record import StateRecord
 
 

@@ -1,8 +1,8 @@
 """The ways of accelerate and the Trainer to save and resume a training, inside ``streaming()``.
 
 Under DeepSpeed accelerate and the Trainer call the engine (see :mod:`.engine_hooks`), under FSDP2 functions of
-accelerate's (:mod:`.fsdp_hooks`). Here is what these cannot know: which scheduler belongs to the training, and whether
-the weights are saved already.
+accelerate's, which are replaced at the end of this file. The beginning is what neither can know: which scheduler
+belongs to the training, and whether the weights are saved already.
 """
 
 from __future__ import annotations
@@ -18,29 +18,47 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
 from ..bindings.install import override_methods
+from ..errors import UnsupportedError
 from ..holdings.introspection import is_adapted
 from ..loading.into import load_into
+from ..ranks.coordinator import expected_at
+from ..ranks.rendezvous import LOAD
+from ..registry import tool
 from ..saving.arguments import refuse_url
 from ..saving.files import is_unfinished
 from ..saving.hooks import NotedSaves, noted_saves
 from ..saving.pending import after_pending, finish_pending
+from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import (
     batch_size_of,
     checkpoint_number,
     is_fsdp2,
     note_trainer,
+    optimizers_of,
     saves_by_default,
     scheduler_of,
     scheduler_state_in,
     schedulers_of,
     trainer_state_in,
     unwrapped,
+    unwrapped_optimizer,
     without_restored_schedulers,
 )
 from ..settings.config import announced_local_rank
 from ..settings.scope import active_configs, set_in_context
-from .callers import Caller, entered, forget_state, is_on, load_if_ours, state_in, trainer_loads_schedulers
-from .fsdp_hooks import save_trained
+from .callers import (
+    Caller,
+    current,
+    entered,
+    forget_state,
+    is_on,
+    load_if_ours,
+    name_state,
+    save,
+    state_in,
+    trainer_loads_schedulers,
+)
+from .foreign import leave_to
 from .record import LATEST
 
 
@@ -63,6 +81,11 @@ def save_state_of_accelerator(original: Callable[..., Any], self: Any, *args: An
     if not active_configs():
         return original(self, *args, **kwargs)
     refuse_url(args[0] if args else kwargs.get("output_dir"), "accelerator.save_state")
+    if settings_in_force().host_states_every and not trainer_loads_schedulers.get() and self.is_main_process:
+        logger.warning_once(
+            "host_states_every: accelerator.save_state saves nothing on hosts, because the script alone knows its "
+            "place in the data at each step. Call HostStates.save(engine or model, data=...) in its loop."
+        )
     finish_pending()  # before accelerate removes older checkpoints
     with entered(_of_accelerator(self)):
         return original(self, *args, **kwargs)
@@ -87,6 +110,10 @@ def trainer_train(
         return original(self, resume_from_checkpoint, *args, **kwargs)
     finish_pending(raises=False)
     note_trainer(self)
+    if (settings := settings_in_force()).host_states_every:
+        with expected_at(LOAD):
+            checkpoint_by_settings = tool("trainer's checkpoint", "hosts", "the setting host_states_every")
+        resume_from_checkpoint = checkpoint_by_settings(self, resume_from_checkpoint, settings)
     if resume_from_checkpoint is True:
         resume_from_checkpoint = _last_checkpoint(self.args.output_dir)
     with set_in_context(trainer_loads_schedulers, True):
@@ -216,3 +243,100 @@ def _is_complete(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     return not is_unfinished(checkpoint)
+
+
+def save_fsdp_model(
+    original: Callable[..., Any],
+    plugin: Any,
+    accelerator: Any,
+    model: Any,
+    folder: Any,
+    number: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    save_model = partial(original, plugin, accelerator, model, folder, number, *args, **kwargs)
+    caller = current()
+    if caller is None or not is_on() or not is_fsdp2(accelerator) or number >= len(optimizers_of(accelerator)):
+        return save_model()
+    caller.waiting[number] = save_model
+    return None
+
+
+def save_fsdp_optimizer(
+    original: Callable[..., Any],
+    plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    folder: Any,
+    number: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    caller = current()
+    save_model = None if caller is None else caller.waiting.pop(number, None)
+    if caller is not None and save_model is not None:
+        if save_trained(model, optimizer, caller.place(Path(folder), number), caller):
+            return None
+        save_model()
+    saved = original(plugin, accelerator, optimizer, model, folder, number, *args, **kwargs)
+    if active_configs():
+        forget_state((caller or Caller()).place(Path(folder), number))
+    return saved
+
+
+def save_trained(model: Any, optimizer: Any, place: Path, caller: Caller) -> bool:
+    """Save a model and its optimizer into `place`; false if that is left to accelerate (all ranks)."""
+    leave, saved = partial(leave_to, "accelerate", optimizer=unwrapped_optimizer(optimizer)), None
+    if caller.is_between_steps:
+        own = {"scheduler": caller.scheduler_of(optimizer), "batch_size": caller.batch_size, "keep_older": False}
+        saved = save(model, place / caller.own_folder, caller, leave, optimizer=optimizer, **own)
+    else:
+        leave(UnsupportedError("gradients are being accumulated, and they are not part of a state of ours."))
+    if saved is not None and caller.own_folder:
+        name_state(place, caller.own_folder, saved)
+    return saved is not None
+
+
+def load_fsdp_model(
+    original: Callable[..., Any],
+    plugin: Any,
+    accelerator: Any,
+    model: Any,
+    folder: Any,
+    number: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    caller, is_ours = current(), False
+    if caller is not None and active_configs() and is_fsdp2(accelerator):
+        place, optimizers = caller.place(Path(folder), number), optimizers_of(accelerator)
+        if number >= len(optimizers):
+            is_ours = (found := state_in(place.parent, place.name)) is not None
+            if found is not None:
+                load_into(model, str(found[0]))
+        else:
+            optimizer, scheduler = optimizers[number], caller.scheduler_of(optimizers[number])
+            is_ours = load_if_ours(model, place.parent, place.name, caller, optimizer, scheduler)
+            if is_ours:
+                caller.restored.append(scheduler)
+                caller.loaded.add(number)
+    return None if is_ours else original(plugin, accelerator, model, folder, number, *args, **kwargs)
+
+
+def load_fsdp_optimizer(
+    original: Callable[..., Any],
+    plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    folder: Any,
+    number: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    caller = current()
+    if caller is not None and number in caller.loaded:  # with the model
+        return None
+    return original(plugin, accelerator, optimizer, model, folder, number, *args, **kwargs)

@@ -24,11 +24,10 @@ from ..checkpoint.urls import on_this_host
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
 from ..errors import UnsupportedError
-from ..holdings.introspection import has_converted_experts, is_adapted, whole_shape
+from ..holdings.introspection import has_converted_experts, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
 from ..holdings.slots import MASTER
 from ..holdings.training import Training
-from ..loading.dry_load import lazily_loaded_like
 from ..saving.parameters import NewParameters
 from ..seams.saving import stored_names
 from ..seams.session import LazyModel
@@ -92,16 +91,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, str]:
 
     By each name the first one of the same buffer, which layers may share: in files of states it has that one alone.
     """
-    names = own_names(model)
     first: dict[int, str] = {}
-    found = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                name = f"{prefix}.{key}" if prefix else key
-                own = names.get(name, name)
-                found[own] = first.setdefault(id(buffer), own)
-    return found
+    named = named_buffers(model, remove_duplicate=False, only_persistent=True)
+    return {name: first.setdefault(id(buffer), name) for name, buffer in named}
 
 
 def lazy_state(load: Load, model: nn.Module, place: Path, key: str | None, *, strict: bool = True) -> LazyModel:
@@ -115,13 +107,6 @@ def lazy_state(load: Load, model: nn.Module, place: Path, key: str | None, *, st
     if has_converted_experts(model):  # transformers' own layers are what is in the files
         return filled_skeleton(skeleton_of(model), lazy)
     return lazy_module(model, lazy if strict else matching_tensors(model, lazy))
-
-
-def lazy_state_of_hub_layout(load: Load, model: Any, place: Path, key: str) -> LazyModel:
-    """A :func:`lazy_state` that an earlier version of this package saved in the layout of the weights."""
-    if is_adapted(model):
-        return lazy_state(load, model, place, key)
-    return lazily_loaded_like(model, str(place), load, is_quiet=True, dtype=torch.float32, variant=key)
 
 
 def names_of(
@@ -138,15 +123,16 @@ def names_of(
     first: dict[int, str] = {}
     shared: dict[str, str] = {}
     live: dict[str, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in named_parameters(model, remove_duplicate=False, by_own_names=False):
         if first.setdefault(id(param), name) != name:
             shared[name] = first[id(param)]
     persistent = persistent_buffers(model)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
+    for name, buffer in named_buffers(model, remove_duplicate=False, by_own_names=False):
         if own.get(name, name) in persistent and first.setdefault(id(buffer), name) != name:
             shared[name] = first[id(buffer)]
-    for name, _ in [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]:
-        if own.get(name, name) != name:
+    params = named_parameters(model, by_own_names=False)
+    for name, _ in (*params, *named_buffers(model, remove_duplicate=False, by_own_names=False)):
+        if own[name] != name:
             live.setdefault(own[name], name)
     frozen = {
         name: list(whole_shape(param))

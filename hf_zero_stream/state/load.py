@@ -17,7 +17,7 @@ from ..checkpoint.format import excerpt
 from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, UnsupportedError
-from ..holdings.model_parallel import refuse_unknown_shards
+from ..holdings.holder import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, own_names, own_or_clean
 from ..holdings.slots import BLOCKS, EXACT
 from ..holdings.training import Training
@@ -25,18 +25,19 @@ from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.coordinator import meeting as meeting_of_ranks
 from ..ranks.rendezvous import LOAD
+from ..registry import tool
 from ..saving.pending import finish_pending
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
 from ..settings import scope
 from ..sources.base import is_url
-from . import adapters, schedules
-from .base import refuse_other_base
+from ..sources.by_path import mounted_by_plugin
+from . import schedules
+from .base import refuse_other_base, refuse_unreachable_masters
 from .entries import Recorded, prepare_entries, refuse_lost, set_entries
 from .file_digests import OUTSIDE, refuse_other_bytes
 from .foreign import ForeignState, foreign_state_in
 from .groups import drop_options, set_group, set_option
-from .host_load import newest_on_hosts, pieces_mounted
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
 from .refusals import (
@@ -126,6 +127,8 @@ def load_state(
     if not hosts:
         with _place_of_state(folder) as place:
             return load(place)
+    with expected_at(LOAD):
+        newest_on_hosts = tool("newest on hosts", "hosts", "load_state(hosts=True)")
     finish_pending()
     with meeting_of_ranks(LOAD) as coordinator:
         if (found := newest_on_hosts(Path(folder), coordinator)) is None:
@@ -172,7 +175,7 @@ def resume(
         refuse_optimizer(training)
         if not training.is_between_steps:
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
-    with coordinator.watched(LOAD), pieces_mounted(folder, coordinator):
+    with coordinator.watched(LOAD), mounted_by_plugin(folder, coordinator):
         with coordinator.reporting():
             if isinstance(folder, UrlPath):
                 coordinator.run_on_all(partial(checkpoints_at(folder.url).catch_up, folder.url))
@@ -184,7 +187,7 @@ def resume(
             training = training.without_frozen(_trained_in(record))
             swapped, values = training.swapped_masters, record.with_masters
             if has_base(training.model, record):
-                adapters.refuse_unreachable(training)
+                refuse_unreachable_masters(training)
             if isinstance(found, StateRecord):
                 if has_more(training.model, record, values - swapped):
                     needs_all = not values or bool(swapped)

@@ -31,10 +31,8 @@ CLIENT = "client_state"
 """Where a record's `data` has what the user gave to ``engine.save_checkpoint``."""
 
 _FORMAT = "hf_zero_stream training state"
-_VERSION = 2
+_VERSION = 1
 _DIGEST = re.compile("[0-9a-f]{16}")
-_HUB_LAYOUT = 1
-"""The version in which states lay as the weights of the hub's checkpoint do, under its names."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +131,7 @@ class StateRecord:
         optimizer: its class.
         keys: the elementwise states, each in files of its own.
         exact: own names of buffers and parameters whose values are in the state, as no weights have them as they are.
-        base: of adapters, digests of what is not trained and not in the state, by own names (:mod:`.base`); None: they
-            are not known.
+        base: of adapters, digests of what is not trained and not in the state, by own names (:mod:`.base`); else None.
         base_of: where that was loaded from.
         scheduler: its class and its state.
         data: what the user gave; on rank 0, if ranks gave different things.
@@ -178,11 +175,6 @@ class StateRecord:
     def base_digests(self) -> dict[str, Digest] | None:
         return None if self.base is None else {name: Digest.of_json(value) for name, value in self.base.items()}
 
-    @property
-    def is_in_hub_layout(self) -> bool:
-        """Whether the states lie as weights do in the hub's checkpoint, and not as the parameters themselves."""
-        return self.version == _HUB_LAYOUT
-
     def renamed(self, rename: Callable[[str], str]) -> StateRecord:
         """This record with other names of parameters."""
         groups = [group.renamed(rename) for group in self.groups]
@@ -211,7 +203,7 @@ class StateRecord:
             raise CheckpointError(f"{path}: expected the record of a state; it cannot be read: {error}") from error
         if found.pop("format", None) != _FORMAT:
             raise CheckpointError(f'{path}: expected "format": "{_FORMAT}". Give a folder that save_state wrote.')
-        if (version := found.get("version")) not in (_HUB_LAYOUT, _VERSION):
+        if (version := found.get("version")) != _VERSION:
             raise CheckpointError(f"{path}: expected version {_VERSION}; got {version!r}. Update hf_zero_stream.")
         try:
             groups = [GroupRecord(**group) for group in found.pop("groups")]

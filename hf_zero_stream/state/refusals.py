@@ -22,6 +22,7 @@ from ..checkpoint.format import excerpt
 from ..checkpoint.formats import KnownHeaders
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..holdings.introspection import is_packed
+from ..holdings.own_names import named_buffers, named_parameters
 from ..holdings.training import Training, training_of_model
 from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
@@ -131,7 +132,10 @@ def refuse_module_entries(model: nn.Module) -> None:
     """
     quantised = tuple(f"{prefix}." for prefix, _ in quantised_modules(model))
     known: set[Any] = set()
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+    for named in (
+        named_parameters(model, remove_duplicate=False, by_own_names=False),
+        named_buffers(model, remove_duplicate=False, by_own_names=False),
+    ):
         for name, tensor in named:
             known |= {name, id(tensor)}
     entries = model.state_dict(keep_vars=True).items()

@@ -29,14 +29,16 @@ from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
-from ..holdings.holder import refuse_unreadable
+from ..holdings.holding import Holding
 from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names
-from ..holdings.slots import EXACT, elementwise_keys, holdings_of
+from ..holdings.slots import EXACT, Forms, elementwise_keys, forms_of, holdings_of
 from ..holdings.steps import Steps, unseen_reason
 from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
+from ..registry import tool
+from ..reports.measures import collector_paused
 from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.background import ALL
@@ -44,12 +46,13 @@ from ..saving.files import Publication, finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Finalizer, LayOut, SaveItem
+from ..saving.readiness import make_ready
 from ..saving.save import Save
 from ..saving.shares import refuse_differing
 from ..saving.targets import AnyPublication, place_of_save, target_at
 from ..seams.ds_config import settings_in_force
-from . import adapters, rng, schedules
-from .base import split_base
+from . import rng, schedules
+from .base import adapter_weights, keys_with_trained, refuse_unreachable_masters, split_base
 from .blocks import item_of, with_parts
 from .digests import places_of
 from .entries import recorded_entries, refuse_lost
@@ -83,6 +86,7 @@ def save_state(
     trained: Any, folder: str | os.PathLike[str], *, asynchronous: bool, **kwargs: Any
 ) -> SaveReport | PendingSave: ...
 @fixed_names()
+@collector_paused()
 def save_state(
     trained: Any,
     folder: str | os.PathLike[str],
@@ -161,31 +165,32 @@ def save_state(
             )
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).without_frozen()
         refuse_optimizer(training)
-        refuse_unreadable(training.model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
+        make_ready(training.model, training.model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
         refuse_module_entries(training.model)
         if not training.is_between_steps:
             raise UnsupportedError(
                 "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
             )
-        keys = elementwise_keys(training.slots)
+        forms = forms_of(training.slots)
+        keys = elementwise_keys(training.slots, forms)
         has_base = exclude_frozen or is_adapted(training.model)
         if has_base:
-            adapters.refuse_unreachable(training)
-            keys = adapters.keys_of(keys)
+            refuse_unreachable_masters(training)
+            keys = keys_with_trained(keys)
         exact = sorted(changed_in_weights(training.model, coordinator)) if not has_base else []
         data = plain(data, "data", exactly=True, with_tensors=True)
         random_state = rng.of_this_rank()
         if snapshot_bytes not in (None, ALL) and (type(snapshot_bytes) is not int or snapshot_bytes < 0):
             raise ConfigError(f"snapshot_bytes: expected a number of bytes or {ALL!r}; got {snapshot_bytes!r}")
-        record = _record(training, keys, exact, data, coordinator.world_size)
-        refuse_lost(training, record, Path(folder), is_new=True)
+        record = _record(training, keys, exact, data, coordinator.world_size, forms)
+        refuse_lost(training, record, Path(folder), is_new=True, forms=forms)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
         kind: Callable[..., Save] = Save
         if hosts:
             kind = _host_save(copies, keep, with_weights, training.counters[STEPS], kwargs)
-        save = kind(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_any=True, **kwargs)
+        save = kind(training.model, folder, coordinator=coordinator, is_of_training=True, **kwargs)
     with meeting(SAVE, coordinator=coordinator):
         mine = digests_of(record.groups), record.data, random_state
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
@@ -205,9 +210,10 @@ def save_state(
             items.append(replace(weights, changes_with=steps.of_values))
         elif not has_base:
             coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, Path(folder)))
-        together = _of_same_dtypes(training, keys)
+        held_for = {key: holdings_of(training.slots, key) for key in keys}
+        together = _of_same_dtypes(held_for)
         refuse_differing(coordinator, str(together).encode(), "would save other tensors")
-        of_states = [_state_item(training, name, group, max_shard_size) for group in together]
+        of_states = [_state_item(held_for, name, group, max_shard_size) for group in together]
         items += [replace(item, changes_with=steps.of_states) for item in of_states]
         if (in_blocks := item_of(training, record, name, max_shard_size)) is not None:
             items.append(in_blocks)
@@ -248,11 +254,10 @@ def _snapshot_limit(training: Training, snapshot_bytes: int | str | None) -> tup
 
 def _host_save(copies: int, keep: int, with_weights: bool, steps: int, kwargs: dict[str, Any]) -> Callable[..., Save]:
     """What makes the save into folders of the hosts' own."""
-    from .host_save import HostSave
-
+    host_save = tool("host save", "hosts", "save_state(hosts=True)")
     if not with_weights:
         raise ConfigError("with_weights=False: a state on hosts has its weights; leave it out")
-    return partial(HostSave, copies=copies, keep=keep, steps=steps, beside=kwargs.pop("beside", None))
+    return partial(host_save, copies=copies, keep=keep, steps=steps, beside=kwargs.pop("beside", None))
 
 
 def _weights(
@@ -265,7 +270,7 @@ def _weights(
 ) -> SaveItem:
     """Give the item beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
     if is_peft_model(model):
-        return adapters.weights(model, coordinator)
+        return adapter_weights(model, coordinator)
     if not isinstance(model, PreTrainedModel):
         return SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
     check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state, known)
@@ -282,35 +287,40 @@ def _laid_out(lay_out: LayOut, folder: Path, parameters: Any) -> list[NotedShard
         raise UnsupportedError(f"transformers does not save the weights of this model: {error}") from error
 
 
-def _of_same_dtypes(training: Training, keys: Sequence[str]) -> list[list[str]]:
-    """The `keys` of states, together those that one plan can save. All lie as their slots do, but for their dtypes."""
+HeldStates = Mapping[str, Mapping[str, Holding]]
+"""By the name of a state, what this rank holds of it."""
+
+
+def _of_same_dtypes(held: HeldStates) -> list[list[str]]:
+    """The names of states, together those that one plan can save. All lie as their slots do, but for their dtypes."""
     found: dict[tuple[torch.dtype, ...], list[str]] = {}
-    for key in keys:
-        dtypes = tuple(holding.dtype for holding in holdings_of(training.slots, key).values())
-        found.setdefault(dtypes, []).append(key)
+    for key, holdings in held.items():
+        found.setdefault(tuple(holding.dtype for holding in holdings.values()), []).append(key)
     return list(found.values())
 
 
-def _state_item(training: Training, folder: str, keys: Sequence[str], max_shard_size: int | str) -> SaveItem:
+def _state_item(held: HeldStates, folder: str, keys: Sequence[str], max_shard_size: int | str) -> SaveItem:
     """The states `keys`, which have the same dtypes, in a `folder` of their own."""
     first, *others = keys
     return SaveItem(
         lay_out=partial(lay_out, first, max_shard_size, others=others),
         index_name=index_name(first),
         folder=folder,
-        held=partial(holdings_of, training.slots, first),
-        siblings=[(partial(holdings_of, training.slots, key), partial(shard_of, key, first)) for key in others],
+        held=partial(held.__getitem__, first),
+        siblings=[(partial(held.__getitem__, key), partial(shard_of, key, first)) for key in others],
     )
 
 
-def _record(training: Training, keys: list[str], exact: list[str], data: Any, world_size: int) -> StateRecord:
+def _record(
+    training: Training, keys: list[str], exact: list[str], data: Any, world_size: int, forms: Forms
+) -> StateRecord:
     groups = []
     for number in range(len(training.optimizer.param_groups)):
         slots = [slot for slot in training.slots if slot.group == number]
         members = [member for slot in slots for member in slot.members]
         names, shapes = [member.name for member in members], [list(member.box.shape) for member in members]
         options = recorded_options(training.optimizer, number)
-        groups.append(GroupRecord(options, names, shapes=shapes, **recorded_entries(slots, keys)))
+        groups.append(GroupRecord(options, names, shapes=shapes, **recorded_entries(slots, keys, forms)))
     scheduler = training.scheduler
     return StateRecord(
         optimizer=type(training.optimizer).__name__,

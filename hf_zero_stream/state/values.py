@@ -28,7 +28,7 @@ from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from .blocks import refuse_lacking, tensors_of
-from .layout import files_of, lazy_state, lazy_state_of_hub_layout, persistent_buffers
+from .layout import files_of, lazy_state, persistent_buffers
 from .record import StateRecord
 
 
@@ -113,11 +113,7 @@ def _load_state(
 ) -> None:
     """Values from the state itself: those that were trained, or what no weights have as it is."""
     without = record.with_masters - needed
-    if record.is_in_hub_layout:
-        lazy_model = partial(lazy_state_of_hub_layout, model=model, place=place, key=key)
-        place_into(model, str(place), lazy_model, without, coordinator=coordinator)
-    else:
-        _load_laid_out(model, place, key, needed, without, strict=strict, coordinator=coordinator)
+    _load_laid_out(model, place, key, needed, without, strict=strict, coordinator=coordinator)
 
 
 def _load_laid_out(
@@ -186,10 +182,9 @@ def _states_in(
     keys: Sequence[str],
 ) -> dict[str, Any]:
     """:data:`States` in the folder `place`, of which this is the `record`; and what is kept in `blocks`."""
-    read = lazy_state_of_hub_layout if record.is_in_hub_layout else lazy_state
     found: dict[str, Any] = {}
     for key in keys:
-        lazy, missing, _ = read(load, training.model, place, key)
+        lazy, missing, _ = lazy_state(load, training.model, place, key)
         convert_lazy(training.model, lazy, missing)
         found |= {f"{key}.{name}": tensor for name, tensor in lazy.named_parameters() if name not in missing}
     if blocks is not None:

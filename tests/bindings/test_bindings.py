@@ -14,8 +14,7 @@ from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.cli.replaced import page
 from hf_zero_stream.errors import PACKAGE, VersionError
-from hf_zero_stream.registry.plugins import OURS
-from hf_zero_stream.registry.rows import PatchScope, Row, Weight
+from hf_zero_stream.registry import OURS, PatchScope, Row, Weight
 from tests.support.cluster import ROOT
 
 

@@ -16,7 +16,7 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.prefix import environment
-from hf_zero_stream.registry.rows import PatchScope
+from hf_zero_stream.registry import PatchScope
 from tests.support.commands import command_environment
 from tests.support.http_files import http_files
 from tests.support.messages import outcome_of
@@ -128,7 +128,7 @@ def test_from_urls(address: str, expected: dict[str, Any], mutation: Mutation) -
 
 SCRIPT = """
 import os, sys
-from hf_zero_stream.registry.rows import PatchScope
+from hf_zero_stream.registry import PatchScope
 from hf_zero_stream.bindings.table import TABLE
 import torch.distributed as dist
 from torch.distributed import distributed_c10d

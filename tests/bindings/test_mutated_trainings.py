@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero_stream.registry.rows import PatchScope
+from hf_zero_stream.registry import PatchScope
 from tests.drift import smoke
 from tests.state.test_trainer import train
 from tests.support.changed_models import resume_changed

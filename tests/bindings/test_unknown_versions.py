@@ -21,7 +21,7 @@ import hf_zero_stream
 from hf_zero_stream.bindings.install import Installation
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
-from hf_zero_stream.registry.rows import PatchScope, Row, Weight
+from hf_zero_stream.registry import PatchScope, Row, Weight
 from hf_zero_stream.seams import sharding
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce

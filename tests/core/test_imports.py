@@ -158,7 +158,8 @@ import hf_zero_stream
 with hf_zero_stream.streaming():
     assert AutoModelForCausalLM.from_pretrained(sys.argv[1]).streaming_report
 ours = [name for name in sys.modules if name.startswith("hf_zero_stream")]
-assert len(ours) <= 75, ours
+modules = [name for name in ours if not hasattr(sys.modules[name], "__path__")]  # packages are empty, or declarations
+assert len(modules) <= 50, modules
 rooms = {name.split(".")[1] for name in ours if "." in name}
 assert not rooms & {"saving", "state", "cli"}, rooms
 of_plugins = {name for name in ours if name.startswith("hf_zero_stream.plugins.") and name.count(".") > 2}
@@ -204,7 +205,7 @@ def test_what_is_imported_in_a_block_is_replaced_there() -> None:
         "from hf_zero_stream import streaming\n"
         "with streaming():\n"
         "    assert not {'torch', 'transformers', 'accelerate', 'deepspeed'} & set(sys.modules)\n"
-        "    assert sum(name.startswith('hf_zero_stream') for name in sys.modules) < 20\n"
+        "    assert sum(name.startswith('hf_zero_stream') for name in sys.modules) < 22\n"
         "    from accelerate import Accelerator\n"
         "    assert all(hasattr(it, '__wrapped__') for it in (Accelerator.save_model, Accelerator.save_state))\n"
         "assert not hasattr(Accelerator.save_model, '__wrapped__')\n"
@@ -294,7 +295,11 @@ HOMES = {
 }
 """Other modules, or names, and who may import them."""
 
-OF_TRANSFORMERS = ("hf_zero_stream.seams", "hf_zero_stream.plugins.packed")
+OF_TRANSFORMERS = (
+    "hf_zero_stream.seams",
+    "hf_zero_stream.plugins.packed",
+    "hf_zero_stream.plugins.hosts.trainers",
+)
 """They may import anything of transformers."""
 
 

@@ -17,7 +17,7 @@ from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.planning.plan import Target, plan_batch
-from hf_zero_stream.registry.rows import PatchScope
+from hf_zero_stream.registry import PatchScope
 from hf_zero_stream.sources.local import _HeaderFile
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import fp8

@@ -7,7 +7,7 @@ import sys
 
 from packaging.requirements import Requirement
 
-from hf_zero_stream.registry.rows import Weight
+from hf_zero_stream.registry import Weight
 from tests.drift import contracts, stacks
 from tests.support.cluster import ROOT
 

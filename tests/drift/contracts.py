@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.holdings import fsdp
-from hf_zero_stream.registry.rows import Row, Weight
+from hf_zero_stream.registry import Row, Weight
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_zero_stream.registry.rows import Row, Weight
+from hf_zero_stream.registry import Row, Weight
 from tests.drift import __main__ as command
 from tests.drift import contracts
 

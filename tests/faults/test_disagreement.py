@@ -27,7 +27,7 @@ from hf_zero_stream import StreamingConfig
 from hf_zero_stream.engine import sameness
 from hf_zero_stream.loading import integration
 from hf_zero_stream.ranks.presence import Presence
-from hf_zero_stream.ranks.store import PREFIX
+from hf_zero_stream.ranks.transport import PREFIX
 from tests.faults.test_dying_ranks import load, look_as_behind_firewalls, look_as_on_other_hosts
 from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks

@@ -23,7 +23,7 @@ from hf_zero_stream.errors import PeerError
 from hf_zero_stream.ranks import presence
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.ranks.presence import Location, Presence
-from hf_zero_stream.ranks.sockets import Line
+from hf_zero_stream.ranks.transport import Line
 from hf_zero_stream.ranks.watchdog import Watchdog
 from hf_zero_stream.sources import relay
 from tests.support.cluster import SOON_S, Outcome, free_port, run_ranks, run_ranks_expecting_errors

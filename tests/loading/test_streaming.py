@@ -16,7 +16,7 @@ import hf_zero_stream
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.registry.rows import PatchScope
+from hf_zero_stream.registry import PatchScope
 from hf_zero_stream.seams.ds_config import _ConfigReference
 from hf_zero_stream.settings import config, scope
 from tests.support.cluster import run_ranks

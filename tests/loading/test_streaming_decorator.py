@@ -16,7 +16,7 @@ import transformers
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.bindings.table import installed
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.registry.rows import PatchScope
+from hf_zero_stream.registry import PatchScope
 from hf_zero_stream.settings import scope
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config

@@ -23,7 +23,7 @@ import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.holdings.introspection import packed_weights
 from hf_zero_stream.plugins.packed import COMPRESSED
-from hf_zero_stream.registry.rows import PatchScope
+from hf_zero_stream.registry import PatchScope
 from tests.packed.test_dequantised import load as load_dequantised
 from tests.packed.test_packed_peft import losses_of_kinds
 from tests.support.checkpoint_files import differing

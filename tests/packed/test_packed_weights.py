@@ -26,8 +26,7 @@ from hf_zero_stream.plugins.packed import programs
 from hf_zero_stream.plugins.packed.quantisers import by_transformers
 from hf_zero_stream.plugins.packed.weights import PackedWeight, sources
 from hf_zero_stream.ranks.coordinator import Coordinator
-from hf_zero_stream.registry import plugins
-from hf_zero_stream.registry.plugins import Plugin
+from hf_zero_stream.registry import Plugin, plugins
 from hf_zero_stream.settings.config import StreamingConfig
 from tests.support.checkpoint_files import tensors_of
 from tests.support.quantised_checkpoints import (
@@ -266,6 +265,6 @@ def test_of_another_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         values = {key: param.materialise() for key, param in dequantised.named_parameters()}
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"fp8"', '"of another"'))
-    found = (*plugins.plugins(), Plugin("another", quantisers={"of another": f"{__name__}:as_fp8"}))
+    found = (*plugins(), Plugin("another", quantisers={"of another": f"{__name__}:as_fp8"}))
     monkeypatch.setattr("hf_zero_stream.plugins.packed.quantisers.plugins", lambda: found)
     check(tmp_path, torch.bfloat16, values)

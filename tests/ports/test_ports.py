@@ -24,7 +24,7 @@ from hf_zero_stream.checkpoint.urls import checkpoints_at
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, HfZeroStreamError, ReadError
 from hf_zero_stream.ranks.coordinator import Coordinator
-from hf_zero_stream.registry.plugins import plugins
+from hf_zero_stream.registry import plugins
 from hf_zero_stream.sources.base import ByteSource, Retries, SourceFile
 from hf_zero_stream.sources.by_path import FilesByPath
 from hf_zero_stream.sources.local import LocalFiles

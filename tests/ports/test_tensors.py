@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import CheckpointError, LoadError
-from hf_zero_stream.registry.rows import PatchScope
+from hf_zero_stream.registry import PatchScope
 from tests.ports.test_byte_source import Raw
 from tests.ports.test_destination_example import Columns
 from tests.support.cluster import run_ranks

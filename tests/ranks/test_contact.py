@@ -29,7 +29,7 @@ import hf_zero_stream
 from hf_zero_stream.loading import integration
 from hf_zero_stream.ranks import rendezvous
 from hf_zero_stream.ranks.presence import Presence
-from hf_zero_stream.ranks.sockets import ENDED, Line, Listener
+from hf_zero_stream.ranks.transport import ENDED, Line, Listener
 from tests.faults.test_dying_ranks import kill_this_process, load, look_as_on_other_hosts
 from tests.support.cluster import SOON_S, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import command_environment
@@ -246,7 +246,7 @@ def test_ranks_share_no_load_with_one_without_contact(cluster: None, zoo_checkpo
 
 LISTEN = """
 import ctypes, os, sys, time
-from hf_zero_stream.ranks.sockets import Listener
+from hf_zero_stream.ranks.transport import Listener
 listener = Listener("127.0.0.1")
 if os.fork() == 0:
     time.sleep(60)  # a child, as a worker that loads data, which outlives its parent for a while

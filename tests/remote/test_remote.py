@@ -28,7 +28,7 @@ from hf_zero_stream.plugins.remote.files import RemoteFiles
 from hf_zero_stream.plugins.remote.response_cache import ResponseCache, cached_responses
 from hf_zero_stream.plugins.remote.urls import RequestFailed, StoreKey, checkpoint_url, joined, located, repository_of
 from hf_zero_stream.ranks.coordinator import Coordinator
-from hf_zero_stream.registry.plugins import plugins
+from hf_zero_stream.registry import plugins
 from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources.base import SourceFile, is_url
 from tests.support.buckets import ACCOUNT, BUCKET, azure_container, gcs_bucket, s3_bucket

@@ -441,5 +441,5 @@ def test_sizes_of_parts() -> None:
     for size in (0, 5 * 10**9, 83 * 10**9, 5 * 2**40):
         part = objects.part_bytes(size)
         assert part >= 5 * 2**20 and part * objects.MOST_PARTS >= size
-        in_flight = max(1, objects.IN_FLIGHT_BYTES // part) * part
-        assert in_flight + part <= 2 * part + 48 * 2**20
+        in_memory = max(1, objects.PARTS_BYTES // part) * part
+        assert 2 * in_memory <= 2 * part + 48 * 2**20, "those of the object before, too"

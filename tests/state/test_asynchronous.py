@@ -22,8 +22,7 @@ from hf_zero_stream import StreamingConfig
 from hf_zero_stream.checkpoint.formats import UNFINISHED
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving import pending, preparation
-from hf_zero_stream.saving.host_copy import HostMemory
-from hf_zero_stream.saving.room import Room
+from hf_zero_stream.saving.host_copy import HostMemory, Room
 from tests import sampling
 from tests.support.cluster import free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import command_environment

@@ -35,9 +35,9 @@ def counted(walks: Counter[str], headers: Counter[str]) -> Iterator[None]:
     """Count, by the models' classes, walks over whole trees for names, and files opened for their headers, by name."""
     walk, open_file = own_names._walk, LocalFiles.open_file
 
-    def counted_walk(module: Any, name: str, *args: Any) -> Any:
+    def counted_walk(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         walks[type(module).__name__] += not name
-        return walk(module, name, *args)
+        return walk(module, name, *args, **kwargs)
 
     def counted_open(self: LocalFiles, path: str) -> Any:
         headers[path] += 1

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from examples.vllm_on_cpu import stand_in
 from hf_zero_stream.bindings import install
 from hf_zero_stream.bindings.table import TABLE
-from hf_zero_stream.registry.rows import PatchScope, Row
+from hf_zero_stream.registry import PatchScope, Row
 from tests.stream import test_async_grpo, test_openrlhf, test_trl, test_verl
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks

@@ -50,6 +50,8 @@ class Requests:
     query; 0 for the server's own."""
     seen: list[tuple[str, str, int]] = field(default_factory=list)
     """(method, path with query, bytes of its body) of each request that was answered without a fault."""
+    pace: Callable[[int], None] = lambda nbytes: None
+    """Takes as long as a link does for a body of so many bytes."""
 
     def around(self, server: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
         """The WSGI application `server`, with these faults."""
@@ -62,6 +64,7 @@ class Requests:
                 start(f"{status} No", [("Content-Length", "4")])
                 return [b"busy"]
             self.seen.append((method, path, length))
+            self.pace(length)
             return server(environ, start)
 
         return answer

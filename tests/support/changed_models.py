@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hf_zero_stream
-from hf_zero_stream.registry.plugins import plugins
+from hf_zero_stream.registry import plugins
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
 from tests.support.parity import ds_config, whole_values

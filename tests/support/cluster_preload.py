@@ -30,7 +30,7 @@ LATE = (
     "hf_zero_stream.auto",
     "hf_zero_stream.destinations.deepspeed.engine_memory",
     "hf_zero_stream.destinations.deepspeed.flat",
-    "hf_zero_stream.holdings.deepspeed.gathered",
+    "hf_zero_stream.holdings.deepspeed.partitions",
     "hf_zero_stream.holdings.deepspeed.masters",
     "hf_zero_stream.destinations.deepspeed.partitioned",
     "hf_zero_stream.loading.into",

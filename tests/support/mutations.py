@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_zero_stream.bindings.table import TABLE
-from hf_zero_stream.registry.rows import PatchScope, Row
+from hf_zero_stream.registry import PatchScope, Row
 from tests.support.messages import outcome_of
 
 

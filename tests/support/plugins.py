@@ -6,9 +6,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from hf_zero_stream import registry
 from hf_zero_stream.bindings.table import TABLE
-from hf_zero_stream.registry import plugins as registry
-from hf_zero_stream.registry.plugins import GROUP
+from hf_zero_stream.registry import GROUP
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_v
 from ...holdings.deepspeed.original_experts import Origin, converted_layers
 from ...holdings.introspection import CONVERTED
 from ...planning.boxes import Cut, ParameterBox
-from ...registry.rows import PatchScope
+from ...registry import PatchScope
 
 
 try:

@@ -32,7 +32,7 @@ from ...bindings.table import installed
 from ...checkpoint.lazy import LazyTensor
 from ...holdings.deepspeed import partitions
 from ...ranks.coordinator import Coordinator
-from ...registry.rows import PatchScope
+from ...registry import PatchScope
 from ...settings.config import StreamingConfig
 from ..base import Batch
 from ..replicated import Replicated

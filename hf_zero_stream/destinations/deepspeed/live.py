@@ -16,9 +16,9 @@ from ...checkpoint.nodes import Computed, View
 from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
 from ...holdings.deepspeed.autotp_shards import autotp_shard_of
-from ...holdings.deepspeed.gathered import gather, select_gathered
 from ...holdings.deepspeed.held import is_trained_apart
 from ...holdings.deepspeed.masters import ZENFLOW, Master, masters_of
+from ...holdings.deepspeed.partitions import gather, select_gathered
 from ...holdings.introspection import is_cut
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator

@@ -19,7 +19,7 @@ from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ...registry.plugins import import_object
+from ...registry import import_object
 from ...settings.config import StreamingConfig
 from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_touched_parameters
 from . import zero3
@@ -141,7 +141,7 @@ class Partitioned(Destination):
     def _fetched(self, touched: Sequence[Any]) -> AbstractContextManager[None]:
         if not touched:  # the checkpoint has nearly all parameters of nearly all models
             return nullcontext()
-        from ...holdings.deepspeed.gathered import gathered_params
+        from ...holdings.deepspeed.partitions import gathered_params
 
         return gathered_params(self._coordinator, touched)
 

@@ -74,6 +74,9 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         can_copy_masters=not _has_swapped(wrapper),
         copies_own_masters=isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3),
         unseen_steps=_unseen_steps(wrapper, optimizer),
+        editors=[(wrapper, ("set_full_hp_param", "set_local_hp_param"))]
+        if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3)
+        else (),
     )
 
 

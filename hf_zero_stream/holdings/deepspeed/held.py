@@ -17,8 +17,8 @@ from ...errors import UnsupportedError
 from ..holding import Holding, open_flat
 from . import partitions
 from .autotp_shards import is_empty_shard, trained_box
-from .gathered import differs_from_partition, select_gathered
 from .masters import Master, masters_of
+from .partitions import differs_from_partition, select_gathered
 
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...registry.plugins import Plugin
+from ...registry import Plugin
 
 
 PLUGIN = Plugin(

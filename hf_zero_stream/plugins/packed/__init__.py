@@ -7,8 +7,7 @@ and modules that dequantise in the forward pass (:mod:`.modules`). :mod:`.quanti
 
 from __future__ import annotations
 
-from ...registry.plugins import Plugin
-from ...registry.rows import PatchScope, Row, Weight
+from ...registry import PatchScope, Plugin, Row, Weight
 
 
 COMPRESSED = PatchScope("COMPRESSED", "while compressed-tensors dequantises lazy tensors")

@@ -5,8 +5,7 @@ And ``hf-zero-stream convert``, which makes safetensors of all formats.
 
 from __future__ import annotations
 
-from ...registry.formats import METADATA, TORCH_ENDINGS, FileFormat, FolderFormat
-from ...registry.plugins import Plugin
+from ...registry import METADATA, TORCH_ENDINGS, FileFormat, FolderFormat, Plugin
 
 
 PLUGIN = Plugin(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...registry.plugins import Plugin, Source
-from ...registry.rows import PatchScope, Row
+from ...registry import PatchScope, Plugin, Row, Source
 
 
 _FORMS = {

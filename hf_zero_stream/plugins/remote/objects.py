@@ -22,9 +22,9 @@ PART_BYTES = 8 * 2**20
 
 MOST_PARTS = 10_000
 
-IN_FLIGHT_BYTES = 16 * 2**20
-"""Parts that are on their way at the same time, and one at least: with the one that is being filled, and what a round
-of the exchange between ranks takes, a rank has two parts and 64 MiB at most."""
+PARTS_BYTES = 24 * 2**20
+"""Parts of an object in memory, on their way or being filled, and one at least. With those of the object before, which
+is being finished, and what rounds of the exchange between ranks take, a rank has two parts and 64 MiB at most."""
 
 RETRY_S = 20.0
 """Seconds in which a request is tried again, up to 8 times: a rank that gives up must do so soon."""
@@ -146,7 +146,7 @@ class StreamedObject:
                 _store(store),
                 key,
                 buffer_size=self._part_bytes,
-                max_concurrency=max(1, IN_FLIGHT_BYTES // self._part_bytes),
+                max_concurrency=max(1, PARTS_BYTES // self._part_bytes),  # it counts the part that is filled
             )
 
     def write(self, data: memoryview) -> None:

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from ...registry.plugins import Plugin
-from ...registry.rows import PatchScope, Row, Weight
+from ...registry import PatchScope, Plugin, Row, Weight
 
 
 _ONLINE_DPO = "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer"

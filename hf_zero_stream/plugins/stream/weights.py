@@ -33,7 +33,7 @@ from ...saving.parameters import Layout, NewParameters, Parameters
 from ...saving.preparation import circumstances, quiet
 from ...saving.readiness import make_ready
 from ...saving.shares import refuse_differing
-from ...seams.adapter_saving import lay_out_adapters
+from ...seams.adapters import lay_out_adapters
 from ...seams.saving import lay_out_pretrained
 from ...seams.wrappers import unwrapped
 from .arguments import STREAM, refuse_different_values, refuse_other_models, refuse_unknown_values

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from hf_zero_stream.registry.formats import FileFormat
-from hf_zero_stream.registry.plugins import Plugin, Source
-from hf_zero_stream.registry.rows import PatchScope, Row
+from hf_zero_stream.registry import FileFormat, PatchScope, Plugin, Row, Source
 
 
 PLUGIN = Plugin(

@@ -2,7 +2,7 @@
 
 A piece has the bytes that one rank wrote, of many files, one run of bytes after the other. The runs of all pieces
 cover the files between them. A rank reads a piece that its host has; another one through a rank of a host that has it
-(see :mod:`.relay`). What a file begins with, its header, lies on every host in a file of the same name.
+(see :mod:`...sources.relay`). What a file begins with, its header, lies on every host in a file of the same name.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
-from ..errors import CheckpointError, ReadError
-from .base import ByteSource, Hints, ReadableFile, SourceFile
-from .local import READS_PER_EXCHANGE, open_nonblocking, status_of_regular
+from ...errors import CheckpointError, ReadError
+from ...sources.base import ByteSource, Hints, ReadableFile, SourceFile
+from ...sources.local import READS_PER_EXCHANGE, open_nonblocking, status_of_regular
 
 
 REQUEST_BYTES = 2 * 2**20
@@ -81,7 +81,7 @@ class _HeaderOfPieced:
 
 
 class PiecedFiles:
-    """Files in pieces, for one load (see :class:`.base.ByteSource`); loads share the sources of the pieces.
+    """Files in pieces, for one load (see :class:`...sources.base.ByteSource`); loads share the sources of the pieces.
 
     Args:
         files: all files, by their paths.

@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream import HostStates
+from hf_zero_stream import HostStates, StreamingConfig
 from tests.state.test_fsdp2_hooks import trainer_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.hosts import can_mount
@@ -44,37 +44,54 @@ class Ends(transformers.TrainerCallback):
 
 
 def train(
-    checkpoint: Path, work: Path, hosts: Sequence[str], run: TrainerRun, output: str, stop: int, victim: int = -1
+    checkpoint: Path,
+    work: Path,
+    hosts: Sequence[str],
+    run: TrainerRun,
+    by_settings: bool,
+    output: str,
+    stop: int,
+    victim: int = -1,
 ) -> dict[str, Any]:
-    """Go on from the newest state, by one rank on each of `hosts`, up to step `stop`, where rank `victim` dies."""
+    """Go on from the newest state, by one rank on each of `hosts`, up to step `stop`, where rank `victim` dies.
+
+    `by_settings`, the first start has nothing to go on from, and `victim` tells it.
+    """
     import torch.distributed as dist
 
     folder = work / "memory"
     join_host(hosts, work / "memories", folder)
-    with hf_zero_stream.streaming():
+    config = StreamingConfig(host_states_every=int(by_settings), host_states_folder=str(folder))
+    with hf_zero_stream.streaming(config):
         trainer, taken = trainer_of(checkpoint, work / output, run)
         trainer.args.save_steps, trainer.args.remove_unused_columns = 1, False
-        states = HostStates(folder, job=output)
         if victim < 0 or victim == dist.get_rank():
             trainer.add_callback(Ends(stop, dies=victim >= 0))
-        resumed = states.attach(trainer, every=1)
+        resumed: Any = victim < 0 if by_settings else HostStates(folder, job=output).attach(trainer, every=1)
+        restore, loaded = trainer._load_rng_state, [""]
+        trainer._load_rng_state = lambda checkpoint: (loaded.append(checkpoint), restore(checkpoint))
         trainer.train(resume_from_checkpoint=resumed)
         trainer.save_model(str(work / f"{output} at step {stop}"))
     return {
-        "resumed": str(resumed),
+        "resumed": loaded[-1],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "taken": taken,
         "left": [path.name for path in folder.rglob("state-*")],
     }
 
 
-@pytest.mark.parametrize("zero", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["ZeRO-3", "FSDP2"])
-def test_a_host_is_killed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, zero: bool) -> None:
+@pytest.mark.parametrize("zero", [True, False], ids=["ZeRO-3", "FSDP2"])
+@pytest.mark.parametrize("by_settings", [True, False])
+def test_a_host_is_killed(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, zero: bool, by_settings: bool
+) -> None:
     """The two that are left go on, then a third one comes back: as from a shared disk, of which nothing is there."""
     (tmp_path / "memory").mkdir()
     checkpoint, run = zoo_checkpoint("llama"), TrainerRun(zero=zero)
     victim, step = random.randrange(3), random.randrange(1, STOP)
-    outcomes = run_ranks_expecting_errors(3, train, checkpoint, tmp_path, "abc", run, "hosts", step, victim)
+    outcomes = run_ranks_expecting_errors(
+        3, train, checkpoint, tmp_path, "abc", run, by_settings, "hosts", step, victim
+    )
     assert outcomes[victim].error_type == "Died", outcomes
     shutil.rmtree(tmp_path / "memories" / "abc"[victim])
     shutil.copytree(tmp_path / "hosts" / f"checkpoint-{step}", tmp_path / "shared" / f"checkpoint-{step}")
@@ -82,13 +99,14 @@ def test_a_host_is_killed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: P
     rest, found = "abc".replace("abc"[victim], ""), {}
     for hosts, stop in ((rest, STOP), ("abc", STEPS)):
         shutil.rmtree(tmp_path / "hosts")
-        shutil.rmtree(tmp_path / "memory" / "hf_zero_stream-shared", ignore_errors=True)
         for output in ("hosts", "shared"):
-            found[output] = run_ranks(len(hosts), train, checkpoint, tmp_path, hosts, run, output, stop)
+            found[output] = run_ranks(len(hosts), train, checkpoint, tmp_path, hosts, run, by_settings, output, stop)
             for memory in (tmp_path / "memories").iterdir():  # the shared disk alone is to be gone on from there
-                shutil.rmtree(memory / "hf_zero_stream-shared", ignore_errors=True)
+                for left in memory.glob("hf_zero_stream-shared*"):
+                    shutil.rmtree(left)
         for of_hosts, of_shared in zip(found["hosts"], found["shared"], strict=True):
-            assert of_hosts["resumed"].startswith(str(tmp_path / "memory" / "hf_zero_stream-hosts" / "state-"))
+            place = Path(of_hosts["resumed"]).relative_to(tmp_path / "memory")
+            assert place.parts[0].startswith("hf_zero_stream-hosts") and place.name.startswith("state-")
             assert of_shared["resumed"].startswith(str(tmp_path / "shared" / "checkpoint-"))
             assert (of_hosts["losses"], of_hosts["taken"]) == (of_shared["losses"], of_shared["taken"])
             assert bool(of_hosts["left"]) == (stop < STEPS)

@@ -7,17 +7,17 @@ In a round each rank sends a part of its piece to one rank of another host, so t
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ..accelerators import collective_device
-from ..errors import PeerError, SaveError
-from ..ranks.coordinator import Coordinator
-from .host_folders import Hosts
+from ...accelerators import collective_device
+from ...checkpoint.file_digests import WORD, digest_of_bytes
+from ...errors import PeerError, SaveError
+from ...ranks.coordinator import Coordinator
+from .folders import Hosts
 
 
 ROUND_BYTES = 8 * 2**20
@@ -38,29 +38,23 @@ def holders_of(hosts: Hosts, copies: int) -> list[list[int]]:
     return [[(hosts.host_of(rank) + each) % len(hosts.ranks) for each in range(copies + 1)] for rank in range(count)]
 
 
-def digest_of_file(path: Path) -> int:
-    """The CRC-32 of a file."""
-    digest, buffer = 0, bytearray(ROUND_BYTES)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest = zlib.crc32(memoryview(buffer)[:count], digest)
-    return digest
-
-
 def copy_pieces(
-    coordinator: Coordinator, hosts: Hosts, copies: int, sizes: Sequence[int], path_of: Callable[[int], Path]
-) -> list[int]:
-    """Write the copies of all ranks' pieces (all ranks); returns the digest of each rank's piece.
+    coordinator: Coordinator,
+    hosts: Hosts,
+    copies: int,
+    sizes: Sequence[int],
+    digests: Sequence[int],
+    path_of: Callable[[int], Path],
+) -> None:
+    """Write the copies of all ranks' pieces, of these sizes in bytes, and with these digests (all ranks).
 
     `path_of` a rank's piece is a file of full size, on every host that is to have it.
 
     Raises:
         SaveError: on all ranks: a file cannot be read or written, or other bytes have arrived than were sent.
     """
-    digests = coordinator.all_gather(coordinator.run_on_all(lambda: digest_of_file(path_of(coordinator.rank))))
     for distance in range(1, copies + 1):
         _copy_once(coordinator, targets_of(hosts, distance), sizes, digests, path_of)
-    return digests
 
 
 def _copy_once(
@@ -95,7 +89,7 @@ def _copy_once(
             try:
                 for source, part in zip(sources, arriving.cpu().split([expected[it] for it in sources]), strict=True):
                     data = memoryview(part.numpy())
-                    found[source] = zlib.crc32(data, found[source])
+                    found[source] = (found[source] + digest_of_bytes(begin, [data])) % WORD
                     _write(handles, source, path_of(source), begin, data)
             except OSError as caught:
                 error = error or caught
@@ -104,8 +98,9 @@ def _copy_once(
                 os.fsync(handles[source])
             if error is None and found[source] != digests[source]:
                 error = SaveError(
-                    f"{path_of(source)}: other bytes have arrived than rank {source} sent (CRC-32 "
-                    f"{found[source]:08x}, expected {digests[source]:08x}). Look into the network of this host."
+                    f"{path_of(source)}: other bytes have arrived than rank {source} wrote (digest "
+                    f"{found[source]:016x}, expected {digests[source]:016x}). Look into the memory and the network of "
+                    "both hosts. What was there before has not been touched."
                 )
     except PeerError:
         raise  # no round will come to an end any more

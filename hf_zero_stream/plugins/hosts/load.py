@@ -10,17 +10,13 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers.utils import logging
 
-from ..errors import CheckpointError
-from ..ranks.coordinator import Coordinator
-from ..seams.ds_config import settings_in_force
-from ..sources.base import ByteSource, Retries, SourceFile
-from ..sources.by_path import mounted
-from ..sources.local import LocalFiles
-from ..sources.pieces import PiecedFiles
-from ..sources.relay import RelayedFiles, RelayServer
-from .host_copies import digest_of_file
-from .host_folders import (
-    MANIFEST,
+from ...errors import CheckpointError
+from ...ranks.coordinator import Coordinator
+from ...sources.base import ByteSource, Retries, SourceFile
+from ...sources.by_path import mounted
+from ...sources.local import LocalFiles
+from ...sources.relay import RelayedFiles, RelayServer
+from .folders import (
     PIECES,
     FoundState,
     Hosts,
@@ -28,12 +24,14 @@ from .host_folders import (
     begin_in,
     own_folder,
     piece_name,
+    pieces_in,
     states_in,
     tree_of,
     what_is_missing,
     whole_states,
     write_tree,
 )
+from .pieces import PiecedFiles
 
 
 logger = logging.get_logger(__name__)
@@ -85,26 +83,22 @@ def newest_on_hosts(folder: Path, coordinator: Coordinator, *, raises: bool = Tr
 
 @contextmanager
 def pieces_mounted(place: Path, coordinator: Coordinator) -> Iterator[None]:
-    """Inside, loads read shards in the folder `place` from pieces, if it is that of a state on hosts (all ranks).
+    """Inside, loads read shards of the state on hosts in the folder `place` from pieces (all ranks, in a meeting).
 
     Raises:
         CheckpointError: on all ranks: the record of the state is not sound, or no host has one of the pieces.
     """
-    if not coordinator.broadcast(lambda: (place / MANIFEST).is_file()):
-        yield
-        return
     hosts = Hosts.meet(coordinator)
-    state, there = coordinator.run_on_all(partial(_look, place))
-    if settings_in_force().verify == "full" and coordinator.rank == hosts.leader:
-        with coordinator.reporting():
-            _refuse_changed(place, state, there)
+    state, there = coordinator.run_on_all(partial(_look, place, coordinator.rank == hosts.leader))
     of_ranks = coordinator.all_gather(there)
     of_hosts = [of_ranks[ranks[0]] for ranks in hosts.ranks]
     reader_of: dict[int, int] = {}
     for piece in range(len(state.pieces)):
         having = [number for number, of_host in enumerate(of_hosts) if piece in of_host]
         if not having:
-            raise CheckpointError(f"{place}: no host has {piece_name(piece)} any more. Go on from another state.")
+            raise CheckpointError(
+                f"{place}: no host has {piece_name(piece)} any more, as it was written. Go on from another state."
+            )
         if hosts.mine not in having:  # hosts take turns, so that one alone need not read for all others
             reader_of[piece] = hosts.ranks[having[(hosts.mine + piece) % len(having)]][0]
     paths = [str(place / PIECES / piece_name(piece)) for piece in range(len(state.pieces))]
@@ -144,17 +138,7 @@ def pieces_mounted(place: Path, coordinator: Coordinator) -> Iterator[None]:
                 dist.destroy_process_group(group)
 
 
-def _refuse_changed(place: Path, state: HostState, there: frozenset[int]) -> None:
-    """Raise a CheckpointError if a piece on this host does not hold what was written."""
-    for rank in sorted(there):
-        path = place / PIECES / piece_name(rank)
-        if (found := digest_of_file(path)) != state.pieces[rank].digest:
-            raise CheckpointError(
-                f"{path}: expected bytes with the CRC-32 {state.pieces[rank].digest:08x}; found {found:08x}. Remove "
-                "this file, and load again: another host may have a copy, or an older state is taken."
-            )
-
-
-def _look(place: Path) -> tuple[HostState, frozenset[int]]:
+def _look(place: Path, is_leader: bool) -> tuple[HostState, frozenset[int]]:
+    """The record of a state; and the pieces on this host, for which its leader looks."""
     state = HostState.read(place)
-    return state, next(each.there for each in states_in(place.parent) if each.name == place.name)
+    return state, pieces_in(place, state) if is_leader else frozenset()

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
 from tests.support.hosts import can_mount, move_to_host
+from tests.support.parity import whole_values
+from tests.support.plugins import without_plugin
 from tests.support.saving import different
 from tests.support.simulated_hosts import join_host
 from tests.support.training_state import engine_of, plain_training, state_config, train, train_plain, two_groups
@@ -127,12 +129,12 @@ def test_the_newest_that_is_whole(cluster: None, zoo_checkpoint: Checkpoint, tmp
     with pytest.raises(Exception, match="(?i)incomplete|invalid|header"):
         safe_open(newer / "model.safetensors", "pt")
 
-    # A piece that has changed is found, if all is verified, and can be removed.
+    # A piece that has changed is not read, if all is verified.
     piece = disks / "a" / newer.name / "pieces" / "rank-00000"
     before = piece.read_bytes()
     piece.write_bytes(bytes([before[0] ^ 1]) + before[1:])
-    for _, message in run_ranks(2, load_plain, checkpoint, disks, folder, "ab", "full"):
-        assert "rank-00000: expected bytes with the CRC-32" in message
+    assert run_ranks(2, load_plain, checkpoint, disks, folder, "ab", "full") == [(2, "no error")] * 2  # b has a copy
+    assert run_ranks(2, load_plain, checkpoint, disks, folder, "ac", "full") == [(1, "no error")] * 2
     piece.write_bytes(before)
 
     # Of the newer one, b has rank 0's piece and its own alone.
@@ -164,7 +166,7 @@ def test_folders_that_are_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp
 
 def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str:
     import hf_zero_stream
-    from hf_zero_stream.state import host_save
+    from hf_zero_stream.plugins.hosts import save as host_save
 
     if fault == "shared":
         move_to_host("ab"[dist.get_rank()])
@@ -182,6 +184,90 @@ def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str
     model, optimizer, scheduler = plain_training(checkpoint, None)
     train_plain(model, optimizer, scheduler, [0])
     return message_of(lambda: hf_zero_stream.save_state(model, folder / "state", optimizer=optimizer, hosts=True))
+
+
+def load_weights(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], zero: bool) -> dict[str, bool]:
+    """Whether functions that load weights give those of the newest state of the hosts; and the error of one alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import hf_zero_stream
+
+    join_host(hosts, disks, folder)
+    place, config = max(folder.glob("state-*")), state_config(3) if zero else None
+    how = {"dtype": torch.float32, **({"ds_config": config} if zero else {})}
+    wanted = AutoModelForCausalLM.from_pretrained(disks.parent / "shared", dtype=torch.float32).state_dict()
+    found = {}
+    with hf_zero_stream.streaming():
+        loaded = AutoModelForCausalLM.from_pretrained(place, **how)
+        into = AutoModelForCausalLM.from_pretrained(checkpoint, **how)
+    hf_zero_stream.load_into(into, str(place))
+    for name, model in (("from_pretrained", loaded), ("load_into", into)):
+        values = whole_values(model)
+        found[name] = all(torch.equal(values[key], wanted[key]) for key in values)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_weights_of_a_state(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, zero: bool) -> None:
+    disks, folder = tmp_path / "disks", tmp_path / "own"
+    folder.mkdir()
+    checkpoint = zoo_checkpoint("llama")
+    run_ranks(2, train_and_save, checkpoint, disks, folder, "ab", 3, 1)
+    for hosts in ("ab", "a"):
+        for found in run_ranks(len(hosts), load_weights, checkpoint, disks, folder, hosts, zero):
+            assert found == {"from_pretrained": True, "load_into": True}
+
+
+def by_settings(checkpoint: Path, work: Path, hosts: Sequence[str], steps: Sequence[int], client_state: Any) -> Any:
+    """Go on up to a step, saving each second one on hosts; and on the shared disk, if there is a `client_state`."""
+    import hf_zero_stream
+
+    join_host(hosts, work / "disks", work / "own")
+    config = hf_zero_stream.StreamingConfig(host_states_every=2, host_states_folder=str(work / "own"))
+    engine = engine_of(checkpoint, state_config(3), two_groups)
+    with hf_zero_stream.streaming(config):
+        loaded = engine.load_checkpoint(str(work / "shared"))
+        begin = engine.global_steps
+        losses = train(engine, steps[begin:])
+        if client_state is not None:
+            engine.save_checkpoint(str(work / "shared"), client_state=client_state)
+        losses += train(engine, [steps[-1] + 1])
+    dist.barrier()
+    return begin, str(loaded[0]), losses, [path.name for path in (work / "own").rglob("state-*")]
+
+
+def test_an_engine_by_settings(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The newer of its states on hosts and on the shared disk is taken. With a client_state, none is on hosts."""
+    (tmp_path / "own").mkdir()
+    checkpoint = zoo_checkpoint("llama")
+    (begin, _, whole, left), *_ = run_ranks(2, by_settings, checkpoint, tmp_path, "ab", range(5), None)
+    assert begin == 0 and len(left) == 1 and len(whole) == 6  # of steps 2 and 4
+    for begin, loaded, losses, _ in run_ranks(2, by_settings, checkpoint, tmp_path, "ab", range(5), {}):
+        assert begin == 4 and str(tmp_path / "own") in loaded and losses == whole[4:]
+    for begin, loaded, losses, left in run_ranks(2, by_settings, checkpoint, tmp_path, "ab", range(7), {"batch": 3}):
+        assert begin == 5 and str(tmp_path / "shared") in loaded and losses[:1] == whole[5:] and left == []
+    for begin, _, _, left in run_ranks(2, by_settings, checkpoint, tmp_path, "ab", range(9), {}):
+        assert begin == 7 and left == []
+
+
+def without_the_plugin(checkpoint: Path, folder: Path) -> list[str]:
+    import hf_zero_stream
+
+    model, optimizer, _ = plain_training(checkpoint, None)
+    with without_plugin("hosts"):
+        return [
+            message_of(lambda: hf_zero_stream.save_state(model, folder, optimizer=optimizer, hosts=True)),
+            message_of(lambda: hf_zero_stream.load_state(model, folder, optimizer=optimizer, hosts=True)),
+        ]
+
+
+def test_without_the_plugin(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for of_rank in run_ranks(2, without_the_plugin, zoo_checkpoint("llama"), tmp_path / "own"):
+        for message, what in zip(of_rank, ("save_state", "load_state"), strict=True):
+            assert f"{what}(hosts=True) needs the plug-in 'hosts'" in message
+    assert not (tmp_path / "own").exists()
 
 
 def test_one_process(tmp_path: Path) -> None:

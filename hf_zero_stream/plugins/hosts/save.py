@@ -23,17 +23,19 @@ import psutil
 import torch
 from transformers.utils import logging
 
-from ..accelerators import settle
-from ..checkpoint.safetensors import ShardToWrite
-from ..errors import ConfigError, SaveError
-from ..saving.files import Comparison, Publication, ShardWriter
-from ..saving.preparation import Finalizer
-from ..saving.save import Save
-from ..saving.targets import AnyPublication
-from ..saving.write import Put, bytes_of, execute_saves
-from ..sources.local import kind_of_file_system
-from .host_copies import copy_pieces, holders_of
-from .host_folders import (
+from ...accelerators import settle
+from ...checkpoint.file_digests import WORD
+from ...checkpoint.safetensors import ShardToWrite
+from ...errors import ConfigError, SaveError
+from ...holdings.own_names import parameters
+from ...saving.files import Comparison, Publication, ShardWriter
+from ...saving.preparation import Finalizer
+from ...saving.save import Save
+from ...saving.targets import AnyPublication
+from ...saving.write import Put, bytes_of, execute_saves
+from ...sources.local import kind_of_file_system
+from .copies import copy_pieces, holders_of
+from .folders import (
     MANIFEST,
     PIECES,
     RUNS,
@@ -109,7 +111,7 @@ class HostSave(Save):
         return [named for each in self._plans for named in zip(each.names, each.shards, strict=True)]
 
     def _write(self, publication: AnyPublication, finalizer: Finalizer) -> None:
-        settle(self.model.parameters())
+        settle(parameters(self.model))
         coordinator, hosts = self._coordinator, self._hosts
         is_leader = coordinator.rank == hosts.leader
         own = coordinator.run_on_all(lambda: begin_in(self._own_folder) if is_leader else None)
@@ -164,9 +166,9 @@ class HostSave(Save):
                     _allocate(path_of(rank), nbytes)
 
         coordinator.run_on_all(make_room)
-        self._fill(path_of(coordinator.rank), mine)
+        digests = coordinator.all_gather(self._fill(path_of(coordinator.rank), mine))
         with self._clock("copy"):
-            digests = copy_pieces(coordinator, hosts, copies, sizes, path_of)
+            copy_pieces(coordinator, hosts, copies, sizes, digests, path_of)
         numbered = [numpy.insert(table, 0, rank, axis=1) for rank, table in enumerate(of_ranks)]
         self._table = numpy.concatenate(numbered).astype("<i8").tobytes()
         return HostState(
@@ -189,8 +191,9 @@ class HostSave(Save):
                 yield first + it.shard, it.position, it.position + it.view.numel * it.view.node.dtype.itemsize
             first += len(each.shards)
 
-    def _fill(self, path: Path, mine: Sequence[tuple[int, int, int]]) -> None:
-        with closing(ShardWriter([path])) as writer:
+    def _fill(self, path: Path, mine: Sequence[tuple[int, int, int]]) -> int:
+        """Write this rank's piece; returns its digest."""
+        with closing(ShardWriter([path], has_digests=True)) as writer:
             with self._clock("write"):
                 execute_saves(self._tasks(self._puts(writer, mine)), self._coordinator, self._threads())
             self._memory.sample()
@@ -199,6 +202,7 @@ class HostSave(Save):
         if self._verify:
             with self._clock("verify"), closing(Comparison([path])) as comparison:
                 execute_saves(self._tasks(self._puts(comparison, mine)), self._coordinator, self._threads())
+        return writer.digests[0] % WORD
 
     def _puts(self, writer: ShardWriter, mine: Sequence[tuple[int, int, int]]) -> list[Put]:
         """What takes the bytes of each plan, and puts them where they belong in the piece."""

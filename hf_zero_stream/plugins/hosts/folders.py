@@ -10,11 +10,12 @@ others did::
     state-00000012-3f9a0c51/pieces/rank-00003      the bytes that rank 3 wrote
 
 All but the pieces lies on every host. A stock reader refuses shards that are cut off, and so do ours outside of
-:func:`.host_load.pieces_mounted`.
+:func:`.load.pieces_mounted`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -30,12 +31,14 @@ from typing import NamedTuple
 import numpy
 from transformers.utils import logging
 
-from ..checkpoint.format import parse_object
-from ..errors import CheckpointError, ConfigError, SaveError
-from ..ranks.coordinator import Coordinator
-from ..saving.files import Publication
-from ..sources.base import is_plain_name
-from ..sources.pieces import PiecedFile, Run
+from ...checkpoint.file_digests import digest_of_range
+from ...checkpoint.format import parse_object
+from ...errors import CheckpointError, ConfigError, SaveError
+from ...ranks.coordinator import Coordinator
+from ...saving.files import Publication
+from ...seams.ds_config import settings_in_force
+from ...sources.base import is_plain_name
+from .pieces import PiecedFile, Run
 
 
 logger = logging.get_logger(__name__)
@@ -76,7 +79,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class PieceRecord:
-    """Bytes that a rank wrote: how many, their CRC-32, and the numbers of the hosts that have them, its own first."""
+    """Bytes that a rank wrote: how many, their digest, and the numbers of the hosts that have them, its own first."""
 
     size_bytes: int
     digest: int
@@ -254,9 +257,7 @@ def states_in(folder: Path) -> list[FoundState]:
         try:
             refuse_foreign(place, os.lstat(place))
             state = HostState.read(place)
-            there = frozenset(
-                rank for rank, piece in enumerate(state.pieces) if _is_there(place / PIECES / piece_name(rank), piece)
-            )
+            there = pieces_in(place, state)
         except (OSError, SaveError, CheckpointError) as error:
             logger.warning(f"{place}: is not taken for a state: {error}")
             continue
@@ -265,13 +266,32 @@ def states_in(folder: Path) -> list[FoundState]:
     return found
 
 
-def _is_there(path: Path, piece: PieceRecord) -> bool:
+def pieces_in(place: Path, state: HostState) -> frozenset[int]:
+    """The ranks whose pieces of the `state` lie on this host; with ``verify="full"`` not those that have changed."""
+    compares = settings_in_force().verify == "full"
+    paths = [place / PIECES / piece_name(rank) for rank in range(len(state.pieces))]
+    return frozenset(rank for rank, path in enumerate(paths) if _is_there(path, state.pieces[rank], compares))
+
+
+def _is_there(path: Path, piece: PieceRecord, compares: bool) -> bool:
     try:
         status = os.lstat(path)
     except FileNotFoundError:
         return False
-    is_sound = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-    return is_sound and status.st_size == piece.size_bytes
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != piece.size_bytes:
+        return False
+    found = _digest_of(path, piece.size_bytes, status.st_ino, status.st_mtime_ns) if compares else piece.digest
+    if found != piece.digest:
+        logger.warning(
+            f"{path}: expected bytes with the digest {piece.digest:016x}; found {found:016x}. It is not "
+            "read: the copy of another host is, or else an older state."
+        )
+    return found == piece.digest
+
+
+@functools.lru_cache(maxsize=1024)  # a resume first looks for the newest state, and then reads it
+def _digest_of(path: Path, nbytes: int, inode: int, changed_ns: int) -> int:
+    return digest_of_range(path, 0, nbytes)
 
 
 def whole_states(of_hosts: Sequence[Sequence[FoundState]]) -> tuple[list[FoundState], list[FoundState]]:

@@ -1,0 +1,18 @@
+"""Training states on the hosts' own disks or in their memory, with copies on other hosts; docs/state.md has them."""
+
+from __future__ import annotations
+
+from ...registry import Plugin
+
+
+PLUGIN = Plugin(
+    "hosts",
+    mounts={"host_state.json": f"{__name__}.load:pieces_mounted"},
+    tools={
+        "host save": f"{__name__}.save:HostSave",
+        "newest on hosts": f"{__name__}.load:newest_on_hosts",
+        "trainer's checkpoint": f"{__name__}.trainers:checkpoint_by_settings",
+        "engine's state": f"{__name__}.states:state_of_engine",
+        "engine's next states": f"{__name__}.states:save_between_steps",
+    },
+)

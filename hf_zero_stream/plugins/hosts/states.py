@@ -1,0 +1,208 @@
+"""States on the hosts of a job, beside those on a shared disk: which is newer, every how many steps, and their end."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers.utils import logging
+
+from ...errors import CheckpointError, ConfigError, SaveError
+from ...holdings.training import STEPS
+from ...ranks.coordinator import Coordinator, meeting
+from ...ranks.rendezvous import LOAD
+from ...reports.save import SaveReport
+from ...saving.pending import finish_pending
+from ...settings.config import StreamingConfig
+from ...sources.base import is_plain_name
+from ...state.callers import look_for_state, name_in
+from ...state.load import Resumed, resume
+from ...state.record import CLIENT, FILE, StateRecord
+from ...state.save import save_state
+from .folders import own_folder
+from .load import newest_on_hosts
+
+
+logger = logging.get_logger(__name__)
+
+_JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+
+
+class HostStates:
+    """States of one job, in a folder of each host: on a disk of its own, or in its memory (``/dev/shm``).
+
+    What is left when a job has crashed has the job's name, and the next start of the same job goes on from it. After a
+    ``with`` block that ends without an error, and when a Trainer has come to its last step, nothing is left.
+
+    Args:
+        folder: where on each host; the job gets a folder in there, for its user alone.
+        copies: of what a host writes, on as many other hosts. So many hosts may be lost at once.
+        keep: states that stay, the newest one included.
+        job: the name of the job, the same on all hosts and at each start; default: torchrun's ``--rdzv-id``, or the id
+            of the Slurm job.
+
+    Raises:
+        ConfigError: nothing names the job.
+
+    Example:
+        >>> with hf_zero_stream.HostStates("/dev/shm", copies=1) as states:
+        ...     resumed = states.load(engine, "checkpoints")  # whichever is newer
+        ...     for step in range(engine.global_steps, 1000):
+        ...         train(engine, step)
+        ...         if step % 20 == 0:
+        ...             states.save(engine)
+        ...         if step % 500 == 0:
+        ...             hf_zero_stream.save_state(engine, "checkpoints", keep_older=False)
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str] = "/dev/shm", *, copies: int = 1, keep: int = 1, job: str | None = None
+    ) -> None:
+        announced = [os.environ.get(name, "") for name in _JOB_VARIABLES]
+        name = job or next((each for each in announced if each not in ("", "none")), "")
+        if not is_plain_name(name) or len(name) > 200:
+            raise ConfigError(
+                f"job: expected a name that can be that of a folder; got {name!r}. Give HostStates a job=, the same "
+                "at each start, or start with torchrun --rdzv-id=NAME."
+            )
+        self.folder = Path(folder) / f"hf_zero_stream-{name}"
+        self._copies, self._keep = copies, keep
+
+    def save(self, trained: Any, **kwargs: Any) -> SaveReport:
+        """Save a state on the hosts (all ranks); for the arguments and errors see :func:`...state.save.save_state`."""
+        how = {"copies": self._copies, "keep": self._keep, **kwargs}
+        report: SaveReport = save_state(trained, self.folder, hosts=True, **how)
+        return report
+
+    def load(self, trained: Any, shared: str | os.PathLike[str] | None = None, **kwargs: Any) -> Resumed | None:
+        """Go on from the newest state that is whole: on the hosts, or in the `shared` folder of ``save_state``.
+
+        None, and nothing is loaded, if there is none. For further arguments and errors see
+        :func:`...state.load.load_state`.
+        """
+        finish_pending()
+        with meeting(LOAD) as coordinator:
+            found = newest_on_hosts(self.folder, coordinator, raises=False)
+            steps = coordinator.broadcast(lambda: -1 if shared is None else _steps_in(Path(shared)))
+            if found is not None and found.steps >= steps:
+                return resume(trained, self.folder / found.name, meeting=coordinator, **kwargs)
+            if shared is None or steps < 0:
+                return None
+            if coordinator.is_main:
+                logger.info(f"{shared}: its state of step {steps} is newer than those on hosts, and is taken.")
+            return resume(trained, Path(shared), meeting=coordinator, **kwargs)
+
+    def attach(self, trainer: Any, every: int) -> str | None:
+        """Have a Trainer save a state on the hosts every so many steps; returns the checkpoint to go on from.
+
+        That is the newest one, on the hosts or in the Trainer's ``output_dir``; None if there is none::
+
+            trainer.train(resume_from_checkpoint=states.attach(trainer, every=20))
+
+        The Trainer saves into its ``output_dir`` as its own arguments say.
+        """
+        if type(every) is not int or every < 1:
+            raise ConfigError(f"every: expected a whole number of steps from 1 on; got {every!r}")
+        from .trainers import attach  # imports the Trainer, which takes seconds
+
+        return attach(self, trainer, every)
+
+    def remove(self) -> None:
+        """Remove all that this job has on this host; each host must call it."""
+        if self.folder.exists():
+            with suppress(SaveError, FileNotFoundError):  # it is somebody else's, or another rank was faster
+                shutil.rmtree(own_folder(self.folder), ignore_errors=True)
+
+    def __enter__(self) -> HostStates:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.remove()
+
+
+# ----------------------------------------------------------------------------------- by the setting host_states_every
+
+
+def states_of(folder: str | os.PathLike[str], settings: StreamingConfig) -> HostStates:
+    """The states on hosts beside the checkpoints in `folder`, which is the name of their job."""
+    place = os.path.realpath(folder)
+    job = f"{os.path.basename(place)[:100]}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
+    return HostStates(settings.host_states_folder, copies=settings.host_states_copies, job=job)
+
+
+def state_of_engine(
+    folder: Path, shared: tuple[Path, str | None] | None, settings: StreamingConfig, coordinator: Coordinator
+) -> Path | None:
+    """The state on hosts for ``engine.load_checkpoint(folder)``, if none there is newer (all ranks, in a meeting).
+
+    `shared` is what is there: a folder, and the name of a state of ours in it.
+    """
+    states = states_of(folder, settings)
+    found = newest_on_hosts(states.folder, coordinator, raises=False)
+    if found is None or found.steps < coordinator.broadcast(lambda: _steps_of(folder, shared)):
+        return None
+    place = states.folder / found.name
+    if coordinator.is_main:
+        logger.warning(f"{place}: this state on hosts is the newest of {folder} (step {found.steps}), and is taken.")
+    return place
+
+
+def save_between_steps(engine: Any, folder: Path, settings: StreamingConfig, client_state: Any) -> None:
+    """Have an engine save on the hosts every so many steps, before a forward pass (all ranks).
+
+    With a `client_state`, which only the script knows, nothing is saved: a resume would lack it.
+    """
+    if engine not in _on_hosts:
+        _on_hosts[engine] = states_of(folder, settings)
+        last = engine.global_steps
+
+        def save(engine: Any, inputs: Any) -> None:
+            nonlocal last
+            step = engine.global_steps
+            if step != last and step % settings.host_states_every == 0 and engine.training and torch.is_grad_enabled():
+                last = step
+                if (states := _on_hosts[engine]) is not None:
+                    states.save(engine, data={CLIENT: {}})
+
+        # Then the optimizer, counters, and a scheduler, whoever steps it, have come to the end of the same step.
+        engine.register_forward_pre_hook(save, prepend=True)
+    states = _on_hosts[engine]
+    if client_state and states is not None:
+        _on_hosts[engine] = None
+        states.remove()
+        if Coordinator.of_default_group().is_main:
+            logger.warning(
+                f"{folder}: host_states_every saves nothing here, because this script has a client_state for each "
+                "step. Call HostStates.save(engine, data=...) in its loop."
+            )
+
+
+_on_hosts: WeakKeyDictionary[Any, HostStates | None] = WeakKeyDictionary()
+
+
+def _steps_in(folder: Path) -> int:
+    return _steps_of(folder, look_for_state(folder, None))
+
+
+def _steps_of(folder: Path, state: tuple[Path, str | None] | None) -> int:
+    """The steps of a state of ours in a shared `folder`, or of what else is the newest there; -1 if nothing is."""
+    if state is not None and state[1] is not None:
+        try:
+            return StateRecord.read(state[0] / state[1] / FILE).counters.get(STEPS, 0)
+        except CheckpointError:
+            return 0  # what is wrong with it, loading it says
+    name = name_in(folder, None)
+    steps = re.fullmatch(r"global_step(\d+)", name)
+    return int(steps[1]) if steps else sys.maxsize if name else -1  # DeepSpeed's own, of a name that says no step

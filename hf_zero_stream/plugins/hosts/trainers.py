@@ -1,0 +1,157 @@
+"""States on hosts that the Trainer saves by a callback, and the files that it writes beside weights and optimizer."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import Trainer, TrainerCallback
+from transformers import trainer as trainer_module
+from transformers.trainer_callback import ExportableState
+from transformers.utils import logging
+
+from ...errors import UnsupportedError, require_names
+from ...ranks.coordinator import expected_at, meeting
+from ...ranks.rendezvous import LOAD
+from ...seams.wrappers import checkpoint_number, is_fsdp2
+from ...settings.config import StreamingConfig
+from ...state.record import CLIENT
+from .load import newest_on_hosts
+from .states import HostStates, states_of
+
+
+logger = logging.get_logger(__name__)
+
+require_names("transformers", Trainer, "_save_rng_state", "_save_scaler")
+
+
+def last_checkpoint_in(folder: str) -> str | None:
+    """The Trainer's last checkpoint in `folder`, inside ``streaming()`` without those whose save has died."""
+    return trainer_module.get_last_checkpoint(folder) if os.path.isdir(folder) else None
+
+
+def _refuse_unsharded(trainer: Any) -> None:
+    if not trainer.is_deepspeed_enabled and not is_fsdp2(trainer.accelerator):
+        raise UnsupportedError(
+            "states on hosts: expected a Trainer under DeepSpeed or FSDP2; this one shards nothing. Leave them out."
+        )
+
+
+def trained_by(trainer: Any) -> tuple[Any, dict[str, Any]]:
+    """What ``save_state`` is given of a Trainer: an engine, or a model and what trains it."""
+    scheduler = trainer.lr_scheduler if isinstance(trainer.lr_scheduler, LRScheduler) else None
+    if trainer.is_deepspeed_enabled:
+        return trainer.model_wrapped, {"scheduler": scheduler}
+    args = trainer.args
+    batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return trainer.model, {"optimizer": trainer.optimizer, "scheduler": scheduler, "batch_size": batch_size}
+
+
+def write_small_files(trainer: Any, folder: Path) -> None:
+    """Write what ``Trainer._save_checkpoint`` does beside weights and optimizer: this rank's files, into `folder`."""
+    from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+
+    trainer._save_rng_state(str(folder))
+    trainer._save_scaler(str(folder))
+    trainer.store_flos()
+    if trainer.args.process_index != 0:
+        return
+    if not trainer.is_deepspeed_enabled or isinstance(trainer.lr_scheduler, LRScheduler):  # else it is the engine's
+        torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+    state = deepcopy(trainer.state)  # stock adds to lists in it at each save
+    for each in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(each, ExportableState):
+            kept = state.stateful_callbacks.get(type(each).__name__)
+            if isinstance(kept, list):
+                kept.append(each.state())
+            else:
+                state.stateful_callbacks[type(each).__name__] = each.state()
+    state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+
+class SaveOnHosts(TrainerCallback):
+    """Saves the training of a Trainer on the hosts, and removes what is there when it has come to its end.
+
+    As the Trainer's own checkpoints, a state has what was logged and evaluated in its step.
+    """
+
+    def __init__(self, states: HostStates, trainer: Any, every: int) -> None:
+        self.states, self.every, self._trainer = states, every, ref(trainer)
+        self._awaited = ""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            self._awaited = "evaluate" if control.should_evaluate else "log" if control.should_log else "nothing"
+            self._save_after("nothing")
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._save_after("log")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._save_after("evaluate")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._save_after(self._awaited)  # what was awaited has not come: another callback has changed it
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            self.states.remove()
+
+    def _save_after(self, event: str) -> None:
+        trainer = self._trainer()
+        if not self._awaited or event != self._awaited or trainer is None:
+            return
+        self._awaited = ""
+        trained, own = trained_by(trainer)
+        with tempfile.TemporaryDirectory() as folder:
+            write_small_files(trainer, Path(folder))
+            beside = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        self.states.save(trained, data={CLIENT: {}}, beside=beside, **own)
+
+
+def attach(states: HostStates, trainer: Any, every: int) -> str | None:
+    """Do what :meth:`.states.HostStates.attach` says."""
+    with expected_at(LOAD):
+        _refuse_unsharded(trainer)
+    trainer.remove_callback(SaveOnHosts)  # of an earlier call
+    trainer.add_callback(SaveOnHosts(states, trainer, every))
+    with meeting(LOAD) as coordinator:
+        found = newest_on_hosts(states.folder, coordinator, raises=False)
+        shared = coordinator.broadcast(lambda: last_checkpoint_in(trainer.args.output_dir))
+    steps = -1 if shared is None else checkpoint_number(Path(shared).name) or 0
+    if found is not None and found.steps >= steps:
+        return str(states.folder / found.name)
+    return shared
+
+
+def checkpoint_by_settings(trainer: Any, given: Any, settings: StreamingConfig) -> Any:
+    """The checkpoint for ``Trainer.train(resume_from_checkpoint=given)``; has it save on hosts too (all ranks).
+
+    It is that of the hosts if `given` asks for the newest one, by True or by its name, and that of the hosts is newer.
+    """
+    output_dir = trainer.args.output_dir
+    mine = next((each for each in trainer.callback_handler.callbacks if isinstance(each, SaveOnHosts)), None)
+    states = mine.states if mine else states_of(output_dir, settings)
+    newest = attach(states, trainer, mine.every if mine else settings.host_states_every)
+    if newest is None or newest == given or Path(newest).parent != states.folder:
+        return given
+    is_asked_for = given is True or (given and _is_last(given, output_dir))
+    if trainer.is_world_process_zero():
+        logger.warning(
+            f"{newest}: the training goes on from this state on hosts, which is newer than all in {output_dir}."
+            if is_asked_for
+            else f"{newest}: this state on hosts is newer than {given or 'the model'}, from which the training is to "
+            "begin, and goes when the next one is saved. resume_from_checkpoint=True goes on from the newest."
+        )
+    return newest if is_asked_for else given
+
+
+def _is_last(checkpoint: Any, output_dir: str) -> bool:
+    last = last_checkpoint_in(output_dir)
+    return last is not None and os.path.realpath(checkpoint) == os.path.realpath(last)

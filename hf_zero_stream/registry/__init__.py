@@ -1,1 +1,0 @@
-"""Plug-ins, formats and rows of replaced functions, as data."""
