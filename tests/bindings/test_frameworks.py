@@ -26,10 +26,10 @@ from tests.support.checkpoint_files import differing
 from tests.support.cluster import ROOT, free_port, run_ranks
 from tests.support.forks import Forks
 from tests.support.fsdp2 import force_fsdp_on_cpu
+from tests.support.parity import whole_values
 from tests.support.saving import different
 from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, losses_of, make_tokenizer, trainer_arguments
 from tests.support.training_state import all_in_one_group, different_states, state_config, train, values_in
-from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
 
 

@@ -19,6 +19,7 @@ from hf_zero_stream.prefix import environment
 from hf_zero_stream.registry import PatchScope
 from tests.support.commands import command_environment
 from tests.support.http_files import http_files
+from tests.support.messages import outcome_of
 from tests.support.mutations import Mutation, mutated, mutations
 from tests.support.remote_code import make_remote_checkpoint
 from tests.support.zoo import Checkpoint, make_checkpoint
@@ -105,10 +106,8 @@ def load_all(address: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
         for name, load in LOADS.items():
-            try:
-                found[name] = load(f"{address}/{name.replace(' ', '%20')}")
-            except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"
+            url = f"{address}/{name.replace(' ', '%20')}"
+            found[name] = outcome_of(lambda load=load, url=url: load(url))
     return found
 
 

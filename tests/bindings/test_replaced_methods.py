@@ -18,8 +18,7 @@ from tests import sampling
 from tests.saving.test_hooks import prepared
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-from tests.support.loading import load_with
-from tests.support.parity import ds_config, three_losses
+from tests.support.parity import ds_config, load_with, three_losses
 from tests.support.saving import different
 from tests.support.trainers import join_as_launched
 from tests.support.zoo import ZOO, Checkpoint

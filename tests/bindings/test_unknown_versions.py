@@ -26,8 +26,7 @@ from hf_zero_stream.seams import sharding
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce
 from tests.support.mutations import MUTATIONS, mutation_of, renamed
-from tests.support.parity import ds_config
-from tests.support.whole import whole_values
+from tests.support.parity import ds_config, whole_values
 from tests.support.zoo import Checkpoint
 
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks import bench, checkpoints, fio, save
 from benchmarks.figures import same_bits, summarise
 from tests.support.cluster import run_ranks
-from tests.support.parity import load_and_compare
+from tests.support.parity import compare
 
 
 ARMS = ["stock", "ours", "raw", "slices"]
@@ -105,7 +105,7 @@ def test_checkpoints_have_the_size_asked_for_and_are_kept(kind: str, fp32: bool)
 @pytest.mark.parametrize("fp32", [False, True])
 def test_checkpoints_load_as_plain_from_pretrained_does(kind: str, fp32: bool) -> None:
     made = checkpoints.cached_checkpoint(kind, 0.02, fp32)
-    for found in run_ranks(2, load_and_compare, made.auto_class, made.folder, torch.bfloat16, torch.bfloat16):
+    for found in run_ranks(2, compare, made.auto_class, made.folder, {"dtype": torch.bfloat16}, torch.bfloat16):
         assert found["differences"] == []
         assert not found["info"]["missing_keys"] and not found["info"]["unexpected_keys"]
 

@@ -22,8 +22,8 @@ import hf_zero_stream
 from tests.support.changed_models import SHARDED_BY, Session, resume_changed
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import RankFailure, run_ranks
+from tests.support.parity import whole_values
 from tests.support.sharded import even_model
-from tests.support.whole import whole_values
 from tests.sweep.destinations import Destination
 from tests.sweep.run import sweep
 from tests.sweep.tables import Table, table

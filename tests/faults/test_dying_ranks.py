@@ -28,6 +28,7 @@ from hf_zero_stream.ranks.watchdog import Watchdog
 from hf_zero_stream.sources import relay
 from tests.support.cluster import SOON_S, Outcome, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.disk import replace_reads
+from tests.support.messages import error_of
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
 
@@ -103,12 +104,7 @@ def load_with_a_victim(
     handles = count_handles()
     if dist.get_rank() == victim:
         kill()
-    try:
-        load(folder, zero, **settings)
-    except Exception as error:
-        caught = (type(error).__name__, str(error))
-    else:
-        caught = ("nothing", "")
+    caught = error_of(lambda: load(folder, zero, **settings))
     gc.collect()  # errors and their tracebacks
     return {
         "caught": caught,

@@ -26,6 +26,7 @@ from hf_zero_stream.sources.base import Retries, SourceFile
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import SOON_S, Outcome, run_ranks, run_ranks_expecting_errors
 from tests.support.disk import disk, failing, replace_reads
+from tests.support.messages import error_of
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
 
@@ -40,12 +41,7 @@ def load_bad_then_good(bad: Path, good: Path) -> dict[str, Any]:
         pass
     before = transformers.PreTrainedModel.from_pretrained
     handles = len(os.listdir("/proc/self/fd"))
-    try:
-        load(bad)
-    except Exception as error:
-        caught = (type(error).__name__, str(error))
-    else:
-        raise AssertionError("the bad checkpoint was loaded")
+    caught = error_of(lambda: load(bad))
     assert transformers.PreTrainedModel.from_pretrained == before
     assert len(os.listdir("/proc/self/fd")) <= handles + 1
     model = load(good)

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import hf_zero_stream
 from fuzz.seeds import indexes
 from tests.faults.test_faults import a_tensor, first_shard, rewrite_header
 from tests.support.cluster import run_ranks
+from tests.support.messages import error_of
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint, build_model
 
@@ -113,14 +115,7 @@ def load(folder: Path) -> Any:
 
 
 def load_each_then_a_good_one(folders: list[Path], good: Path) -> list[tuple[str, str]]:
-    found = []
-    for folder in folders:
-        try:
-            load(folder)
-        except Exception as error:
-            found.append((type(error).__name__, str(error)))
-        else:
-            found.append(("", ""))
+    found = [error_of(partial(load, folder)) for folder in folders]
     assert load(good).streaming_report.to_dict()
     return found
 
@@ -140,16 +135,10 @@ def test_hostile_checkpoints(cluster: None, zoo_checkpoint: Checkpoint, tmp_path
 
 def plan_and_load_into(folder: Path, good: Path) -> list[tuple[str, str]]:
     model = load(good)
-    found = []
-    for attempt in (
-        lambda: hf_zero_stream.plan(folder, world_size=2),
-        lambda: hf_zero_stream.load_into(model, folder),
-    ):
-        try:
-            attempt()
-        except Exception as error:
-            found.append((type(error).__name__, str(error)))
-    return found
+    return [
+        error_of(lambda: hf_zero_stream.plan(folder, world_size=2)),
+        error_of(lambda: hf_zero_stream.load_into(model, folder)),
+    ]
 
 
 def test_plan_and_load_into_check_the_same(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -183,10 +172,8 @@ def load_pickled(folders: list[Path]) -> list[tuple[str, str]]:
     found = []
     for folder in folders:
         dist.barrier()
-        try:
-            hf_zero_stream.StreamingAutoModelForMaskedLM.from_pretrained(folder, ds_config=ds_config())
-        except Exception as error:
-            found.append((type(error).__name__, str(error)))
+        load = hf_zero_stream.StreamingAutoModelForMaskedLM.from_pretrained
+        found.append(error_of(partial(load, folder, ds_config=ds_config())))
     return found
 
 

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
 from tests.support.hosts import can_mount, move_to_host
+from tests.support.parity import whole_values
 from tests.support.plugins import without_plugin
 from tests.support.saving import different
 from tests.support.simulated_hosts import join_host
 from tests.support.training_state import engine_of, plain_training, state_config, train, train_plain, two_groups
-from tests.support.whole import whole_values
 
 
 pytestmark = pytest.mark.skipif(not can_mount(), reason="mounting in a namespace of its own is not allowed here")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,11 @@ import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
 from hf_zero_stream.destinations.base import lacks_values
-from hf_zero_stream.errors import LoadError, UnsupportedError
+from tests.support.checkpoint_files import same_bits
 from tests.support.cluster import run_ranks
-from tests.support.loading import load_with
+from tests.support.messages import message_of
 from tests.support.odd_models import Odd, OddConfig
-from tests.support.parity import differences_by, ds_config, same_bits, three_losses, unequal
-from tests.support.whole import whole
+from tests.support.parity import differences_by, ds_config, load_with, three_losses, unequal, whole
 from tests.support.zoo import ZOO, Checkpoint, build_model
 
 
@@ -186,14 +184,6 @@ def test_adapter_path_through_initialize(cluster: None, adapter: Path) -> None:
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def error_of(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except (UnsupportedError, LoadError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def load_with_sizes_of_one(folder: Path, in_zero3: bool) -> dict[str, Any]:
     """A config that asks for nothing shares the reading, streams under ZeRO-3, and is stock's on one rank."""
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -229,7 +219,7 @@ def load_elsewhere(folder: Path, in_zero3: bool) -> dict[str, Any]:
         if in_zero3:  # elsewhere rank 0 alone has weights, which FSDP sends to the others
             found["variables of FSDP"] = unequal(load(num_hidden_layers=3), gathered(expected))
     with accelerate.init_empty_weights():
-        found["no weights"] = error_of(load)
+        found["no weights"] = message_of(load)
     if in_zero3:
         torch.set_default_device("meta")  # stands for any but the host
         try:
@@ -241,8 +231,8 @@ def load_elsewhere(folder: Path, in_zero3: bool) -> dict[str, Any]:
         values = plain.state_dict()
         sharded = {**values, "lm_head.weight": DTensor.from_local(values["lm_head.weight"], mesh, [Shard(0)])}
         empty = {**values, "lm_head.weight": values["lm_head.weight"].to("meta")}
-        found["sharded values"] = error_of(lambda: load(None, config=plain.config, state_dict=sharded))
-        found["values on meta"] = error_of(lambda: load(None, config=plain.config, state_dict=empty))
+        found["sharded values"] = message_of(lambda: load(None, config=plain.config, state_dict=sharded))
+        found["values on meta"] = message_of(lambda: load(None, config=plain.config, state_dict=empty))
     return found
 
 
@@ -262,7 +252,7 @@ def test_other_arguments_and_variables(cluster: None, zoo_checkpoint: Checkpoint
         assert "init_empty_weights" in found.pop("no weights")
         assert "lm_head.weight is a DTensor" in found.pop("sharded values")
         assert "lm_head.weight" in found["values on meta"] and "meta device" in found["values on meta"]
-    assert run_ranks(2, load_elsewhere, zoo_checkpoint("llama"), False) == [{"no weights": "no error"}] * 2
+    assert run_ranks(2, load_elsewhere, zoo_checkpoint("llama"), False) == [{"no weights": "nothing"}] * 2
 
 
 # --------------------------------------------------------------------------------------- modules that keep a list

@@ -20,9 +20,8 @@ import hf_zero_stream
 from tests.sampling import chosen
 from tests.support.checkpoint_files import Tensors, rewritten
 from tests.support.cluster import run_ranks
-from tests.support.loading import assert_same, compare, errors_of, load_with
 from tests.support.messages import Messages
-from tests.support.parity import differences, ds_config
+from tests.support.parity import assert_same, compare, differences, ds_config, errors_of, load_with
 from tests.support.zoo import Checkpoint, build_model
 
 

@@ -14,17 +14,17 @@ import hf_zero_stream
 from hf_zero_stream.errors import LoadError
 from tests.support.checkpoint_files import Tensors, rewritten
 from tests.support.cluster import run_ranks
-from tests.support.parity import ds_config, load_and_compare
+from tests.support.parity import assert_same, compare, ds_config
 from tests.support.zoo import Checkpoint, build_model
+
+
+FP32 = {"dtype": torch.float32}
 
 
 def load_both(world_size: int, auto_class: str, folder: Path, **kwargs: Any) -> list[dict[str, Any]]:
     """Plain and streamed; no rank sees a difference: what is initialised has the same values from the same seed."""
-    fp32 = torch.float32
-    results = run_ranks(world_size, load_and_compare, auto_class, folder, fp32, fp32, kwargs)
-    for result in results:
-        assert result["info"] == result["plain_info"]
-        assert result["differences"] == []
+    results = run_ranks(world_size, compare, auto_class, folder, FP32 | kwargs)
+    assert_same(results)
     return results
 
 
@@ -54,12 +54,6 @@ def test_missing_and_unexpected_keys(
     folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", change)
     for result in load_both(world_size, "AutoModelForCausalLM", folder):
         assert result["info"]["missing_keys"] or result["info"]["unexpected_keys"]
-
-
-def test_mismatched_sizes_are_initialised_where_allowed(cluster: None, zoo_checkpoint: Checkpoint) -> None:
-    kwargs = {"vocab_size": 9, "ignore_mismatched_sizes": True}
-    for result in load_both(2, "AutoModelForCausalLM", zoo_checkpoint("qwen3_moe"), **kwargs):
-        assert len(result["info"]["mismatched_keys"]) == 2
 
 
 def untie(tensors: Tensors) -> None:
@@ -125,7 +119,7 @@ def load_where_gathers_end_late(auto_class: str, folder: Path) -> dict[str, Any]
         return real_broadcast(*args, **kwargs)
 
     deepspeed.comm.all_gather_into_tensor, dist.broadcast = gather, broadcast
-    result = load_and_compare(auto_class, folder, torch.float32, torch.float32)
+    result = compare(auto_class, folder, FP32)
     return {**result, "gathers": gathers[0]}
 
 
@@ -143,25 +137,7 @@ def test_pickled_checkpoint(cluster: None, tmp_path: Path) -> None:
     model = build_model("bert")
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    for result in run_ranks(2, load_and_compare, "AutoModelForMaskedLM", tmp_path, torch.float32, torch.float32):
-        assert result["info"] == result["plain_info"]
-        assert result["differences"] == []
-
-
-def load_state_dict_of_ones(name: str) -> Any:
-    model = build_model(name)
-    state_dict = {key: torch.ones_like(value) for key, value in model.state_dict().items()}
-    with hf_zero_stream.streaming():
-        streamed = type(model).from_pretrained(None, config=model.config, state_dict=state_dict, ds_config=ds_config())
-    for param in streamed.parameters():
-        with deepspeed.zero.GatheredParameters([param]):
-            assert param.eq(1).all()
-    return streamed.streaming_report.to_dict()
-
-
-def test_given_state_dict(cluster: None) -> None:
-    for report in run_ranks(2, load_state_dict_of_ones, "llama"):
-        assert all(rank["reads"] == 0 for rank in report["ranks"])
+    assert_same(run_ranks(2, compare, "AutoModelForMaskedLM", tmp_path, FP32))
 
 
 def save_tiny(model: transformers.PreTrainedModel, folder: Path) -> Path:
@@ -222,9 +198,7 @@ def test_models_that_stock_cannot_load(
 ) -> None:
     """0-dimensional parameters, weight norm, and positions computed by initialisation code."""
     folder = save_tiny(build(), tmp_path)
-    for result in run_ranks(world_size, load_and_compare, "AutoModel", folder, torch.float32, torch.float32):
-        assert result["info"] == result["plain_info"]
-        assert result["differences"] == []
+    assert_same(run_ranks(world_size, compare, "AutoModel", folder, FP32))
 
 
 def load_strictly(folder: Path, how: str, kwargs: dict[str, Any]) -> str:

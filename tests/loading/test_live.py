@@ -25,8 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ResNetConfig, ResNetF
 import hf_zero_stream
 from hf_zero_stream.errors import HfZeroStreamError, LoadError
 from tests.support.cluster import RankFailure, run_ranks
-from tests.support.loading import load_with
-from tests.support.parity import ds_config, three_losses, unequal
+from tests.support.parity import ds_config, load_with, three_losses, unequal
 from tests.support.zoo import ZOO, Checkpoint, make_checkpoint
 
 

@@ -29,7 +29,7 @@ from hf_zero_stream.ranks import coordinator
 from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.support.allocations import AllocationWatch
 from tests.support.cluster import run_ranks
-from tests.support.parity import ds_config, load_and_compare, unequal
+from tests.support.parity import compare, ds_config, unequal
 from tests.support.sharded import even_model
 
 
@@ -247,7 +247,7 @@ def minilm() -> Path:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_minilm_equals_plain_loading(cluster: None, minilm: Path, dtype: torch.dtype, world_size: int) -> None:
-    for result in run_ranks(world_size, load_and_compare, "AutoModel", minilm, dtype, dtype):
+    for result in run_ranks(world_size, compare, "AutoModel", minilm, {"dtype": dtype}, dtype):
         assert result["differences"] == []
         assert result["info"] == result["plain_info"]
     size = (minilm / "model.safetensors").stat().st_size

@@ -19,18 +19,21 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 import hf_zero_stream
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
-from tests.support.loading import load_with
-from tests.support.nested_models import (
+from tests.support.messages import error_of
+from tests.support.odd_models import (
+    WIDTH,
     AroundOne,
     AroundTwo,
+    Odd,
+    OddConfig,
+    SubModels,
     expected_values,
+    fill,
     make_around_one,
     make_around_two,
     make_bert,
 )
-from tests.support.odd_models import WIDTH, Odd, OddConfig, SubModels, fill
-from tests.support.parity import ds_config
-from tests.support.whole import whole_values
+from tests.support.parity import ds_config, load_with, whole_values
 
 
 def streamed(model_class: type, folder: Path, **kwargs: Any) -> Any:
@@ -114,12 +117,7 @@ def errors(folders: dict[str, Path]) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {}
 
     def note(what: str, call: Any) -> None:
-        try:
-            call()
-        except Exception as error:
-            found.setdefault(what, []).append((type(error).__name__, str(error)))
-        else:
-            found.setdefault(what, []).append(("nothing", ""))
+        found.setdefault(what, []).append(error_of(call))
 
     def under_zero3(folder: Path) -> Any:
         keep = HfDeepSpeedConfig(ds_config())
@@ -153,7 +151,7 @@ def test_errors_are_stocks(cluster: None, tmp_path: Path) -> None:
     for world_size in (1, 2):
         for found in run_ranks(world_size, errors, folders):
             for what, (stocks, ours) in found.items():
-                assert stocks == ours and stocks[0] != "nothing", (what, stocks, ours)
+                assert stocks == ours and stocks[0], (what, stocks, ours)
 
 
 class ComputesBuffers(Odd):

@@ -17,8 +17,8 @@ from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, W
 
 from tests.support import odd_models
 from tests.support.cluster import run_ranks
-from tests.support.loading import assert_same, compare
 from tests.support.odd_models import WIDTH, Odd, OddConfig, fill
+from tests.support.parity import assert_same, compare
 
 
 CLASSES = [value for value in vars(odd_models).values() if isinstance(value, type) and issubclass(value, Odd)]

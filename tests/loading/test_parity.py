@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.cluster import run_ranks
-from tests.support.parity import load_and_compare
+from tests.support.parity import compare
 from tests.support.zoo import ZOO, Checkpoint
 
 
@@ -18,7 +18,9 @@ def test_equals_plain_loading(
     cluster: None, zoo_checkpoint: Checkpoint, name: str, dtype: str, world_size: int
 ) -> None:
     folder = zoo_checkpoint(name, DTYPES[dtype])
-    for result in run_ranks(world_size, load_and_compare, ZOO[name].auto_class, folder, DTYPES[dtype], DTYPES[dtype]):
+    for result in run_ranks(
+        world_size, compare, ZOO[name].auto_class, folder, {"dtype": DTYPES[dtype]}, DTYPES[dtype]
+    ):
         assert result["differences"] == []
         assert result["info"] == result["plain_info"]
         assert all(not rank["materialised"] for rank in result["report"]["ranks"])
@@ -30,5 +32,6 @@ def test_equals_plain_loading(
 def test_casts_as_stock(cluster: None, zoo_checkpoint: Checkpoint, name: str, file_dtype: str, ds_dtype: str) -> None:
     """Parameters take DeepSpeed's dtype, whatever the file's: the cast is torch's own."""
     folder = zoo_checkpoint(name, DTYPES[file_dtype])
-    for result in run_ranks(2, load_and_compare, ZOO[name].auto_class, folder, DTYPES[file_dtype], DTYPES[ds_dtype]):
+    kwargs = {"dtype": DTYPES[file_dtype]}
+    for result in run_ranks(2, compare, ZOO[name].auto_class, folder, kwargs, DTYPES[ds_dtype]):
         assert result["differences"] == []

@@ -25,9 +25,8 @@ from hf_zero_stream.engine.places import place_of
 from hf_zero_stream.errors import MissingPluginError
 from tests.support.cli import run
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
-from tests.support.loading import assert_same, compare, errors_of, load_with
 from tests.support.messages import Messages
-from tests.support.parity import ds_config
+from tests.support.parity import assert_same, compare, ds_config, errors_of, load_with
 from tests.support.plugins import without_plugin
 from tests.support.zoo import Checkpoint, build_model
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.cluster import run_ranks
-from tests.support.loading import assert_same, compare, errors_of
+from tests.support.parity import assert_same, compare, errors_of
 from tests.support.remote_code import make_remote_checkpoint
 
 

@@ -52,8 +52,7 @@ from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests.sampling import chosen
 from tests.support.checkpoint_files import Tensors, rewritten
 from tests.support.cluster import run_ranks
-from tests.support.loading import assert_same, compare, load_with
-from tests.support.parity import differences, ds_config
+from tests.support.parity import assert_same, compare, differences, ds_config, load_with
 from tests.support.zoo import Checkpoint
 from tests.sweep.tiny import make_checkpoints
 
@@ -186,7 +185,7 @@ CASES: dict[str, Case] = {
 
 
 def make(name: str, folder: Path) -> str:
-    """Write the case's checkpoint, in one shard; returns its class as `tests.support.loading.find_class` takes it."""
+    """Write the case's checkpoint, in one shard; returns its class as `tests.support.parity.find_class` takes it."""
     case = CASES[name]
     made = make_checkpoints(name.removesuffix("-computed"), None, {case.dtype: folder})
     config = json.loads((folder / "config.json").read_text())

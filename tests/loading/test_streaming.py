@@ -85,14 +85,6 @@ def test_a_trainer_that_is_not_known(monkeypatch: pytest.MonkeyPatch, caplog: py
         assert hasattr(Trainer.save_model, "__wrapped__")
 
 
-def test_decorator() -> None:
-    @streaming()
-    def inside() -> bool:
-        return is_patched()
-
-    assert inside() and inside() and not is_patched()
-
-
 def test_threads_that_overlap() -> None:
     """The first to leave must not take the patches from the one that stays."""
     entered, leave = threading.Event(), threading.Event()

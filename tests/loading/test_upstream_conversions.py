@@ -30,8 +30,7 @@ from transformers.core_model_loading import (
 
 from tests.support.checkpoint_files import Tensors, differing
 from tests.support.cluster import run_ranks
-from tests.support.loading import assert_same, compare, load_with
-from tests.support.parity import differences, ds_config
+from tests.support.parity import assert_same, compare, differences, ds_config, load_with
 from tests.support.upstream import full_state, randomise
 from tests.support.zoo import Checkpoint, build_model
 

@@ -23,11 +23,18 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, deepspeed_con
 from hf_zero_stream import streaming
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
-from tests.support.loading import assert_same, compare, find_class, load_with
 from tests.support.messages import Messages
-from tests.support.parity import differences, ds_config, three_losses
+from tests.support.parity import (
+    assert_same,
+    compare,
+    differences,
+    ds_config,
+    find_class,
+    load_with,
+    three_losses,
+    whole,
+)
 from tests.support.upstream import compare_dtypes, full_state, gpt2_config, is_partitioned, randomise, tiny_checkpoint
-from tests.support.whole import whole
 from tests.support.zoo import ZOO, Checkpoint
 
 
@@ -328,7 +335,8 @@ def pair(how: str, class_name: str, method: str, folders: list[Path], kwargs: di
 def compare_pairs(class_name: str, method: str, folders: list[Path], kwargs: dict[str, Any]) -> list[str]:
     plain, _ = pair("plain", class_name, method, folders, kwargs)
     streamed, kept = pair("streamed", class_name, method, folders, kwargs)
-    ours, theirs = ({name: whole(param) for name, param in model.named_parameters()} for model in (streamed, plain))
+    both = (streamed, plain)  # of which the plain one has the checkpoint's dtype
+    ours, theirs = ({name: whole(param).float() for name, param in model.named_parameters()} for model in both)
     parts = [name for name, part in streamed.named_children() if hasattr(part, "streaming_report")]
     return [*differing(ours, theirs), *([] if len(parts) == 2 else [f"streamed: {parts}"])]
 

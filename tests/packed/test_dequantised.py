@@ -23,10 +23,9 @@ from hf_zero_stream.errors import UnsupportedError
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, make_accelerator
-from tests.support.packed_models import MODELS
 from tests.support.packed_training import TARGETS, dequantised, inputs
 from tests.support.parity import ds_config
-from tests.support.quantised_checkpoints import bitsandbytes, quantise_in_blocks
+from tests.support.quantised_checkpoints import MODELS, bitsandbytes, quantise_in_blocks
 from tests.support.saving import different
 from tests.support.trainings import Training
 

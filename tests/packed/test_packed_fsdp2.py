@@ -21,7 +21,6 @@ from tests.packed.test_packed import FORMATS, make_folders
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import announce, count_lazy, force_fsdp_on_cpu, make_accelerator
-from tests.support.packed_models import MODELS, Folders
 from tests.support.packed_training import (
     TARGETS,
     check_saved,
@@ -31,7 +30,7 @@ from tests.support.packed_training import (
     packed_names,
     with_adapters,
 )
-from tests.support.quantised_checkpoints import unquantised
+from tests.support.quantised_checkpoints import MODELS, Folders, unquantised
 
 
 DOUBLE_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

@@ -13,7 +13,6 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import gguf
 import pytest
 import torch
@@ -27,11 +26,12 @@ from hf_zero_stream.plugins.packed import COMPRESSED
 from hf_zero_stream.registry import PatchScope
 from tests.packed.test_dequantised import load as load_dequantised
 from tests.packed.test_packed_peft import losses_of_kinds
+from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
-from tests.support.loading import load_with
+from tests.support.messages import outcome_of
 from tests.support.mutations import MUTATIONS, Mutation, mutated, mutation_of, mutations
-from tests.support.packed_models import MODELS, Folders, in_file
 from tests.support.packed_training import (
+    adapter_engine,
     count_alive,
     inputs,
     load,
@@ -42,9 +42,8 @@ from tests.support.packed_training import (
     watched_memory,
     with_adapters,
 )
-from tests.support.parity import ds_config, load_and_compare
-from tests.support.quantised_checkpoints import compressed_tensors
-from tests.support.whole import whole_values
+from tests.support.parity import compare, ds_config, load_with, whole_values
+from tests.support.quantised_checkpoints import MODELS, Folders, compressed_tensors, in_file
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +109,7 @@ def memory(folder: Path) -> dict[str, Any]:
     config = one_module_at_a_time()
     base = load(folder, config)
     report = base.streaming_report.to_dict()["ranks"]
-    model = with_adapters(base)
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
+    engine = adapter_engine(with_adapters(base), config)
     alive_after_forward = []
     of_modules = (packed_weights(module).values() for module in base.modules())
     largest = max(sum(weight.row_bytes * len(weight.rows) for weight in each) for each in of_modules)
@@ -179,14 +176,15 @@ def dequantised_values(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
 def mutated_when_dequantised(number: int, folder: Path) -> dict[str, Any]:
     """By mutation: the names of wrong values, or what is raised."""
     plain, found = dequantised_values(folder), {}
+
+    def streamed() -> Any:
+        with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+            return dequantised_values(folder, ds_config=ds_config(torch.bfloat16))
+
     for mutate in (lambda row, patch: row, *MUTATIONS):
         with mutation_of(TABLE[PatchScope.LOAD][number], PatchScope.LOAD, mutate):
-            try:
-                with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
-                    values = dequantised_values(folder, ds_config=ds_config(torch.bfloat16))
-                found[mutate.__name__] = [name for name in plain if not torch.equal(values[name], plain[name])]
-            except Exception as error:
-                found[mutate.__name__] = f"{type(error).__name__}: {error}"
+            values = outcome_of(streamed)
+        found[mutate.__name__] = values if isinstance(values, str) else differing(values, plain)
     return found
 
 
@@ -321,8 +319,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["lfm2.gguf", "llama.gguf"])
 def test_dequantised_as_plain(cluster: None, files: Path, name: str, dtype: torch.dtype) -> None:
     """lfm2's blocks are dequantised piece by piece; llama's file transformers itself dequantises, before us."""
-    kwargs = {"gguf_file": name, "quantization_config": transformers.GgufConfig(dequantize=True)}
-    for result in run_ranks(3, load_and_compare, "AutoModelForCausalLM", files, dtype, dtype, kwargs):
+    kwargs = {"dtype": dtype, "gguf_file": name, "quantization_config": transformers.GgufConfig(dequantize=True)}
+    for result in run_ranks(3, compare, "AutoModelForCausalLM", files, kwargs, dtype):
         assert result["differences"] == []
         assert result["info"] == result["plain_info"]
         assert [rank["materialised"] for rank in result["report"]["ranks"]] == [{}] * 3

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import peft
 import pytest
 import torch
@@ -20,7 +19,7 @@ import hf_zero_stream
 from tests.support.cli import run
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.messages import listen
-from tests.support.packed_training import fill_adapters, inputs, load, three_losses
+from tests.support.packed_training import adapter_engine, fill_adapters, inputs, load, three_losses
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import compressed_tensors, fp8
 
@@ -49,11 +48,7 @@ def adapted(base: Any, config: Any) -> Any:
     for name, param in model.named_parameters():
         if "ranknum" in name:  # PEFT trains AdaLoRA's where it has cast it, which it does in plain layers alone
             param.requires_grad_(False)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.requires_grad:
-                param.normal_(std=0.1)
+    fill_adapters(model)
     return model
 
 
@@ -63,9 +58,7 @@ def losses_of_kinds(folder: Path, names: list[str]) -> dict[str, list[list[float
     for name in names:
         for keep in (True, False):
             torch.manual_seed(0)
-            model = adapted(load(folder, config, keep), KINDS[name]())
-            trainable = [param for param in model.parameters() if param.requires_grad]
-            engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
+            engine = adapter_engine(adapted(load(folder, config, keep), KINDS[name]()), config)
             found.setdefault(name, []).append(three_losses(engine))
     return found
 
@@ -82,10 +75,7 @@ def with_lora(folder: Path, keep_quantized: bool, change: Callable[[Any], Any] =
     config = ds_config(torch.bfloat16)
     base = load(folder, config, keep_quantized)
     change(base)
-    model = adapted(base, peft.LoraConfig(r=3, target_modules=TARGETS))
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
-    return engine
+    return adapter_engine(adapted(base, peft.LoraConfig(r=3, target_modules=TARGETS)), config)
 
 
 def generated(folder: Path, keep_quantized: bool) -> Any:
@@ -125,8 +115,7 @@ def with_several(folder: Path, keep_quantized: bool) -> Any:
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj", "q_proj"]))
     model.base_model.set_adapter(["default", "second"])
     fill_adapters(model)
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
+    engine = adapter_engine(model, config)
     found = three_losses(engine)
     for name in ("default", "second"):
         model.set_adapter(name)

@@ -18,13 +18,12 @@ from safetensors import safe_open
 import hf_zero_stream
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
-from tests.support.packed_training import dequantised, inputs, load, packed_names, with_adapters
-from tests.support.parity import ds_config
+from tests.support.packed_training import adapter_engine, dequantised, inputs, load, packed_names, with_adapters
+from tests.support.parity import ds_config, whole_values
 from tests.support.quantised_checkpoints import bitsandbytes, fp8, mxfp4
 from tests.support.trainers import ZERO_3, arguments_of
 from tests.support.training_state import different_states
 from tests.support.trainings import Training
-from tests.support.whole import whole_values
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
@@ -39,10 +38,7 @@ def batch(number: int) -> dict[str, torch.Tensor]:
 
 def engine_of(folder: Path) -> Any:
     config = ds_config(torch.bfloat16)
-    model = with_adapters(load(folder, config))
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
-    return engine
+    return adapter_engine(with_adapters(load(folder, config)), config)
 
 
 def resumed(folder: Path, target: Path) -> dict[str, list[float]]:

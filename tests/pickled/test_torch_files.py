@@ -26,7 +26,7 @@ from hf_zero_stream.plugins.pickled.torch_metadata import metadata_of
 from hf_zero_stream.plugins.pickled.zero_model_files import read_model_file
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import run_ranks
-from tests.support.parity import load_and_compare
+from tests.support.parity import compare
 from tests.support.zoo import Checkpoint
 
 
@@ -274,8 +274,7 @@ def to_bin(folder: Path, target: Path, shards: int) -> None:
 def test_each_rank_reads_its_own_bytes(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "bin"
     to_bin(zoo_checkpoint("qwen3_moe"), folder, 3)
-    arguments = ("AutoModelForCausalLM", folder, torch.float32, torch.float32)
     total = sum(param.nbytes for param in transformers.AutoModelForCausalLM.from_pretrained(folder).parameters())
-    for found in run_ranks(2, load_and_compare, *arguments):
+    for found in run_ranks(2, compare, "AutoModelForCausalLM", folder, {"dtype": torch.float32}):
         assert not found["differences"] and found["info"] == found["plain_info"]
         assert sum(rank["bytes_needed"] for rank in found["report"]["ranks"]) <= 1.02 * total

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +29,7 @@ from tests.support import odd_models
 from tests.support.checkpoint_files import rewritten
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.disk import failing, replace_reads
+from tests.support.messages import outcome_of
 from tests.support.parity import differences, ds_config, unequal
 from tests.support.quantised_checkpoints import compressed_tensors, fp8, mxfp4
 from tests.support.zoo import Checkpoint
@@ -185,14 +187,10 @@ def errors_where_files_are_missing(sharded: Path, pickled: Path) -> dict[str, st
     for name, model_class, folder, hide in cases:
         seen = own_view(folder, hide=hide)
         dist.barrier()
-        try:
-            with relayed():
-                model = model_class.from_pretrained(seen, ds_config=ds_config())
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        else:
-            found[name] = str(unequal(model, plain))
-            del model
+        with relayed():
+            model = outcome_of(partial(model_class.from_pretrained, seen, ds_config=ds_config()))
+        found[name] = model if isinstance(model, str) else str(unequal(model, plain))
+        del model
         if seen != folder:
             shutil.rmtree(seen)
     return found

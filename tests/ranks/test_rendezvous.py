@@ -20,7 +20,7 @@ from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.ranks import presence, rendezvous
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.cluster import SOON_S, run_ranks
-from tests.support.messages import message_of, warnings_of
+from tests.support.messages import error_of, message_of, warnings_of
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
 
@@ -198,12 +198,7 @@ def fail_before_entering(folder: Path, own: Path) -> list[tuple[str, str, float]
         if is_late:
             time.sleep(1)
         began = time.monotonic()
-        try:
-            work()
-        except Exception as error:
-            caught.append((type(error).__name__, str(error), time.monotonic() - began))
-        else:
-            caught.append(("nothing", "", 0.0))
+        caught.append((*error_of(work), time.monotonic() - began))
 
     def load_it() -> None:
         auto_class.from_pretrained(folder, ds_config=str(own / "missing.json") if bad else ds_config())

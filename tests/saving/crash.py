@@ -29,8 +29,7 @@ import hf_zero_stream
 from hf_zero_stream.saving.files import UNFINISHED, finish_interrupted
 from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks_expecting_errors, warm_up
-from tests.support.loading import load_with
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_with
 from tests.support.saving import SHARD_SIZE
 from tests.support.zoo import make_checkpoint
 

@@ -21,11 +21,10 @@ from transformers.core_model_loading import ConversionOps, Transpose, WeightConv
 import hf_zero_stream
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, whole_values
 from tests.support.saving import different, saves_with
 from tests.support.trainers import arguments_of
 from tests.support.training_state import state_config, train
-from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
 
 

@@ -11,8 +11,7 @@ import hf_zero_stream
 from tests.saving.test_hooks import with_trainer
 from tests.support.cluster import run_ranks
 from tests.support.hosts import can_mount, give_own_disk
-from tests.support.loading import load_with
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_with
 from tests.support.saving import SHARD_SIZE, different
 from tests.support.zoo import Checkpoint
 

@@ -25,8 +25,7 @@ from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving.files import UNFINISHED, Publication, finish_interrupted
 from tests.saving.crash import FAULTS, make_checkpoints, trial_of_two_ranks, trials_of_one_rank
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-from tests.support.loading import load_with
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_with
 from tests.support.saving import SHARD_SIZE, contents, saves_with
 from tests.support.zoo import Checkpoint
 

@@ -24,9 +24,8 @@ from hf_zero_stream.saving.lazy_parameters import digest
 from tests.saving.test_hooks import INDEX, prepared
 from tests.support.checkpoint_files import add_one, tensors_of
 from tests.support.cluster import run_ranks
-from tests.support.loading import load_with
 from tests.support.messages import listen
-from tests.support.parity import ds_config, unequal
+from tests.support.parity import ds_config, load_with, unequal
 from tests.support.saving import SHARD_SIZE, different, saves_with
 from tests.support.zoo import Checkpoint, make_checkpoint
 

@@ -23,8 +23,7 @@ import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests import sampling
 from tests.support.cluster import run_ranks
-from tests.support.loading import load_with
-from tests.support.parity import ds_config, three_losses
+from tests.support.parity import ds_config, load_with, three_losses
 from tests.support.saving import different, save_loaded, save_stock, save_trained, saves_with
 from tests.support.trainers import by_deepspeed
 from tests.support.zoo import ZOO, Checkpoint

@@ -24,7 +24,7 @@ from tests.loading.test_adapters import make_adapter
 from tests.loading.test_arguments import one_shard
 from tests.support.cluster import run_ranks
 from tests.support.messages import Messages, message_of
-from tests.support.nested_models import AroundOne, make_around_one, make_bert
+from tests.support.odd_models import AroundOne, make_around_one, make_bert
 from tests.support.saving import SHARD_SIZE, different
 from tests.support.sharded import (
     Case,

@@ -36,6 +36,7 @@ from tests.loading.test_remote_code import with_own_module_cache
 from tests.sharded.test_load_into_sharded import with_both_ends
 from tests.support import odd_models
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.messages import error_of, message_of
 from tests.support.odd_models import Odd
 from tests.support.parity import ds_config
 from tests.support.remote_code import make_remote_checkpoint
@@ -252,11 +253,7 @@ def test_killed(cluster: None, zoo_checkpoint: Checkpoint, victim: int, settings
 
 
 def load_another(folder: Path, others: Path) -> str:
-    try:
-        load(folder if dist.get_rank() else others)
-    except Exception as error:
-        return type(error).__name__
-    return "no error"
+    return error_of(lambda: load(folder if dist.get_rank() else others))[0]
 
 
 def test_another_checkpoint_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint) -> None:
@@ -268,11 +265,7 @@ def load_on_rank_0(folder: Path) -> str:
     test_dying_ranks.make_contact()
     if dist.get_rank():
         os._exit(0)  # a script that ends without the call
-    try:
-        load(folder)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return message_of(lambda: load(folder))
 
 
 def test_one_rank_alone(cluster: None, zoo_checkpoint: Checkpoint) -> None:

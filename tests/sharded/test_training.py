@@ -9,6 +9,7 @@ import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from tests.faults.test_one_faulty_rank import fail_then_load, in_a_read, raising
 from tests.sharded.test_plan_sharded import plan_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, count_lazy, make_accelerator
-from tests.support.parity import ds_config
+from tests.support.messages import outcome_of
+from tests.support.parity import ds_config, whole_values
 from tests.support.sharded import Sizes, compare_sharded, even_inputs, even_model, load_sharded
 from tests.support.trainings import Training
-from tests.support.whole import whole_values
 from tests.support.zoo import ZOO, Checkpoint
 from tests.sweep.loads import generators
 
@@ -47,22 +48,16 @@ def three_losses(model: Any) -> list[float]:
     return Training(model, optimizer, batch=lambda _: even_inputs()).train(range(3))
 
 
-def losses_or_error(model_or_call: Any) -> Any:
-    try:
-        return three_losses(model_or_call())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def train(folder: Path, of_sizes: list[Sizes]) -> list[Any]:
     """The losses of plain training, of stock's sharded model, and of ours, in each of the sizes."""
     transformers.utils.logging.set_verbosity_error()
     plain, found = three_losses(CAUSAL.from_pretrained(folder)), []
     for sizes in of_sizes:
         dist.barrier()
-        stock = losses_or_error(lambda sizes=sizes: CAUSAL.from_pretrained(folder, distributed_config=dict(sizes)))
+        stocks = partial(CAUSAL.from_pretrained, folder, distributed_config=dict(sizes))
+        stock = outcome_of(lambda load=stocks: three_losses(load()))
         dist.barrier()
-        ours = losses_or_error(lambda sizes=sizes: load_sharded(CAUSAL, folder, sizes))
+        ours = outcome_of(lambda sizes=sizes: three_losses(load_sharded(CAUSAL, folder, sizes)))
         found.append((sizes, plain, stock, ours))
     return found
 

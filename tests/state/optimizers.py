@@ -23,6 +23,7 @@ import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.support.cluster import RankFailure, RankTimeout, run_ranks
 from tests.support.fsdp2 import announce, load, make_accelerator
+from tests.support.messages import outcome_of
 from tests.support.parity import ds_config
 from tests.support.training_state import accelerated_steps
 from tests.support.trainings import Training
@@ -200,14 +201,6 @@ def training_in(home: str, folder: Path, make: Make | str, dtype: torch.dtype = 
 # ----------------------------------------------------------------------------------------------------------- the table
 
 
-def _tried(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or a text with its error."""
-    try:
-        return work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def _place(target: Path, name: str, home: str) -> Path:
     return target / f"{name} {home}".replace(" ", "_").replace(",", "")
 
@@ -219,12 +212,12 @@ def save_rows(folder: Path, target: Path, rows: Sequence[tuple[str, str]]) -> li
         place = _place(target, name, home)
         training = training_in(home, folder, OPTIMIZERS[name])
         training.train(range(3))
-        refused = _tried(lambda: training.save(place / "ours"))
-        stock = _tried(lambda: training.trains.save_checkpoint(str(place / "stock"))) if home in ZERO else None
+        refused = outcome_of(lambda: training.save(place / "ours"))
+        stock = outcome_of(lambda: training.trains.save_checkpoint(str(place / "stock"))) if home in ZERO else None
         left = None
         if isinstance(refused, str) and home in ZERO:
             with hf_zero_stream.streaming():
-                left = _tried(lambda: training.trains.save_checkpoint(str(place / "left")))
+                left = outcome_of(lambda: training.trains.save_checkpoint(str(place / "left")))
         return {
             "refused": refused if isinstance(refused, str) else "",
             "stock": stock,
@@ -232,7 +225,7 @@ def save_rows(folder: Path, target: Path, rows: Sequence[tuple[str, str]]) -> li
             "losses": training.train((3, 4)),
         }
 
-    return [_tried(partial(row, *each)) for each in rows]
+    return [outcome_of(partial(row, *each)) for each in rows]
 
 
 def resume_rows(folder: Path, target: Path, rows: Sequence[tuple[str, str]], again: str) -> list[Any]:
@@ -251,7 +244,7 @@ def resume_rows(folder: Path, target: Path, rows: Sequence[tuple[str, str]], aga
     def whose(home: str) -> tuple[str, ...]:
         return ("ours", "stock") if again == "same" and home in ZERO else ("ours",)
 
-    return [{each: _tried(partial(row, *of_row, each)) for each in whose(of_row[1])} for of_row in rows]
+    return [{each: outcome_of(partial(row, *of_row, each)) for each in whose(of_row[1])} for of_row in rows]
 
 
 def by_accelerate(folder: Path, place: Path, name: str, kind: str, resumes: bool) -> Any:
@@ -274,7 +267,7 @@ def by_accelerate(folder: Path, place: Path, name: str, kind: str, resumes: bool
                 accelerator.save_state(str(place / kind))
             return accelerated_steps(accelerator, model, optimizer, (3, 4))
 
-    return _tried(row)
+    return outcome_of(row)
 
 
 def run_by_accelerate(folder: Path, place: Path, name: str, ranks: int) -> str:

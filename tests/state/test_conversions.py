@@ -17,9 +17,9 @@ from tests.saving.test_conversions import OddConfig, OddModel, Scaled, Sorted
 from tests.support.changed_models import zero_config
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
+from tests.support.parity import whole_values
 from tests.support.training_state import values_in
 from tests.support.trainings import Training
-from tests.support.whole import whole_values
 
 
 class TrainedModel(OddModel):

@@ -1,7 +1,6 @@
 """Arguments and config of an engine's ``save_checkpoint`` and ``load_checkpoint`` inside ``streaming()``."""
 
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,9 @@ import hf_zero_stream
 from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed
 from hf_zero_stream.state import foreign
 from tests.support.cluster import run_ranks
+from tests.support.messages import outcome_of
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 from tests.support.zoo import Checkpoint
-
-
-def outcome(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the error that it raises."""
-    try:
-        return work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def saves_and_loads(folder: Path, target: Path) -> dict[str, dict[str, Any]]:
@@ -38,12 +30,12 @@ def saves_and_loads(folder: Path, target: Path) -> dict[str, dict[str, Any]]:
             it["same tag"] = engine.save_checkpoint(str(place), tag="same"), (place / "same").is_dir()
             dist.barrier()
             own = f"rank{dist.get_rank()}"
-            it["own tags"] = outcome(lambda: engine.save_checkpoint(str(target / "own"), tag=own))
+            it["own tags"] = outcome_of(lambda: engine.save_checkpoint(str(target / "own"), tag=own))
             for name in (None, ""):
-                it[f"save_dir={name!r}"] = outcome(lambda: engine.save_checkpoint(name))
-            it["load_dir=None"] = outcome(lambda: engine.load_checkpoint(None))
-            it["nothing there"] = outcome(lambda: engine.load_checkpoint(str(target / "nothing")))
-            it["no such tag"] = outcome(lambda: engine.load_checkpoint(str(place), tag="nothing"))
+                it[f"save_dir={name!r}"] = outcome_of(lambda: engine.save_checkpoint(name))
+            it["load_dir=None"] = outcome_of(lambda: engine.load_checkpoint(None))
+            it["nothing there"] = outcome_of(lambda: engine.load_checkpoint(str(target / "nothing")))
+            it["no such tag"] = outcome_of(lambda: engine.load_checkpoint(str(place), tag="nothing"))
             it["a tag with a folder"] = engine.save_checkpoint(str(place), tag="a/b"), (place / "a" / "b").is_dir()
             found_there, client_state = engine.load_checkpoint(str(place))
             it["latest"] = found_there.startswith(str(place / "a" / "b")), client_state.get("epoch")
@@ -71,11 +63,11 @@ def ours_alone(folder: Path, target: Path) -> dict[str, Any]:
         engine.save_checkpoint(str(target / "local"))
         engine._config.use_node_local_storage = False
         engine.save_checkpoint(str(target / "ours"))
-        found["custom"] = outcome(lambda: engine.load_checkpoint(str(target / "ours"), custom_load_fn=print))
+        found["custom"] = outcome_of(lambda: engine.load_checkpoint(str(target / "ours"), custom_load_fn=print))
         engine._config.load_universal_checkpoint = True
         found["universal"] = engine.load_checkpoint(str(target / "ours"))[0]
         (target / "ours" / "latest_universal").write_text("elsewhere")
-        found["another universal"] = outcome(lambda: engine.load_checkpoint(str(target / "ours")))
+        found["another universal"] = outcome_of(lambda: engine.load_checkpoint(str(target / "ours")))
         config = state_config(3)
         del config["optimizer"], config["scheduler"]
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, ds_config=config)

@@ -14,7 +14,7 @@ from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_zero_stream.state import entries
 from hf_zero_stream.state import load as loading
 from hf_zero_stream.state.plain import is_same
-from tests.state.optimizers import FSDP2, ONE, ZERO, training_in
+from tests.state.optimizers import FSDP2, ZERO, training_in
 from tests.state.test_changed import load, made, save, train_here
 from tests.support.cluster import run_ranks
 from tests.support.training_state import different_states
@@ -154,20 +154,6 @@ def test_every_home(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -
         for home in homes:
             found = different_states(tmp_path / source, tmp_path / f"{source} by {home}")
             assert [name for name in found if "fp32" not in name] == [], (source, home)  # FSDP2 has no masters
-
-
-def test_one_process(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    folder = zoo_checkpoint("llama")
-    training = training_in(ONE, folder, keeps_all)
-    training.train(range(3))
-    kept = of_this_rank(training.optimizer)
-    training.save(tmp_path)
-    losses = training.train((3, 4))
-    again = training_in(ONE, folder, keeps_all)
-    for resumed in (training, again):  # in a training that has gone on, and in a new one
-        resumed.load(tmp_path)
-        assert is_same(of_this_rank(resumed.optimizer), kept)
-        assert resumed.train((3, 4)) == losses
 
 
 class OnlyNew(torch.optim.Optimizer):

@@ -24,9 +24,9 @@ from tests.support.checkpoint_files import differing
 from tests.support.cli import run
 from tests.support.cluster import run_ranks
 from tests.support.mpu import Mpu
+from tests.support.parity import whole_values
 from tests.support.plugins import without_plugin
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
-from tests.support.whole import whole_values
 from tests.support.zoo import Checkpoint
 
 

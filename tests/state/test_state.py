@@ -6,7 +6,6 @@
 """
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -206,15 +205,6 @@ def test_without_such_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert rng.restore_rank(path, 0)
     (line,) = said
     assert "random numbers of cuda. Without such a device they are left out" in line
-
-
-def test_pairs(tmp_path: Path) -> None:
-    """Both Python and NumPy keep the second normal number of a pair."""
-    random.gauss(0, 1), np.random.normal()
-    rng.write_ranks([rng.of_this_rank()], tmp_path / rng.FILE)
-    expected = [random.gauss(0, 1), random.random(), *np.random.normal(size=3)]
-    rng.restore_rank(tmp_path / rng.FILE, 0)
-    assert [random.gauss(0, 1), random.random(), *np.random.normal(size=3)] == expected
 
 
 def test_another_generator_of_numpy() -> None:

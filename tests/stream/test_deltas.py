@@ -21,11 +21,10 @@ from hf_zero_stream.plugins.stream.reads import Ranges, Reads, whole
 from tests.support import live_sharded as live
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
-from tests.support.loading import load_with
-from tests.support.packed_models import Folders
 from tests.support.packed_training import load as load_packed
 from tests.support.packed_training import with_adapters
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_with
+from tests.support.quantised_checkpoints import Folders
 from tests.support.streams import (
     Adapt,
     change,

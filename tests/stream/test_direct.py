@@ -31,8 +31,7 @@ from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import DirectServer
 from tests.support.live_sharded import by_transformers
-from tests.support.loading import load_with
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_with
 from tests.support.streams import change, counted_gathers, lora, odd_model, taken, under_zero_3
 from tests.support.zoo import Checkpoint, build_model
 

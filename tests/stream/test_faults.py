@@ -18,8 +18,7 @@ import hf_zero_stream
 from hf_zero_stream.errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.live_sharded import plain_model
-from tests.support.loading import load_with
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_with
 from tests.support.streams import taken
 from tests.support.zoo import Checkpoint, build_model
 

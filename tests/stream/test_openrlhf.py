@@ -13,8 +13,7 @@ import hf_zero_stream
 from hf_zero_stream.plugins.stream.weights import weight_stream
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-from tests.support.loading import load_with
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_with
 from tests.support.rl_trainers import Engines, openrlhf
 from tests.support.streams import change, counted_buckets, counted_gathers, lora, randomised
 from tests.support.zoo import Checkpoint

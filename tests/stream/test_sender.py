@@ -21,8 +21,7 @@ from hf_zero_stream.plugins.stream.sender import differences
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import EngineServer, SGLangServer, VLLMServer
-from tests.support.loading import load_with
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_with
 from tests.support.streams import counted_buckets
 from tests.support.zoo import Checkpoint, build_model
 

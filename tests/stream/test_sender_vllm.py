@@ -26,8 +26,7 @@ from hf_zero_stream.errors import StreamError
 from tests.stream.test_trl import CALLS, STEPS, train
 from tests.support.cluster import free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.live_sharded import fully_sharded
-from tests.support.loading import load_with
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_with
 from tests.support.streams import change
 from tests.support.trainers import make_tokenizer
 

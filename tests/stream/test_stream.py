@@ -28,9 +28,8 @@ from tests.support import live_sharded as live
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import ROOT, run_ranks
 from tests.support.live_sharded import fully_sharded
-from tests.support.loading import load_with
-from tests.support.packed_models import MODELS, Folders
-from tests.support.parity import ds_config, three_losses
+from tests.support.parity import ds_config, load_with, three_losses
+from tests.support.quantised_checkpoints import MODELS, Folders
 from tests.support.rl_trainers import put
 from tests.support.streams import compared, stream_live, stream_odd, stream_packed, stream_trained, stream_zero, taken
 from tests.support.vllm_sources import ParamMeta, Source32, Source33

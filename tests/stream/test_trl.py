@@ -22,8 +22,7 @@ from tests.support.checkpoint_files import differing
 from tests.support.cluster import free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import VLLMServer
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
-from tests.support.loading import load_with
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, load_with
 from tests.support.streams import counted_gathers
 from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, make_tokenizer
 from tests.support.zoo import Checkpoint

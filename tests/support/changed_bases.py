@@ -17,8 +17,8 @@ import hf_zero_stream
 from tests.support.changed_models import with_loss_of, zero_config
 from tests.support.checkpoint_files import differing
 from tests.support.fsdp2 import announce, make_accelerator
+from tests.support.parity import whole_values
 from tests.support.trainings import Training, tokens_of
-from tests.support.whole import whole_values
 from tests.support.zoo import VOCAB
 
 

@@ -15,10 +15,9 @@ import hf_zero_stream
 from hf_zero_stream.registry import plugins
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, whole_values
 from tests.support.trainers import FSDP2, arguments_of, by_deepspeed, join_as_launched, losses_of
 from tests.support.trainings import Training, tokens_of
-from tests.support.whole import whole_values
 from tests.support.zoo import VOCAB
 
 

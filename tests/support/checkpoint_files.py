@@ -43,10 +43,11 @@ def add_one(folder: Path) -> None:
 
 def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of which only one of two has a tensor, or with other bits, dtype or shape."""
-    wrong = set(found.keys() ^ expected.keys())
-    for name in found.keys() & expected.keys():
-        mine, theirs = found[name].cpu(), expected[name].cpu()
-        same = mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        if not same or not torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
-            wrong.add(name)
-    return sorted(wrong)
+    both = found.keys() & expected.keys()
+    return sorted((found.keys() ^ expected.keys()) | {it for it in both if not same_bits(found[it], expected[it])})
+
+
+def same_bits(mine: torch.Tensor, expected: torch.Tensor) -> bool:
+    if mine.shape != expected.shape or mine.dtype != expected.dtype:
+        return False
+    return torch.equal(*(tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in (mine, expected)))

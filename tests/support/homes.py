@@ -10,8 +10,7 @@ import transformers
 from torch import nn
 
 from tests.support.cluster import run_ranks
-from tests.support.loading import load_with
-from tests.support.parity import differences, three_losses
+from tests.support.parity import differences, load_with, three_losses
 from tests.support.zoo import ZOO
 
 

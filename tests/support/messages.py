@@ -26,13 +26,26 @@ def listen(*loggers: str) -> list[str]:
     return messages.found
 
 
-def message_of(call: Callable[[], Any], otherwise: str = "nothing") -> str:
-    """The class and the message of the error that a call raises."""
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
+    """The class and the message of the error that a call raises; of none, two empty texts."""
     try:
         call()
     except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def message_of(call: Callable[[], Any], otherwise: str = "nothing") -> str:
+    """The same as one text."""
+    return ": ".join(found) if any(found := error_of(call)) else otherwise
+
+
+def outcome_of(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the text of its error."""
+    try:
+        return call()
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return otherwise
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.registry import PatchScope, Row
+from tests.support.messages import outcome_of
 
 
 def renamed(row: Row, patch: pytest.MonkeyPatch) -> Row:
@@ -58,7 +59,4 @@ def mutated(mutation: Mutation | None, work: Callable[..., Any], *args: Any) -> 
         scope = next(scope for scope in TABLE if scope.name == name)
         changed = mutation_of(TABLE[scope][number], scope, mutate)
     with changed:
-        try:
-            return work(*args)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        return outcome_of(lambda: work(*args))

@@ -78,15 +78,19 @@ def fill_adapters(model: nn.Module) -> None:
                 param.normal_(std=0.1)
 
 
+def adapter_engine(model: Any, config: dict[str, Any]) -> Any:
+    """An engine that trains a model's adapters alone."""
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    assert trainable and len(trainable) < len(list(model.parameters()))
+    return deepspeed.initialize(model=model, config=config, model_parameters=trainable)[0]
+
+
 def three_losses(engine: Any) -> list[float]:
     return Training(engine, batch=lambda _: inputs()).train(range(3))
 
 
 def trained(folder: Path, config: dict[str, Any], keep_quantized: bool, **kwargs: Any) -> tuple[Any, list[float]]:
-    model = with_adapters(load(folder, config, keep_quantized, **kwargs))
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    assert trainable and len(trainable) < len(list(model.parameters()))
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
+    engine = adapter_engine(with_adapters(load(folder, config, keep_quantized, **kwargs)), config)
     return engine, three_losses(engine)
 
 

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.saving import plan
-from tests.support.loading import load_with
-from tests.support.parity import three_losses
+from tests.support.parity import load_with, three_losses
 from tests.support.zoo import ZOO
 
 

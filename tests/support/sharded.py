@@ -15,8 +15,8 @@ from transformers.distributed import DistributedConfig
 import hf_zero_stream
 from hf_zero_stream.holdings import fsdp
 from hf_zero_stream.holdings.shards import dtensor_shard_of
-from tests.support.loading import find_class
-from tests.support.parity import differences_by, same_bits
+from tests.support.checkpoint_files import same_bits
+from tests.support.parity import differences_by, find_class
 
 
 Sizes = dict[str, Any]

@@ -17,9 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hf_zero_stream
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.live_sharded import Way
-from tests.support.loading import load_with
 from tests.support.packed_training import load as load_packed
-from tests.support.parity import ds_config, three_losses
+from tests.support.parity import ds_config, load_with, three_losses
 from tests.support.zoo import ZOO
 
 

@@ -16,9 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tests.support.checkpoint_files import Tensors
-from tests.support.loading import load_with
-from tests.support.parity import differences, ds_config
-from tests.support.whole import whole
+from tests.support.parity import differences, ds_config, load_with, whole
 from tests.sweep.tiny import make_checkpoints
 
 

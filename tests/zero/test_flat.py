@@ -21,8 +21,7 @@ import hf_zero_stream
 from hf_zero_stream.destinations.deepspeed import flat
 from hf_zero_stream.errors import ConfigError
 from tests.support.cluster import run_ranks
-from tests.support.loading import load_with
-from tests.support.parity import ds_config, three_losses
+from tests.support.parity import ds_config, load_with, three_losses
 from tests.support.zoo import ZOO, Checkpoint
 
 

@@ -26,9 +26,9 @@ from hf_zero_stream.destinations.deepspeed import zero3
 from tests.support.checkpoint_files import rewritten, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.homes import CAUSAL, HPZ, OFFLOAD, Prepare, assert_trains_as_stock, make_even_llama, train
-from tests.support.loading import load_with
+from tests.support.messages import error_of
 from tests.support.odd_models import WIDTH, Odd, OddConfig, fill
-from tests.support.parity import differences, ds_config, three_losses
+from tests.support.parity import differences, ds_config, load_with, three_losses
 from tests.support.zoo import ZOO, Checkpoint
 
 
@@ -214,10 +214,7 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def errors_with(folder: Path, zero: dict[str, Any]) -> list[tuple[str, str]]:
     found = []
     for how in ("stock", "streamed"):
-        try:
-            load_with(how, CAUSAL, folder, ds_config(**zero), {})
-        except Exception as error:
-            found.append((type(error).__name__, str(error)))
+        found.append(error_of(lambda how=how: load_with(how, CAUSAL, folder, ds_config(**zero), {})))
         torch.distributed.barrier()
     return found
 

@@ -16,8 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.support.cluster import run_ranks
 from tests.support.homes import CAUSAL, HPZ, OFFLOAD, make_even_llama
-from tests.support.loading import load_with
-from tests.support.parity import differences, ds_config, three_losses
+from tests.support.parity import differences, ds_config, load_with, three_losses
 from tests.support.zoo import ZOO, Checkpoint
 
 

@@ -13,8 +13,7 @@ from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.engine.reader import Reader
 from hf_zero_stream.planning.plan import LoadPlan
 from tests.support.cluster import RankFailure, run_ranks
-from tests.support.loading import load_with
-from tests.support.parity import ds_config, three_losses, unequal
+from tests.support.parity import ds_config, load_with, three_losses, unequal
 from tests.support.zoo import Checkpoint
 
 

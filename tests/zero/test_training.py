@@ -23,13 +23,11 @@ from hf_zero_stream import streaming
 from hf_zero_stream.errors import UnsupportedError
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
-from tests.support.loading import assert_same, compare, load_with
 from tests.support.messages import listen
-from tests.support.parity import ds_config, three_losses
+from tests.support.parity import assert_same, compare, ds_config, load_with, three_losses, whole_values
 from tests.support.trainers import arguments_of, join_as_launched, losses_of
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 from tests.support.upstream import is_partitioned
-from tests.support.whole import whole_values
 from tests.support.zoo import ZOO, Checkpoint
 
 
