@@ -330,8 +330,7 @@ class WholeReader(Protocol):
 
 def fill_whole(model: nn.Module) -> None:
     """Give all lazy parameters of `model` their values, on this rank alone, because they are going to be used."""
-    readers = [param.reader for param in parameters(model) if isinstance(param, LazyTensor)]
-    for reader in dict.fromkeys(readers):
+    for reader in dict.fromkeys(param.reader for param in parameters(model) if isinstance(param, LazyTensor)):
         cast("WholeReader", reader).fill_whole(model)
 
 

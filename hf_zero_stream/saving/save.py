@@ -290,13 +290,7 @@ class Save:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        with (
-            self._memory,
-            self._clock("total"),
-            collector_paused(),
-            torch.no_grad(),
-            torch.inference_mode(False),
-        ):
+        with self._memory, self._clock("total"), collector_paused(), torch.no_grad(), torch.inference_mode(False):
             yield
 
     @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from ..checkpoint.urls import on_this_host
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
 from ..errors import UnsupportedError
+from ..holdings.holding import Holding
 from ..holdings.introspection import has_converted_experts, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
 from ..holdings.slots import MASTER
 from ..holdings.training import Training
 from ..saving.parameters import NewParameters
+from ..saving.preparation import SaveItem
 from ..seams.saving import stored_names
 from ..seams.session import LazyModel
 
@@ -75,6 +78,30 @@ def lay_out(
 def shard_of(key: str | None, first: str | None, shard: str) -> str:
     """The name of the shard that has of the state `key` what the one named `shard` has of the state `first`."""
     return shard.replace(f".{first}", f".{key}", 1)
+
+
+HeldStates = Mapping[str, Mapping[str, Holding]]
+"""By the name of a state, what this rank holds of it."""
+
+
+def of_same_dtypes(held: HeldStates) -> list[list[str]]:
+    """The names of states, together those that one plan can save. All lie as their slots do, but for their dtypes."""
+    found: dict[tuple[torch.dtype, ...], list[str]] = {}
+    for key, holdings in held.items():
+        found.setdefault(tuple(holding.dtype for holding in holdings.values()), []).append(key)
+    return list(found.values())
+
+
+def state_item(held: HeldStates, folder: str, keys: Sequence[str], max_shard_size: int | str) -> SaveItem:
+    """The states `keys`, which have the same dtypes, in a `folder` of their own."""
+    first, *others = keys
+    return SaveItem(
+        lay_out=partial(lay_out, first, max_shard_size, others=others),
+        index_name=index_name(first),
+        folder=folder,
+        held=partial(held.__getitem__, first),
+        siblings=[(partial(held.__getitem__, key), partial(shard_of, key, first)) for key in others],
+    )
 
 
 def files_of(place: Path, key: str | None) -> list[Path]:

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -29,7 +28,6 @@ from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
-from ..holdings.holding import Holding
 from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names
 from ..holdings.slots import EXACT, Forms, elementwise_keys, forms_of, holdings_of
@@ -59,7 +57,7 @@ from .entries import recorded_entries, refuse_lost
 from .file_digests import recorded
 from .foreign import write_guard_files
 from .groups import recorded_options
-from .layout import index_name, lay_out, names_of, shard_of, write_names
+from .layout import index_name, lay_out, names_of, of_same_dtypes, state_item, write_names
 from .plain import plain
 from .record import (
     FILE,
@@ -211,9 +209,9 @@ def save_state(
         elif not has_base:
             coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, Path(folder)))
         held_for = {key: holdings_of(training.slots, key) for key in keys}
-        together = _of_same_dtypes(held_for)
+        together = of_same_dtypes(held_for)
         refuse_differing(coordinator, str(together).encode(), "would save other tensors")
-        of_states = [_state_item(held_for, name, group, max_shard_size) for group in together]
+        of_states = [state_item(held_for, name, group, max_shard_size) for group in together]
         items += [replace(item, changes_with=steps.of_states) for item in of_states]
         if (in_blocks := item_of(training, record, name, max_shard_size)) is not None:
             items.append(in_blocks)
@@ -285,30 +283,6 @@ def _laid_out(lay_out: LayOut, folder: Path, parameters: Any) -> list[NotedShard
         raise
     except RuntimeError as error:  # transformers', of tensors that share memory; DeepSpeed saves these
         raise UnsupportedError(f"transformers does not save the weights of this model: {error}") from error
-
-
-HeldStates = Mapping[str, Mapping[str, Holding]]
-"""By the name of a state, what this rank holds of it."""
-
-
-def _of_same_dtypes(held: HeldStates) -> list[list[str]]:
-    """The names of states, together those that one plan can save. All lie as their slots do, but for their dtypes."""
-    found: dict[tuple[torch.dtype, ...], list[str]] = {}
-    for key, holdings in held.items():
-        found.setdefault(tuple(holding.dtype for holding in holdings.values()), []).append(key)
-    return list(found.values())
-
-
-def _state_item(held: HeldStates, folder: str, keys: Sequence[str], max_shard_size: int | str) -> SaveItem:
-    """The states `keys`, which have the same dtypes, in a `folder` of their own."""
-    first, *others = keys
-    return SaveItem(
-        lay_out=partial(lay_out, first, max_shard_size, others=others),
-        index_name=index_name(first),
-        folder=folder,
-        held=partial(held.__getitem__, first),
-        siblings=[(partial(held.__getitem__, key), partial(shard_of, key, first)) for key in others],
-    )
 
 
 def _record(

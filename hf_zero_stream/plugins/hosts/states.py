@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from ...errors import CheckpointError, ConfigError, SaveError
 from ...holdings.training import STEPS
 from ...ranks.coordinator import Coordinator, meeting
 from ...ranks.rendezvous import LOAD
+from ...registry import import_object
 from ...reports.save import SaveReport
 from ...saving.pending import finish_pending
 from ...settings.config import StreamingConfig
@@ -112,8 +114,7 @@ class HostStates:
         """
         if type(every) is not int or every < 1:
             raise ConfigError(f"every: expected a whole number of steps from 1 on; got {every!r}")
-        from .trainers import attach  # imports the Trainer, which takes seconds
-
+        attach: Callable[..., str | None] = import_object(f"{__package__}.trainers:attach")  # imports the Trainer
         return attach(self, trainer, every)
 
     def remove(self) -> None:
