@@ -186,9 +186,7 @@ def save_state(
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
-        kind: Callable[..., Save] = Save
-        if hosts:
-            kind = _host_save(copies, keep, with_weights, training.counters[STEPS], kwargs)
+        kind = _host_save(copies, keep, with_weights, training.counters[STEPS], kwargs) if hosts else Save
         save = kind(training.model, folder, coordinator=coordinator, is_of_training=True, **kwargs)
     with meeting(SAVE, coordinator=coordinator):
         mine = digests_of(record.groups), record.data, random_state
@@ -287,8 +285,7 @@ def _laid_out(lay_out: LayOut, folder: Path, parameters: Any) -> list[NotedShard
         raise UnsupportedError(f"transformers does not save the weights of this model: {error}") from error
 
 
-HeldStates = Mapping[str, Mapping[str, Holding]]
-"""By the name of a state, what this rank holds of it."""
+HeldStates = Mapping[str, Mapping[str, Holding]]  # by the name of a state, what this rank holds of it
 
 
 def _of_same_dtypes(held: HeldStates) -> list[list[str]]:
