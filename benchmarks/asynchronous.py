@@ -6,7 +6,8 @@
 
 An arm trains in a process of its own. It makes steps without a save, then saves again and again, and trains on until
 the files are there. `call`: seconds until the save returns, the first of its process apart. `of a step`: the later
-calls over the median step. `step beside`: steps that begin while the save goes on, over those without one. `held`: how
+calls over the median step; `computing`: the processor's time that the calling thread took in them, which other
+programs disturb less. `step beside`: steps that begin while the save goes on, over those without one. `held`: how
 long the optimizer's steps waited. `host MiB`: the growth of anonymous memory from the call to the end, the first
 save's apart; `of the state`: over the bytes that are saved. Stock is ``torch.save`` of both state dicts, or
 ``engine.save_checkpoint`` under ZeRO-3. With one thread of computing for each rank, the writer has a core to itself
@@ -111,13 +112,14 @@ def measure(home: str, arm: str, source: str, folder: str, tokens: int, threads:
         return time.perf_counter() - began
 
     alone = [seconds_of_step() for _ in range(STEPS_BEFORE)][1:]
-    found: Figures = {"call": [], "write": [], "beside": [], "held": [], "growth_bytes": []}
+    found: Figures = {"call": [], "computing": [], "write": [], "beside": [], "held": [], "growth_bytes": []}
     for number in range(saves):
         target = Path(folder, f"{arm} {number}")
         with AnonymousMemory() as memory:
-            began = time.perf_counter()
+            began, began_computing = time.perf_counter(), time.thread_time()
             is_done, wait = _begun(arm, trained, optimizer, target)
             found["call"].append(time.perf_counter() - began)
+            found["computing"].append(time.thread_time() - began_computing)
             while not is_done():
                 found["beside"].append(seconds_of_step())
             found["held"].append(wait())
@@ -148,13 +150,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help="of computing, for each rank")
     parser.add_argument("--saves", type=int, default=3, help="in each process; at least 2")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--arms", type=lambda text: text.split(","), help="those alone, such as ours,dcp")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run")
     settings = parser.parse_args(arguments)
     if settings.saves < 2 or (settings.home == "plain" and settings.ranks != 1):
         parser.error("expected at least 2 --saves, and one of --ranks for a plain training")
     checkpoint = cached_checkpoint("dense", settings.parameters * 2e-3)
     print(f"{settings.parameters:g}M parameters\n{machine.in_words(machine.describe(checkpoint.folder))}", flush=True)
-    arms = ARMS[settings.home]
+    arms = settings.arms or ARMS[settings.home]
     found: dict[str, list[list[Figures]]] = {arm: [] for arm in arms}
     for repeat in range(settings.repeats):
         for arm in Random(repeat).sample(arms, len(arms)):
@@ -167,9 +170,9 @@ def main(arguments: list[str] | None = None) -> int:
                 shutil.rmtree(folder)
             print(f"{repeat + 1} of {settings.repeats}: {arm}", flush=True)
     print(f"\n{settings.home}, ranks: {settings.ranks}, {settings.tokens} tokens a step, threads: {settings.threads}")
-    columns = "step s | call s (first, later) | of a step | write s | step beside | held s | host MiB | of the state"
-    print(f"| arm | {columns} |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    of_calls = "call s (first, later) | of a step | computing s"
+    print(f"| arm | step s | {of_calls} | write s | step beside | held s | host MiB | of the state |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for arm, runs in found.items():
         print(_row(arm, [rank for ranks in runs for rank in ranks], settings.ranks))
     if settings.json:
@@ -187,6 +190,7 @@ def _row(arm: str, ranks: list[Figures], world_size: int) -> str:
         f"{alone:.2f}",
         f"{median(first):.3f}, {median(later):.3f}",
         f"{median(later) / alone:.1%}",
+        f"{median(seconds for each in ranks for seconds in each['computing'][1:]):.3f}",
         f"{median(seconds for each in ranks for seconds in each['write']):.2f}",
         f"{median(beside) / alone:.2f}x ({len(beside)})" if beside else "",
         f"{median(seconds for each in ranks for seconds in each['held']):.3f}",

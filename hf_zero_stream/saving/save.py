@@ -59,8 +59,7 @@ class Save:
         state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
         coordinator: the ranks, if they have come together already.
         takes_any: the model may be any module; then what is laid out is the caller's.
-        is_of_training: the save is one of a training's state, which takes any model that the caller has made ready.
-            Plans are kept for its next one.
+        is_of_training: plans are kept for the next save; the caller has made the model, of any class, ready.
     """
 
     def __init__(
