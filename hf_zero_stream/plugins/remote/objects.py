@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
+
 from ...errors import SaveError
-from .files import explained, is_panic, open_store, refuse_after_fork
-from .urls import joined, located
+from .files import CONNECT_S, STALL_S, endpoint_of, explained, is_panic, open_store, refuse_after_fork
+from .urls import joined, located, scheme_of
 
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
+
+logger = logging.get_logger(__name__)
 
 PART_BYTES = 8 * 2**20
 """Parts of an upload, but for very large objects. S3 and Google take none below 5 MiB but the last, and 10,000."""
@@ -25,6 +30,8 @@ MOST_PARTS = 10_000
 PARTS_BYTES = 24 * 2**20
 """Parts of an object in memory, on their way or being filled, and one at least. With those of the object before, which
 is being finished, and what rounds of the exchange between ranks take, a rank has two parts and 64 MiB at most."""
+
+_ADVICE = "A rule for the bucket's lifecycle that aborts incomplete multipart uploads removes their parts."
 
 RETRY_S = 20.0
 """Seconds in which a request is tried again, up to 8 times: a rank that gives up must do so soon."""
@@ -176,3 +183,51 @@ class StreamedObject:
                 f"{self._url}: expected the {self._size_bytes} bytes that were sent; found {size_bytes} bytes, or "
                 "others. What could be loaded from there before still can be. Save again."
             )
+
+
+def abort_uploads(place: RemoteFolder, created: Collection[str], replaced: Collection[str]) -> None:
+    """Abort all uploads that nobody will finish of objects with these names below `place`, or say that parts are left.
+
+    Parts cost as much as objects do, and no list shows them. Of those `created` there is no object, of those
+    `replaced` an earlier one. Azure forgets the parts of these by itself, after a week.
+    """
+    scheme = scheme_of(place.url)
+    if scheme == "s3":
+        _abort_in_s3(place, {*created, *replaced})
+    elif scheme == "az":
+        # A blob that is put takes the place of all parts that have been sent for it.
+        for name in created:
+            place.put(name, b"")
+        place.remove(created)
+    else:
+        logger.info(f"{place.url}: parts of an upload that was not finished may be left. {_ADVICE}")
+
+
+def _abort_in_s3(place: RemoteFolder, names: Collection[str]) -> None:
+    """By boto3: obstore neither lists uploads nor aborts those of other processes."""
+    try:
+        import boto3
+        from botocore import UNSIGNED
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError:
+        logger.warning(f"{place.url}: parts of an upload may be left; boto3, which aborts it, is missing. {_ADVICE}")
+        return
+    store, prefix = located(place.url)
+    bucket = store.partition("://")[2]
+    is_public = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
+    signature = UNSIGNED if is_public else None
+    keys = {located(joined(place.url, name)).key for name in names}
+    try:
+        client = boto3.client(
+            "s3",
+            endpoint_url=endpoint_of("s3") or None,
+            region_name=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
+            config=Config(signature_version=signature, connect_timeout=CONNECT_S, read_timeout=STALL_S),
+        )
+        for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
+            for upload in page.get("Uploads", ()):
+                if upload["Key"] in keys:
+                    client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    except (BotoCoreError, ClientError) as error:  # such as no right to list uploads; the save needs none of it
+        logger.warning(f"{place.url}: parts of an upload may be left; aborting it failed: {error}. {_ADVICE}")
