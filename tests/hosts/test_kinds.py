@@ -1,4 +1,4 @@
-"""States on hosts of all kinds of training, and with all arguments of a save: a resume goes on with the same losses."""
+"""States on hosts of all kinds of training, and with all arguments of a save: losses go on as they would have."""
 
 from __future__ import annotations
 
