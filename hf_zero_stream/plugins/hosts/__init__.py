@@ -11,7 +11,7 @@ PLUGIN = Plugin(
     tools={
         "host save": f"{__name__}.save:HostSave",
         "newest on hosts": f"{__name__}.load:newest_on_hosts",
-        "trainer's checkpoint": f"{__name__}.trainers:checkpoint_by_settings",
+        "trainer's checkpoint": f"{__name__}.states:checkpoint_by_settings",
         "engine's state": f"{__name__}.states:state_of_engine",
         "engine's next states": f"{__name__}.states:save_between_steps",
     },

@@ -143,6 +143,30 @@ def states_of(folder: str | os.PathLike[str], settings: StreamingConfig) -> Host
     return HostStates(settings.host_states_folder, copies=settings.host_states_copies, job=job)
 
 
+def checkpoint_by_settings(trainer: Any, given: Any, settings: StreamingConfig) -> Any:
+    """The checkpoint for ``Trainer.train(resume_from_checkpoint=given)``; has it save on hosts too (all ranks).
+
+    It is that of the hosts if `given` asks for the newest one, by True or by its name, and that of the hosts is newer.
+    """
+    from .trainers import SaveOnHosts, is_last
+
+    output_dir = trainer.args.output_dir
+    mine = next((each for each in trainer.callback_handler.callbacks if isinstance(each, SaveOnHosts)), None)
+    states = mine.states if mine else states_of(output_dir, settings)
+    newest = states.attach(trainer, mine.every if mine else settings.host_states_every)
+    if newest is None or newest == given or Path(newest).parent != states.folder:
+        return given
+    is_asked_for = given is True or (given and is_last(given, output_dir))
+    if trainer.is_world_process_zero():
+        logger.warning(
+            f"{newest}: the training goes on from this state on hosts, which is newer than all in {output_dir}."
+            if is_asked_for
+            else f"{newest}: this state on hosts is newer than {given or 'the model'}, from which the training is to "
+            "begin, and goes when the next one is saved. resume_from_checkpoint=True goes on from the newest."
+        )
+    return newest if is_asked_for else given
+
+
 def state_of_engine(
     folder: Path, shared: tuple[Path, str | None] | None, settings: StreamingConfig, coordinator: Coordinator
 ) -> Path | None:

@@ -20,10 +20,8 @@ from ...errors import UnsupportedError, require_names
 from ...ranks.coordinator import expected_at, meeting
 from ...ranks.rendezvous import LOAD
 from ...seams.wrappers import checkpoint_number, is_fsdp2
-from ...settings.config import StreamingConfig
 from ...state.record import CLIENT
 from .load import newest_on_hosts
-from .states import HostStates, states_of
 
 
 logger = logging.get_logger(__name__)
@@ -81,7 +79,7 @@ class SaveOnHosts(TrainerCallback):
     As the Trainer's own checkpoints, a state has what was logged and evaluated in its step.
     """
 
-    def __init__(self, states: HostStates, trainer: Any, every: int) -> None:
+    def __init__(self, states: Any, trainer: Any, every: int) -> None:
         self.states, self.every, self._trainer = states, every, ref(trainer)
         self._awaited = ""
 
@@ -115,7 +113,7 @@ class SaveOnHosts(TrainerCallback):
         self.states.save(trained, data={CLIENT: {}}, beside=beside, **own)
 
 
-def attach(states: HostStates, trainer: Any, every: int) -> str | None:
+def attach(states: Any, trainer: Any, every: int) -> str | None:
     """Do what :meth:`.states.HostStates.attach` says."""
     with expected_at(LOAD):
         _refuse_unsharded(trainer)
@@ -130,28 +128,7 @@ def attach(states: HostStates, trainer: Any, every: int) -> str | None:
     return shared
 
 
-def checkpoint_by_settings(trainer: Any, given: Any, settings: StreamingConfig) -> Any:
-    """The checkpoint for ``Trainer.train(resume_from_checkpoint=given)``; has it save on hosts too (all ranks).
-
-    It is that of the hosts if `given` asks for the newest one, by True or by its name, and that of the hosts is newer.
-    """
-    output_dir = trainer.args.output_dir
-    mine = next((each for each in trainer.callback_handler.callbacks if isinstance(each, SaveOnHosts)), None)
-    states = mine.states if mine else states_of(output_dir, settings)
-    newest = attach(states, trainer, mine.every if mine else settings.host_states_every)
-    if newest is None or newest == given or Path(newest).parent != states.folder:
-        return given
-    is_asked_for = given is True or (given and _is_last(given, output_dir))
-    if trainer.is_world_process_zero():
-        logger.warning(
-            f"{newest}: the training goes on from this state on hosts, which is newer than all in {output_dir}."
-            if is_asked_for
-            else f"{newest}: this state on hosts is newer than {given or 'the model'}, from which the training is to "
-            "begin, and goes when the next one is saved. resume_from_checkpoint=True goes on from the newest."
-        )
-    return newest if is_asked_for else given
-
-
-def _is_last(checkpoint: Any, output_dir: str) -> bool:
+def is_last(checkpoint: Any, output_dir: str) -> bool:
+    """Whether this is the Trainer's last checkpoint in `output_dir`, by whatever path."""
     last = last_checkpoint_in(output_dir)
     return last is not None and os.path.realpath(checkpoint) == os.path.realpath(last)
