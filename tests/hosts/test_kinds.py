@@ -1,5 +1,3 @@
-"""States on hosts of all kinds of training, and with all arguments of a save: a resume has the same losses."""
-
 """States on hosts of all kinds of training, and with all arguments of a save: losses go on as they would have."""
 
 from __future__ import annotations
