@@ -28,7 +28,7 @@ class GrowthPeak:
     def __init__(self, measure: Callable[[], int]) -> None:
         self._measure = measure
         self._lock = threading.Lock()
-        self._ended = threading.Event()  # of the last thread
+        self._ended = threading.Event()
         self._ended.set()
         self._entry_bytes = self._peak_bytes = 0
 
@@ -48,17 +48,18 @@ class GrowthPeak:
 
     def __enter__(self) -> Self:
         self._entry_bytes = self._peak_bytes = self._measure()
-        self._ended = threading.Event()
-        thread = threading.Thread(target=self._run, args=(self._ended,), name="hf_zero_stream-memory", daemon=True)
-        thread.start()
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._run, name="hf_zero_stream-memory", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.sample()
-        self._ended.set()  # nobody waits for the thread: it samples no more
+        self._ended.set()
+        self._thread.join()
 
-    def _run(self, ended: threading.Event) -> None:
-        while not ended.wait(SAMPLE_SECONDS):
+    def _run(self) -> None:
+        while not self._ended.wait(SAMPLE_SECONDS):
             self.sample()
 
 
