@@ -37,13 +37,13 @@ _SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 
 
 def refuse_url(folder: Any, what: str) -> None:
-    """Raise an UrlError if `folder`, into which `what` writes, is a URL: it would become the path of a folder."""
+    """Raise an UrlError if `folder`, which `what` takes, is a URL: it would become the path of a folder."""
     if is_url(folder):
         raise UrlError(
-            f"{what}: expected a local folder to save into; got a URL, {str(folder).partition(':')[0]}://... "
-            "hf_zero_stream.save_pretrained and hf_zero_stream.save_state, and model.save_pretrained of a class that "
-            "does not override it, save to s3://, gs:// and az://. For the rest, save into a folder, then upload it "
-            "from one rank. (If you mean a local folder of this name, begin it with ./)"
+            f"{what}: expected a local folder; got a URL, {str(folder).partition(':')[0]}://... "
+            "hf_zero_stream.save_pretrained, save_state and load_state, and model.save_pretrained of a class that "
+            "does not override it, take URLs of s3://, gs:// and az://. For the rest, save into a folder, then upload "
+            "it from one rank. (If you mean a local folder of this name, begin it with ./)"
         )
 
 

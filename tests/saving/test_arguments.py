@@ -72,7 +72,7 @@ def test_taken(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["hf://a/b", "https://host/x", "gcs://bucket/x", "S3://b", Path(URL)], ids=str)
 def test_urls(url: str | Path) -> None:
-    with pytest.raises(UrlError, match="it: expected a local folder to save into; got a URL, "):
+    with pytest.raises(UrlError, match="it: expected a local folder; got a URL, "):
         refuse_url(url, "it")
 
 
