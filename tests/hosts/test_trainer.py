@@ -64,7 +64,8 @@ def train(
     config = StreamingConfig(host_states_every=int(by_settings), host_states_folder=str(folder))
     with hf_zero_stream.streaming(config):
         trainer, taken = trainer_of(checkpoint, work / output, run)
-        trainer.args.save_steps, trainer.args.remove_unused_columns = 1, False
+        trainer.args.save_steps = trainer.args.save_total_limit = 1  # of the disk; one state stays on hosts, too
+        trainer.args.remove_unused_columns = False
         if victim < 0 or victim == dist.get_rank():
             trainer.add_callback(Ends(stop, dies=victim >= 0))
         resumed: Any = victim < 0 if by_settings else HostStates(folder, job=output).attach(trainer, every=1)
