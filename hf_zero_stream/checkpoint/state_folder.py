@@ -44,7 +44,7 @@ def read_state(folder: Path) -> CheckpointMap:
     if masters.views and trained:
         raise UnsupportedError(
             f"{folder}: it lacks the fp32 values of {len(trained)} parameters, among them {excerpt(trained[0])}. "
-            "Load it into the training, and save it again."
+            "Load the state into the training, and save it again."
         )
     untrained = [*names.get("buffers", {}), *names.get("frozen", {})]
     of_weights = [name for name in [*untrained, *trained] if name not in exact.views]

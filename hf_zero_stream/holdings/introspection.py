@@ -120,16 +120,17 @@ def is_dtensor(tensor: Any) -> bool:
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
     """The memory of `param`, or of its local shard."""
-    return _local(param).detach()
+    return local_tensor(param).detach()
 
 
 def storage_of(param: torch.Tensor) -> int:
     """The address of that memory's storage, in which other tensors may lie too; 0 if it has none to be named."""
-    local = _local(param)
+    local = local_tensor(param)
     return local.untyped_storage().data_ptr() if local.layout == torch.strided else 0
 
 
-def _local(param: Any) -> torch.Tensor:
+def local_tensor(param: Any) -> torch.Tensor:
+    """`param`, or its local shard, itself: a view of it costs more than what is asked of thousands of them."""
     local: torch.Tensor = param._local_tensor if is_dtensor(param) else param
     return local
 

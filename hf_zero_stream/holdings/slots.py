@@ -26,7 +26,7 @@ from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .holding import Holding
-from .introspection import is_dtensor, local_of
+from .introspection import local_of, local_tensor
 from .own_names import named_parameters
 from .shards import local_shard_of
 
@@ -213,7 +213,7 @@ def _form_of(value: Any, values: torch.Tensor) -> object:
     """All but the values of an entry of a slot that trains `values`: with no other one, if it must be looked at."""
     if not isinstance(value, torch.Tensor):
         return type(value)
-    local: Any = value._local_tensor if is_dtensor(value) else value
+    local = local_tensor(value)
     if local.layout != torch.strided or local.dtype == torch.uint8:
         return object()
     kinds = type(value), type(local), local.dtype, local.device, getattr(value, "is_paged", False)

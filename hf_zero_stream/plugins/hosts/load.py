@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -79,6 +79,18 @@ def newest_on_hosts(folder: Path, coordinator: Coordinator, *, raises: bool = Tr
 
         coordinator.run_on_all(add)
     return chosen
+
+
+def newest_of_both(
+    folder: Path, coordinator: Coordinator, steps_of_shared: Callable[[], int]
+) -> tuple[FoundState | None, int]:
+    """The newest state on hosts, None if the shared disk has a newer one; and the steps of that one (all ranks).
+
+    Rank 0 says by `steps_of_shared` which steps the newest on the shared disk has made; -1: there is none.
+    """
+    found = newest_on_hosts(folder, coordinator, raises=False)
+    steps = coordinator.broadcast(steps_of_shared)
+    return (found if found is not None and found.steps >= steps else None), steps
 
 
 @contextmanager

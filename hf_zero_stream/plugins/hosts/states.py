@@ -31,7 +31,7 @@ from ...state.load import Resumed, resume
 from ...state.record import CLIENT, FILE, StateRecord
 from ...state.save import save_state
 from .folders import own_folder
-from .load import newest_on_hosts
+from .load import newest_of_both
 
 
 logger = logging.get_logger(__name__)
@@ -93,9 +93,10 @@ class HostStates:
         """
         finish_pending()
         with meeting(LOAD) as coordinator:
-            found = newest_on_hosts(self.folder, coordinator, raises=False)
-            steps = coordinator.broadcast(lambda: -1 if shared is None else _steps_in(Path(shared)))
-            if found is not None and found.steps >= steps:
+            found, steps = newest_of_both(
+                self.folder, coordinator, lambda: -1 if shared is None else _steps_in(Path(shared))
+            )
+            if found is not None:
                 return resume(trained, self.folder / found.name, meeting=coordinator, **kwargs)
             if shared is None or steps < 0:
                 return None
@@ -175,8 +176,8 @@ def state_of_engine(
     `shared` is what is there: a folder, and the name of a state of ours in it.
     """
     states = states_of(folder, settings)
-    found = newest_on_hosts(states.folder, coordinator, raises=False)
-    if found is None or found.steps < coordinator.broadcast(lambda: _steps_of(folder, shared)):
+    found, _ = newest_of_both(states.folder, coordinator, lambda: _steps_of(folder, shared))
+    if found is None:
         return None
     place = states.folder / found.name
     if coordinator.is_main:

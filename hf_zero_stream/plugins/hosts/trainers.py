@@ -21,7 +21,7 @@ from ...ranks.coordinator import expected_at, meeting
 from ...ranks.rendezvous import LOAD
 from ...seams.wrappers import checkpoint_number, is_fsdp2
 from ...state.record import CLIENT
-from .load import newest_on_hosts
+from .load import newest_of_both
 
 
 logger = logging.get_logger(__name__)
@@ -120,12 +120,10 @@ def attach(states: Any, trainer: Any, every: int) -> str | None:
     trainer.remove_callback(SaveOnHosts)  # of an earlier call
     trainer.add_callback(SaveOnHosts(states, trainer, every))
     with meeting(LOAD) as coordinator:
-        found = newest_on_hosts(states.folder, coordinator, raises=False)
         shared = coordinator.broadcast(lambda: last_checkpoint_in(trainer.args.output_dir))
-    steps = -1 if shared is None else checkpoint_number(Path(shared).name) or 0
-    if found is not None and found.steps >= steps:
-        return str(states.folder / found.name)
-    return shared
+        steps = -1 if shared is None else checkpoint_number(Path(shared).name) or 0
+        found, _ = newest_of_both(states.folder, coordinator, lambda: steps)
+    return shared if found is None else str(states.folder / found.name)
 
 
 def is_last(checkpoint: Any, output_dir: str) -> bool:
