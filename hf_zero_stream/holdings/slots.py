@@ -40,6 +40,11 @@ EXACT = "exact"
 BLOCKS = "blocks"
 """What stands for the name of a state in the names of files with all that is kept of slots in blocks."""
 
+BUFFERS = "buffers"
+"""What stands for the name of a state in the names of files with buffers of which ranks have values of their own."""
+
+_TAKEN = (MASTER, EXACT, BLOCKS, BUFFERS)
+
 _ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
 
 
@@ -239,7 +244,9 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 def _refuse_key(key: Any, slot: Slot, *, names_files: bool) -> None:
     """Raise an UnsupportedError unless `key` can be the name of a state, which may be a part of files' names."""
-    if not isinstance(key, str) or (names_files and (not key.isidentifier() or key in (MASTER, EXACT, BLOCKS))):
+    if not isinstance(key, str) or (
+        names_files and (not key.isidentifier() or key in (MASTER, EXACT, BLOCKS, BUFFERS))
+    ):
         raise UnsupportedError(
             f"The optimizer keeps {key!r} for {_names(slot)}: a state of this name cannot be saved. {_ELSE}"
         )

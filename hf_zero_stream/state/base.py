@@ -14,6 +14,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,8 +29,9 @@ from ..holdings.slots import MASTER
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
 from ..saving.count import anything
-from ..saving.lazy_parameters import held_values
+from ..saving.lazy_parameters import digests_of, held_values
 from ..saving.preparation import SaveItem
+from ..saving.shares import refuse_or_say_differing
 from ..seams.adapters import lay_out_adapters
 from .digests import Digest, digests_in_memory, dtype_named, in_checkpoint, note_in_checkpoint, places_of
 from .layout import persistent_buffers
@@ -42,13 +44,17 @@ _said: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 """The tensors that a warning has named as saved with the adapters of a model."""
 
 
-def split_base(training: Training, coordinator: Coordinator) -> tuple[list[str], dict[str, Digest]]:
+def split_base(
+    training: Training, apart: Collection[str], coordinator: Coordinator
+) -> tuple[list[str], dict[str, Digest]]:
     """Split the base: what is not shown to be in its checkpoint, and the digests of the rest (all ranks).
 
-    Quantised values do not lie in a checkpoint as they do in memory: they are left out, and a resume compares them.
+    Buffers that are `apart` are saved for each rank. Quantised values do not lie in a checkpoint as they do in memory:
+    they are left out, and a resume compares them.
     """
     model = training.model
-    names = _untrained(model, {member.name for slot in training.slots for member in slot.members})
+    names = _untrained(model, {*apart, *(member.name for slot in training.slots for member in slot.members)})
+    _refuse_unlike_replicas(model, names, coordinator)
     digests = digests_in_memory(model, names, coordinator, threads_of(coordinator))
     quantised = quantised_names(model)
     sought = {name: [it] for name, it in digests.items() if name not in quantised and torch.Size(it.shape).numel()}
@@ -65,6 +71,24 @@ def split_base(training: Training, coordinator: Coordinator) -> tuple[list[str],
     return left, {name: digest for name, digest in digests.items() if name not in left}
 
 
+def _refuse_unlike_replicas(model: nn.Module, names: Collection[str], coordinator: Coordinator) -> None:
+    """Raise an UnsupportedError, on all ranks, if those that hold all of a box of a parameter have other values of it.
+
+    A digest of the base is made of a part from each rank, so that it would miss what differs in the part of another.
+    """
+    with coordinator.reporting():
+        held = held_values(model, names, coordinator)
+        mine = {} if coordinator.is_alone else digests_of([held], threads_of(coordinator))
+    first: dict[Any, bytes] = {}
+    differing: dict[str, list[int]] = {}
+    for rank, of_rank in enumerate(coordinator.all_gather({(it, held[it].box): mine[it] for it in mine})):
+        for (name, box), digest in of_rank.items():
+            if first.setdefault((name, box), digest) != digest:
+                differing.setdefault(name, []).append(rank)
+    if differing:
+        refuse_or_say_differing(differing, "a training", coordinator)
+
+
 def refuse_other_base(
     model: nn.Module, record: StateRecord, place: Path, coordinator: Coordinator, trained: Collection[str]
 ) -> None:
@@ -75,7 +99,7 @@ def refuse_other_base(
             f"{place}: expected a state of adapters, with digests of their base; found one without. Load it into the "
             "model without adapters, or give the state that was saved of them."
         )
-    names = _untrained(model, trained)
+    names = _untrained(model, {*trained, *record.buffers})
     in_memory = digests_in_memory(model, names, coordinator, threads_of(coordinator))
     different = {name for name, digest in saved.items() if in_memory.get(name) != digest}
     recast = {
@@ -129,10 +153,9 @@ def _same_in_other_dtype(
 
 
 def _untrained(model: nn.Module, trained: Collection[str]) -> set[str]:
-    """Own names of all that a state dict of `model` has, but for parameters that are `trained`."""
-    buffers = dict(named_buffers(model))
-    parameters = {name for name, _ in named_parameters(model)}
-    return (parameters - {*trained}) | {name for name in persistent_buffers(model).values() if name in buffers}
+    """Own names of all that a state dict of `model` has, but for what is `trained`."""
+    buffers = {name for name, _ in named_buffers(model)} & {*persistent_buffers(model).values()}
+    return ({name for name, _ in named_parameters(model)} | buffers) - {*trained}
 
 
 def quantised_names(model: nn.Module) -> set[str]:

@@ -133,6 +133,7 @@ def load_checkpoint(
                     only_weights=load_module_only or not _has_optimizer(self),
                     scheduler=(current() or Caller()).scheduler_of(self.optimizer),
                     with_scheduler=load_lr_scheduler_states,
+                    all_as_rank_0=_loads_rank_0(self),
                 )
                 return str(folder / name), (data or {}).get(CLIENT, {})
     flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
@@ -162,10 +163,16 @@ def _load_all(engine: Any, folder: Path, name: str | None, coordinator: Coordina
     with_scheduler = with_schedulers and not (trainer_loads_schedulers.get() and engine.lr_scheduler is None)
     # Random numbers are the caller's: the Trainer and accelerate restore them at their own time, and engines never do.
     own = {"scheduler": scheduler, "with_scheduler": with_scheduler, "with_rng": False}
+    own["all_as_rank_0"] = _loads_rank_0(engine)
     resumed = resume(engine, folder, tag=name, meeting=coordinator, **own)
     if with_schedulers:
         caller.restored.append(scheduler)
     return str(folder / resumed.tag), (resumed.data or {}).get(CLIENT, {})
+
+
+def _loads_rank_0(engine: Any) -> bool:
+    """Whether DeepSpeed's own load gives all ranks the buffers, the scheduler and the client state of rank 0."""
+    return not engine.zero_optimization_partition_weights()
 
 
 def _leave_to_deepspeed(engine: Any, error: Exception) -> None:

@@ -19,7 +19,7 @@ from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.holder import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, own_names, own_or_clean
-from ..holdings.slots import BLOCKS, EXACT
+from ..holdings.slots import BLOCKS, BUFFERS, EXACT
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at
@@ -164,11 +164,17 @@ def resume(
     with_rng: bool = True,
     strict: bool = True,
     meeting: Coordinator | None = None,
+    all_as_rank_0: bool = False,
 ) -> Resumed:
-    """Do what :func:`load_state` says; `meeting` is the coordinator of a load's meeting that this is a part of."""
+    """Do what :func:`load_state` says; `meeting` is the coordinator of a load's meeting that this is a part of.
+
+    With `all_as_rank_0`, every rank goes on with what rank 0 had, where ranks had things of their own; it gets the data
+    that it gave in any case.
+    """
     finish_pending()
     began = time.perf_counter()
     known, coordinator = KnownHeaders(), meeting or Coordinator.of_default_group()
+    rank = 0 if all_as_rank_0 else coordinator.rank
     with expected_at(LOAD) if meeting is None else nullcontext():
         read_from = settings_in_force().read_from
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
@@ -183,7 +189,7 @@ def resume(
             place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))
             names = own_names(training.model)
             found = found.renamed(partial(own_or_clean, names))
-            record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place))
+            record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place, rank))
             training = training.without_frozen(_trained_in(record))
             swapped, values = training.swapped_masters, record.with_masters
             if has_base(training.model, record):
@@ -200,7 +206,7 @@ def resume(
             drop_options(training.optimizer, record)
             prepare_entries(training.optimizer, training.slots, record)
             if isinstance(found, StateRecord):
-                load_values(training, folder, place, record, coordinator, known, strict=strict)
+                load_values(training, folder, place, record, coordinator, known, rank=rank, strict=strict)
             else:
                 found.load(training, coordinator)
             rates = _set_rest(training, record)
@@ -221,14 +227,15 @@ def resume(
                 f"{coordinator.rank} and above are new."
             )
     if coordinator.is_main:
-        _say_what_follows(training, record, place, coordinator.world_size)
+        _say_what_follows(training, record, place, coordinator.world_size, all_as_rank_0=all_as_rank_0)
         if isinstance(found, StateRecord):
             _say_what_is_not_there(training, found, with_scheduler, place)
         logger.info(
             f"loaded {place} in {time.perf_counter() - began:.1f} s ({coordinator.world_size} ranks; "
             f"{record.world_size} have saved it)"
         )
-    return Resumed(place.name, record.data_for(coordinator.rank), dict(record.counters), record.world_size)
+    data = (found.for_rank(coordinator.rank) if isinstance(found, StateRecord) else record).data
+    return Resumed(place.name, restored(data), dict(record.counters), record.world_size)
 
 
 @fixed_names()
@@ -242,6 +249,7 @@ def load_without_optimizer(
     only_weights: bool,
     scheduler: Any,
     with_scheduler: bool,
+    all_as_rank_0: bool,
 ) -> Any:
     """Load the weights of a state into an engine (all ranks, in a meeting); returns the `data` saved with it.
 
@@ -257,7 +265,8 @@ def load_without_optimizer(
         refuse_unknown_shards(engine, "training state")
         finish_saves_into(folder, settings_in_force().read_from, coordinator)
     found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
-    record = found.renamed(partial(own_or_clean, own_names(model)))
+    rank = 0 if all_as_rank_0 else coordinator.rank
+    record = found.renamed(partial(own_or_clean, own_names(model))).for_rank(rank)
     has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder, known))
     values = set() if has_its_own and not has_base(model, record) else record.with_masters
     _refuse_other_files(found, folder, place, known, coordinator)
@@ -266,11 +275,11 @@ def load_without_optimizer(
         coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all))
     if has_base(model, record):
         refuse_other_base(model, record, place, coordinator, _trained_in(record))
-    load_model_values(model, folder, place, record, values, coordinator, known, strict=strict)
+    load_model_values(model, folder, place, record, values, coordinator, known, rank=rank, strict=strict)
     if not only_weights and engine.optimizer is not None:
         training = training_of(engine, None, scheduler, None, None, coordinator)
         _set_rest(training, record if with_scheduler else replace(record, scheduler=None))
-    return record.data_for(coordinator.rank)
+    return restored(found.for_rank(coordinator.rank).data)
 
 
 def _refuse_other_files(
@@ -310,7 +319,8 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     if (foreign := _foreign_state_in(place)) is not None:  # newer than a state of ours there
         return place, foreign
     record = StateRecord.read(place / FILE)
-    keys = [*record.keys, *([EXACT] if record.exact else ()), *([BLOCKS] if record.has_parts else ())]
+    others = {EXACT: record.exact, BLOCKS: record.has_parts, BUFFERS: record.buffers}
+    keys = [*record.keys, *(key for key, is_there in others.items() if is_there)]
     refuse_missing_files(place, keys, [RNG_FILE] if with_rng else [])
     return place, record
 
@@ -321,11 +331,12 @@ def _foreign_state_in(folder: Path) -> ForeignState | None:
 
 
 def _record_for(
-    training: Training, found: StateRecord | ForeignState, with_scheduler: bool, place: Path
+    training: Training, found: StateRecord | ForeignState, with_scheduler: bool, place: Path, rank: int
 ) -> StateRecord:
-    """The record of what was `found`, which can go on in `training`."""
+    """The record of what was `found`, which can go on in `training` as that of `rank`."""
     if isinstance(found, StateRecord):
-        record = found if with_scheduler else replace(found, scheduler=None)
+        record = found.for_rank(rank)
+        record = record if with_scheduler else replace(record, scheduler=None)
     else:
         record = found.record_for(training, with_scheduler)
     refuse_other_training(training, record, place)
@@ -349,11 +360,21 @@ def _is_same_scaler(training: Training, record: StateRecord) -> bool:
     return mine is not None and saved is not None and mine.keys() == saved.keys()
 
 
-def _say_what_follows(training: Training, record: StateRecord, place: Path, world_size: int) -> None:
-    if record.data_of_ranks is not None and world_size != record.world_size:
+def _say_what_follows(
+    training: Training, record: StateRecord, place: Path, world_size: int, *, all_as_rank_0: bool
+) -> None:
+    is_other = world_size != record.world_size
+    apart = [name for name in record.of_ranks if name != "data" or is_other]
+    apart += [f"the buffer {name}" for name in record.buffers]
+    if apart and (is_other or all_as_rank_0):
+        what = (
+            "Each rank gets those of its number, a new one rank 0's. Gather before you save what has to be shared out."
+        )
+        if all_as_rank_0:
+            what = "All get rank 0's, as from DeepSpeed's own checkpoints at ZeRO stages 0 to 2; data are each rank's."
         logger.warning(
-            f"{place}: {record.world_size} ranks saved different data, and there are {world_size} now. Each rank gets "
-            "those of its number, a new one rank 0's. Gather before you save what has to be shared out again."
+            f"{place}: {record.world_size} ranks saved different values of {', '.join(apart[:8])} ({len(apart)} in "
+            f"all), and there are {world_size} now. {what}"
         )
     if record.batch_size not in (None, training.batch_size) and training.batch_size is not None:
         logger.warning(

@@ -33,6 +33,7 @@ CLIENT = "client_state"
 _FORMAT = "hf_zero_stream training state"
 _VERSION = 1
 _DIGEST = re.compile("[0-9a-f]{16}")
+_OF_RANKS = ("data", "scheduler", "scaler")
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,10 @@ class StateRecord:
         base_of: where that was loaded from.
         scheduler: its class and its state.
         data: what the user gave; on rank 0, if ranks gave different things.
-        data_of_ranks: what each of them gave then, else None.
+        of_ranks: of those of the fields `data`, `scheduler` and `scaler` that differed between ranks, what each rank
+            had, by name; rank 0's is in the field itself.
+        buffers: own names of the buffers that differed between ranks: each rank's values are in the state
+            (:mod:`.buffers`).
         dtype: of what is trained: masters, or the parameters themselves.
         weights: a fingerprint of the weights that were saved with it (:func:`.resumable.fingerprint`).
         digests: of the files that were saved with it, in hexadecimal, by their paths from the folder of the state on
@@ -155,7 +159,8 @@ class StateRecord:
     world_size: int = 1
     batch_size: int | None = None
     data: Any = None
-    data_of_ranks: Sequence[Any] | None = None
+    of_ranks: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    buffers: Sequence[str] = ()
     dtype: str | None = None
     weights: str | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
@@ -179,17 +184,24 @@ class StateRecord:
         """This record with other names of parameters."""
         groups = [group.renamed(rename) for group in self.groups]
         base = None if self.base is None else {rename(name): value for name, value in self.base.items()}
-        return replace(self, groups=groups, exact=[*map(rename, self.exact)], base=base)
+        exact, buffers = [*map(rename, self.exact)], [*map(rename, self.buffers)]
+        return replace(self, groups=groups, exact=exact, buffers=buffers, base=base)
 
-    def with_data_of(self, ranks: Sequence[Any]) -> StateRecord:
-        """This record of rank 0's with the data that all ranks gave."""
-        is_one = len({json.dumps(data) for data in ranks}) == 1
-        return replace(self, data=ranks[0], data_of_ranks=None if is_one else ranks)
+    @property
+    def own(self) -> dict[str, Any]:
+        """What each rank may have of its own."""
+        return {name: getattr(self, name) for name in _OF_RANKS}
 
-    def data_for(self, rank: int) -> Any:
-        """The data that `rank` goes on with: what it gave, or if it was not there, what rank 0 gave."""
-        of_ranks = self.data_of_ranks or []
-        return restored(of_ranks[rank] if rank < len(of_ranks) else self.data)
+    def with_own_of(self, ranks: Sequence[Mapping[str, Any]]) -> StateRecord:
+        """This record of rank 0's with what all ranks have of their own."""
+        of_ranks = {name: [of_rank[name] for of_rank in ranks] for name in _OF_RANKS}
+        apart = {name: values for name, values in of_ranks.items() if len({*map(json.dumps, values)}) > 1}
+        return replace(self, **ranks[0], of_ranks=apart)
+
+    def for_rank(self, rank: int) -> StateRecord:
+        """This record as `rank` goes on with it: with what it had, or if it was not there, what rank 0 had."""
+        own = {name: values[rank] for name, values in self.of_ranks.items() if rank < len(values)}
+        return replace(self, **own)
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, allow_nan=True) + "\n"
@@ -226,7 +238,7 @@ class StateRecord:
             raise CheckpointError(f"{path}: expected names of parameters, each in one group, and of states, each once")
         try:
             groups = [[group.options, group.others] for group in self.groups]
-            restored([self.data, self.data_of_ranks, self.scheduler, self.scaler, groups])
+            restored([self.own, self.of_ranks, groups])
         except (TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{path}: expected dicts as save_state writes them: {error}") from error
 
@@ -298,6 +310,12 @@ def _is_scheduler(value: Any) -> bool:
     )
 
 
+def _are_of_ranks(value: Any) -> bool:
+    return _is_dict(value, list) and all(
+        name in _OF_RANKS and all(map(_FIELDS.get(name, lambda _: True), of_ranks)) for name, of_ranks in value.items()
+    )
+
+
 def _is_file_digest(item: tuple[str, Any]) -> bool:
     name, digest = item
     is_near = all(map(is_plain_name, name.removeprefix(OUTSIDE).split("/")))  # PEFT has folders of adapters
@@ -320,7 +338,8 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "counters": lambda value: _is_dict(value, int) and all(map(_is_integer, value.values())),
     "world_size": _is_integer,
     "batch_size": lambda value: value is None or _is_integer(value),
-    "data_of_ranks": lambda value: value is None or isinstance(value, list),
+    "of_ranks": _are_of_ranks,
+    "buffers": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
     "dtype": lambda value: value is None or isinstance(value, str),
     "weights": lambda value: value is None or isinstance(value, str),
     "digests": lambda value: isinstance(value, dict) and all(map(_is_file_digest, value.items())),

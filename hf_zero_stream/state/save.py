@@ -52,6 +52,8 @@ from ..seams.ds_config import settings_in_force
 from . import rng, schedules
 from .base import adapter_weights, keys_with_trained, refuse_unreachable_masters, split_base
 from .blocks import item_of, with_parts
+from .buffers import differing, digests_of_buffers
+from .buffers import item_of as buffers_item
 from .digests import places_of
 from .entries import recorded_entries, refuse_lost
 from .file_digests import recorded
@@ -177,7 +179,7 @@ def save_state(
             keys = keys_with_trained(keys)
         exact = sorted(changed_in_weights(training.model, coordinator)) if not has_base else []
         data = plain(data, "data", exactly=True, with_tensors=True)
-        random_state = rng.of_this_rank()
+        random_state, buffers = rng.of_this_rank(), digests_of_buffers(training.model)
         if snapshot_bytes not in (None, ALL) and (type(snapshot_bytes) is not int or snapshot_bytes < 0):
             raise ConfigError(f"snapshot_bytes: expected a number of bytes or {ALL!r}; got {snapshot_bytes!r}")
         record = _record(training, keys, exact, data, coordinator.world_size, forms)
@@ -190,12 +192,13 @@ def save_state(
             kind = _host_save(copies, keep, with_weights, training.counters[STEPS], kwargs)
         save = kind(training.model, folder, coordinator=coordinator, is_of_training=True, **kwargs)
     with meeting(SAVE, coordinator=coordinator):
-        mine = digests_of(record.groups), record.data, random_state
-        digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
+        mine = digests_of(record.groups), record.own, random_state, buffers
+        digests, own, random_states, of_buffers = zip(*coordinator.all_gather(mine), strict=True)
         refuse_ranks_apart(digests)
-        record = with_parts(record.with_data_of(data), training, coordinator)
+        record = replace(record.with_own_of(own), buffers=differing(of_buffers))
+        record = with_parts(record, training, coordinator)
         if has_base:
-            exact, digests_of_base = split_base(training, coordinator)
+            exact, digests_of_base = split_base(training, record.buffers, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
             record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
         name, replaced = (tag, []) if hosts else coordinator.broadcast(partial(_name, place, tag, keep_older))
@@ -215,6 +218,8 @@ def save_state(
         items += [replace(item, changes_with=steps.of_states) for item in of_states]
         if (in_blocks := item_of(training, record, name, max_shard_size)) is not None:
             items.append(in_blocks)
+        if record.buffers:
+            items.append(buffers_item(training.model, record.buffers, name, max_shard_size, coordinator))
         if exact:
             held = partial(held_values, training.model, exact, coordinator)
             laid_out = partial(lay_out, EXACT, max_shard_size, buffers=exact)

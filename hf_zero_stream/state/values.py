@@ -28,6 +28,7 @@ from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from .blocks import refuse_lacking, tensors_of
+from .buffers import load_buffers
 from .layout import files_of, lazy_state, persistent_buffers
 from .record import StateRecord
 
@@ -52,6 +53,7 @@ def load_values(
     coordinator: Coordinator,
     known: KnownHeaders,
     *,
+    rank: int,
     strict: bool,
 ) -> None:
     """Weights in `folder`, elementwise states in `place`; from the weights' files what has no master in memory."""
@@ -67,6 +69,7 @@ def load_values(
         in_memory,
         coordinator,
         known,
+        rank=rank,
         strict=strict,
         with_masters=not swapped,
         later=together,
@@ -87,17 +90,22 @@ def load_model_values(
     coordinator: Coordinator,
     known: KnownHeaders,
     *,
+    rank: int,
     strict: bool,
     with_masters: bool = True,
     later: bool = False,
 ) -> None:
-    """All that `model` has: `values` from the state in `place`, or by the caller `later`; the rest from weights."""
+    """All that `model` has: `values` from the state in `place`, or by the caller `later`; the rest from weights.
+
+    Of buffers that differed between ranks, it gets those of `rank`.
+    """
     if has_more(model, record, values):
         how = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator, "known": known}
         _load_weights(model, folder, values, **how)
     for key, names in ((EXACT, {*record.exact}), (MASTER, set() if later else values)):
         if names:
             _load_state(model, place, record, key, names, coordinator, strict=strict)
+    load_buffers(model, place, record, rank, coordinator, strict=strict)
 
 
 def _load_weights(model: Any, folder: Path, without: set[str], **how: Any) -> None:

@@ -18,6 +18,7 @@ from hf_zero_stream.checkpoint.formats import UNFINISHED
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from hf_zero_stream.state import load as loading
 from hf_zero_stream.state import refusals
+from hf_zero_stream.state.plain import restored
 from hf_zero_stream.state.record import StateRecord
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
@@ -429,12 +430,13 @@ def test_data_of_ranks(small_state: tuple[Any, Any, Path], tmp_path: Path, said:
     model, optimizer, _ = small_state
     save(model, tmp_path, optimizer)
     path = next(tmp_path.glob("*/training_state.json"))
-    record = replace(StateRecord.read(path), world_size=2).with_data_of([{"(tuple)": [7]}, "mine"])
-    assert [record.data_for(rank) for rank in range(3)] == [(7,), "mine", (7,)]
+    record = replace(StateRecord.read(path), world_size=2)
+    record = record.with_own_of([{**record.own, "data": data} for data in ({"(tuple)": [7]}, "mine")])
+    assert [restored(record.for_rank(rank).data) for rank in range(3)] == [(7,), "mine", (7,)]
     path.write_text(record.to_json())
     assert load(model, tmp_path, optimizer).data == (7,)
-    assert any("2 ranks saved different data, and there are 1 now" in text for text in said), said
-    assert record.with_data_of([1, 1]).data_of_ranks is None
+    assert any("2 ranks saved different values of data (1 in all), and there are 1 now" in it for it in said), said
+    assert record.with_own_of([record.own] * 2).of_ranks == {}
 
 
 def test_normal_numbers_go_on(small_state: tuple[Any, Any, Path], tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""Buffers of which ranks have values of their own: statistics of BatchNorm, a running scale of a loss, a codebook.
+
+Nothing keeps buffers equal, and DeepSpeed at stage 3 saves those of each rank. Weights have rank 0's. So those that
+differ are in the state too, for each rank; who was not there goes on with rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..destinations.skeleton import LazyTensorModule
+from ..destinations.slot_memory import SlotMemory
+from ..engine.load import Load
+from ..errors import LoadError
+from ..holdings.holder import refuse_meta
+from ..holdings.holding import Holding, open_flat
+from ..holdings.introspection import has_partition, whole_of
+from ..holdings.own_names import named_buffers
+from ..holdings.slots import BUFFERS
+from ..planning.boxes import ParameterBox
+from ..ranks.coordinator import Coordinator
+from ..saving.lazy_parameters import digest
+from ..saving.preparation import SaveItem
+from ..seams.ds_config import settings_in_force
+from .layout import files_of, index_name, lay_out, persistent_buffers
+from .record import StateRecord
+
+
+def _persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a state dict of `model` on this rank, each once, by own names."""
+    saved = {*persistent_buffers(model).values()}
+    return {name: whole_of(name, buffer) for name, buffer in named_buffers(model) if name in saved}
+
+
+def digests_of_buffers(model: nn.Module) -> dict[str, bytes]:
+    """A digest of each buffer that a state dict of `model` has."""
+    buffers = _persistent(model)
+    refuse_meta(buffers)
+    return {name: digest(buffer) for name, buffer in buffers.items()}
+
+
+def differing(of_ranks: Sequence[Mapping[str, bytes]]) -> list[str]:
+    """The names of buffers of which ranks have other values, by their digests; a save refuses other names."""
+    first, *others = of_ranks
+    return sorted(name for name, mine in first.items() if any(each.get(name, mine) != mine for each in others))
+
+
+class _OfRanks(nn.Module):
+    """Has a parameter without memory for each of the buffers of each rank."""
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor], world_size: int) -> None:
+        super().__init__()
+        for rank in range(world_size):
+            for number, buffer in enumerate(buffers.values()):
+                empty = torch.empty_like(buffer, device="meta")
+                self.register_parameter(_name(rank, number), nn.Parameter(empty, requires_grad=False))
+
+
+def _name(rank: int, number: int) -> str:
+    return f"{rank}-{number}"
+
+
+def item_of(
+    model: nn.Module, names: Sequence[str], folder: str, max_shard_size: int | str, coordinator: Coordinator
+) -> SaveItem:
+    """Give the item of each rank's values of the buffers `names`, in files in the `folder` of the state."""
+    found = _persistent(model)
+    buffers = {name: found[name] for name in names}
+
+    def held() -> dict[str, Holding]:
+        return {
+            _name(rank, number): Holding(
+                ParameterBox.whole(buffer.shape),
+                buffer.dtype,
+                0,
+                buffer.numel() if rank == coordinator.rank else 0,
+                partial(open_flat, buffer),
+            )
+            for rank in range(coordinator.world_size)
+            for number, buffer in enumerate(buffers.values())
+        }
+
+    return SaveItem(
+        lay_out=partial(lay_out, BUFFERS, max_shard_size),
+        index_name=index_name(BUFFERS),
+        folder=folder,
+        held=held,
+        model=_OfRanks(buffers, coordinator.world_size),
+    )
+
+
+def load_buffers(
+    model: nn.Module, place: Path, record: StateRecord, rank: int, coordinator: Coordinator, *, strict: bool
+) -> None:
+    """Give buffers of `model` the values that `rank` had when the state in `place` was saved (all ranks).
+
+    Raises:
+        LoadError: the model has no such buffers, or they have other shapes; if not `strict`, they stay as they are.
+    """
+    if not record.buffers:
+        return
+    rank, mine = rank if rank < record.world_size else 0, _persistent(model)
+    names = {_name(rank, number): name for number, name in enumerate(record.buffers)}
+    memory: dict[str, torch.Tensor] = {}
+    with coordinator.reporting():
+        device = next((buffer.device for buffer in mine.values()), torch.device("cpu"))
+        hides_zero3 = any(map(has_partition, model.parameters()))
+        destination = SlotMemory([], device, whole=memory, hides_zero3=hides_zero3)
+        load = Load(settings_in_force(), {}, coordinator, destination)
+        with closing(load), torch.no_grad():
+            pieces = load.open([*map(str, files_of(place, BUFFERS))], None)
+            found = {key: it if isinstance(it, torch.Tensor) else it[...] for key, it in pieces.items()}
+            for key, name in names.items():
+                if key in found and name in mine and found[key].shape == mine[name].shape:
+                    memory[key] = torch.empty_like(mine[name], memory_format=torch.contiguous_format)
+            if strict and (lacking := sorted(names[key] for key in names.keys() - memory.keys())):
+                raise LoadError(
+                    f"{place}: expected buffers of the model for the values that rank {rank} had; {len(lacking)} are "
+                    f"not there, or have other shapes: {', '.join(lacking[:8])}. Go on with the model that was saved."
+                )
+            load.place(LazyTensorModule(found, {}), set(), set())  # of all, as ranks must agree
+            for key, value in memory.items():
+                mine[names[key]].copy_(value)
