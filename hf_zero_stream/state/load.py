@@ -168,8 +168,7 @@ def resume(
 ) -> Resumed:
     """Do what :func:`load_state` says; `meeting` is the coordinator of a load's meeting that this is a part of.
 
-    With `all_as_rank_0`, every rank goes on with what rank 0 had, where ranks had things of their own; it gets the data
-    that it gave in any case.
+    With `all_as_rank_0`, every rank goes on with what rank 0 had, where ranks had things of their own, but for data.
     """
     finish_pending()
     began = time.perf_counter()
