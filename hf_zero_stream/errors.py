@@ -84,7 +84,7 @@ class VersionError(HfZeroStreamError, ImportError):
 
 
 class MissingPluginError(HfZeroStreamError, ImportError):
-    """A plug-in of this package is needed that is not installed; names it, and what needs it."""
+    """A plug-in is needed that is not installed, or cannot be imported; names it, and what needs it."""
 
 
 def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = "") -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from types import ModuleType
 
 from .bindings.install import ImportWatch
-from .errors import PACKAGE, requirements
+from .errors import PACKAGE, ConfigError, requirements
 from .settings.config import announced_local_rank, announces_local_rank
 
 
@@ -28,24 +29,37 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def await_transformers() -> None:
-    """Once this process has imported transformers, enter ``streaming()``, at the latest when it has other ranks."""
+    """Once this process has imported transformers, enter ``streaming()``, at the latest when it has other ranks.
+
+    If that fails, the process goes on as without us, and says so: it runs inside ``import transformers``. A setting
+    that is wrong is the user's to mend, and raises a ConfigError there.
+    """
     watch = ImportWatch({"transformers"}, lambda module: enter(module))
 
     def enter(module: ModuleType) -> None:
         watch.__exit__()
-        unsupported = _unsupported_version()
-        if not unsupported:
+        try:
+            if unsupported := _unsupported_version():
+                if announces_local_rank() and announced_local_rank() == 0:
+                    _warn(unsupported)
+                return
             from .bindings.streaming import enter_with_ranks
 
             enter_with_ranks()
-        elif announces_local_rank() and announced_local_rank() == 0:
-            import logging
-
-            logging.getLogger(PACKAGE).warning(
-                "hf-zero-stream run: %s: what this process loads and saves is left to transformers.", unsupported
-            )
+        except ConfigError:
+            raise
+        except Exception as error:
+            _warn(f"{type(error).__name__}: {error}")
 
     watch.__enter__()
+
+
+def _warn(why: str) -> None:
+    import logging
+
+    logging.getLogger(PACKAGE).warning(
+        "hf-zero-stream run: %s: what this process loads and saves is left to transformers.", why
+    )
 
 
 def _unsupported_version() -> str:
@@ -53,10 +67,12 @@ def _unsupported_version() -> str:
     from importlib import metadata
 
     try:
-        for needed in requirements():
+        wanted = requirements()
+    except metadata.PackageNotFoundError:  # a checkout that is only imported
+        return ""
+    for needed in wanted:
+        with suppress(metadata.PackageNotFoundError):  # of what is absent, each load that needs it says so
             found = "" if needed.marker else metadata.version(needed.name)
             if found and not needed.specifier.contains(found, prereleases=True):
                 return f"{needed.name} is {found}, and {PACKAGE} needs {needed}"
-    except metadata.PackageNotFoundError:  # of what may be absent, each load says so
-        pass
     return ""

@@ -13,12 +13,13 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module, metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
-from .errors import PACKAGE, ConfigError, MissingPluginError, installed_version
+from .errors import PACKAGE, MissingPluginError, installed_version
 
 
 TORCH_ENDINGS, DISTRIBUTED_ENDING = (".bin", ".pt", ".pth"), ".distcp"
@@ -309,42 +310,81 @@ class Plugin:
     mounts: Mapping[str, str] = field(default_factory=dict)
     guard_files: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            kind = str if each.name == "name" else Sequence if each.default == () else Mapping
+            if not isinstance(value, kind) or (isinstance(value, str) and kind is Sequence):
+                raise TypeError(f"Plugin({each.name}=...): expected a {kind.__name__}, found {value!r}")
+
 
 @functools.cache
+def _found() -> tuple[tuple[Plugin, ...], tuple[str, ...]]:
+    """The plug-ins that are installed, and what is wrong with each that cannot be had: it must break nothing else."""
+    found: dict[int, Plugin] = {}
+    broken: list[str] = []
+    for entry in sorted(_entries(), key=lambda entry: (entry.name, entry.value)):
+        try:
+            plugin = entry.load()
+            if not isinstance(plugin, Plugin):
+                raise TypeError(f"expected a Plugin, found {plugin!r}")
+            found[id(plugin)] = plugin
+        except (Exception, SystemExit) as error:
+            whose = PACKAGE if entry.dist is None else entry.dist.name
+            broken.append(f"{entry.name} of {whose} ({entry.value}: {type(error).__name__}: {error})")
+    return tuple(found.values()), tuple(broken)
+
+
 def plugins() -> tuple[Plugin, ...]:
-    """All installed plug-ins, by name; raises a ConfigError if an entry point leads to no :class:`Plugin`."""
-    found: dict[str, Plugin] = {}
-    for entry in sorted(_entries(), key=lambda entry: entry.name):
-        plugin = entry.load()
-        if not isinstance(plugin, Plugin):
-            raise ConfigError(
-                f"the entry point {entry.name} of {GROUP}: expected a Plugin at {entry.value}; found {plugin!r}."
-            )
-        found[plugin.name] = plugin
-    return tuple(found.values())
+    """All plug-ins that are installed and can be imported, in the order of their names."""
+    return _found()[0]
+
+
+def broken_plugins() -> str:
+    """A sentence for warnings and errors on the plug-ins that cannot be imported; empty if all can be."""
+    broken = _found()[1]
+    return f"Installed plug-ins that cannot be imported: {'; '.join(broken)}. Mend or uninstall them." * bool(broken)
 
 
 def _entries() -> Iterable[metadata.EntryPoint]:
     """Entry points of all distributions, but of ours those that have a folder, whatever was there at installation."""
     folders = [file.parent.name for file in (Path(__file__).parent / "plugins").glob("*/__init__.py")]
-    own = {f"{GROUP}.{name}": name for name in folders}
+    own = {f"{GROUP}.{name}:PLUGIN": name for name in folders}
     found = metadata.entry_points(group=GROUP)
-    installed = {entry.module: entry for entry in found if entry.module in own or not entry.module.startswith(GROUP)}
-    made = {module: metadata.EntryPoint(name, f"{module}:PLUGIN", GROUP) for module, name in own.items()}
+    installed = {
+        entry.value: entry for entry in found if entry.value in own or not entry.value.startswith(f"{GROUP}.")
+    }
+    made = {place: metadata.EntryPoint(name, place, GROUP) for place, name in own.items()}
     return (made | installed).values()
 
 
+def import_named(module: str) -> ModuleType:
+    """Import a module that a declaration names; one that begins with a dot is one of this package.
+
+    Raises a MissingPluginError, which names it, if it is one of somebody else's and cannot be imported.
+    """
+    try:
+        return import_module(module, PACKAGE)
+    except (Exception, SystemExit) as error:
+        if module.startswith((".", f"{PACKAGE}.")):
+            raise
+        raise MissingPluginError(
+            f"{module}, which a plug-in of {module.partition('.')[0]} names, cannot be imported: "
+            f"{type(error).__name__}: {error}. Mend or uninstall that plug-in."
+        ) from error
+
+
 def import_object(place: str) -> Any:
-    """Import and return ``module:name``; a module that begins with a dot is one of this package."""
+    """Import and return ``module:name``; see :func:`import_named`."""
     module, _, name = place.partition(":")
-    return getattr(import_module(module, PACKAGE), name)
+    return getattr(import_named(module), name)
 
 
 def missing_plugin_error(name: str, what: str) -> MissingPluginError:
     """The error that `what` needs the plug-in `name` of ours, which is not there."""
     return MissingPluginError(
         f"{what} needs the plug-in {name!r} of {PACKAGE} ({OURS[name]}), which is not installed. Install {PACKAGE} as "
-        f"a whole, or leave out what needs it."
+        f"a whole, or leave out what needs it. {broken_plugins()}".rstrip()
     )
 
 

@@ -6,10 +6,12 @@ Within a patch scope rows stand in the order in which they are called.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 
-from ..errors import refuse_unknown_version
-from ..registry import PatchScope, Row, Weight, plugins
+from ..errors import PACKAGE, refuse_unknown_version
+from ..registry import PatchScope, Row, Weight, broken_plugins, plugins
+from ..settings.config import announced_local_rank
 from .install import Installation
 
 
@@ -292,6 +294,9 @@ TABLE: Mapping[PatchScope, Sequence[Row]] = {
     for scope in dict.fromkeys([*OURS, *(scope for plugin in plugins() for scope in plugin.rows)])
 }
 """The rows of the core, and behind them those of plug-ins."""
+
+if announced_local_rank() == 0 and broken_plugins():
+    logging.getLogger(PACKAGE).warning("hf_zero_stream does without some plug-ins. %s", broken_plugins())
 
 
 @functools.cache

@@ -11,14 +11,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ..errors import PACKAGE, CheckpointError
-from ..registry import DISTRIBUTED_ENDING, METADATA, TORCH_ENDINGS, FileFormat, missing_plugin_error, plugins
+from ..errors import CheckpointError
+from ..registry import (
+    DISTRIBUTED_ENDING,
+    METADATA,
+    TORCH_ENDINGS,
+    FileFormat,
+    import_named,
+    missing_plugin_error,
+    plugins,
+)
 from ..sources.base import ByteSource, as_read_error
 from ..sources.local import LocalFiles, open_nonblocking, status_of_regular
 from .format import ShardHeader, excerpt, parse_object
@@ -105,7 +112,7 @@ def holds_values(name: str) -> bool:
 
 
 def _module_of(row: FileFormat) -> Any:
-    return import_module(row.module, PACKAGE)
+    return import_named(row.module)
 
 
 def not_a_map_reason(source: ByteSource, paths: Sequence[str]) -> str:

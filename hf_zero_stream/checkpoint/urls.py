@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from ..errors import PACKAGE, UrlError
-from ..registry import missing_plugin_error, plugins
+from ..errors import UrlError
+from ..registry import broken_plugins, import_named, missing_plugin_error, plugins
 from ..sources.base import ByteSource, Retries
 
 
@@ -106,14 +105,14 @@ def checkpoints_at(path: Any) -> UrlCheckpoints:
     sources = {scheme: source for plugin in plugins() for scheme, source in plugin.sources.items()}
     found = _SCHEME.match(str(path))
     if found is not None and found[1].lower() in sources:
-        return cast(UrlCheckpoints, import_module(sources[found[1].lower()].module, PACKAGE))
+        return cast(UrlCheckpoints, import_named(sources[found[1].lower()].module))
     url = repr(without_secrets(str(path)))
     if not any(plugin.name == "remote" for plugin in plugins()):
         raise missing_plugin_error("remote", url)
     raise UrlError(
         f"{url}: expected one of {', '.join(f'{scheme}://{source.form}' for scheme, source in sources.items())}. A "
         "folder of this host is given by its path, without file://. A URL must be a str: a Path loses one of its "
-        "slashes."
+        f"slashes. {broken_plugins()}".rstrip()
     )
 
 

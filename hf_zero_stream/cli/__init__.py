@@ -7,15 +7,14 @@ Exit codes: 0 all is well; 1 the check failed, or one of our own errors ended th
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
-from ..errors import PACKAGE, HfZeroStreamError
-from ..registry import missing_plugin_error, plugins
+from ..errors import HfZeroStreamError, MissingPluginError
+from ..registry import broken_plugins, import_named, missing_plugin_error, plugins
 from ..reports.text import printable
 
 
@@ -48,8 +47,13 @@ class _CommandGroup(TyperGroup):
         module = commands().get(cmd_name)
         if module is None and cmd_name in OF_PLUGINS:
             raise missing_plugin_error(OF_PLUGINS[cmd_name], f"hf-zero-stream {cmd_name}")
+        if module is None and broken_plugins():
+            raise MissingPluginError(f"hf-zero-stream {cmd_name}: no such command. {broken_plugins()}")
         if module is not None and cmd_name not in self.commands:
-            self.commands[cmd_name] = _load_command(cmd_name, module)
+            try:
+                self.commands[cmd_name] = _load_command(cmd_name, module)
+            except MissingPluginError as error:  # the help of all shows the others, and why this one is none
+                self.commands[cmd_name] = _broken_command(cmd_name, error)
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
@@ -88,12 +92,22 @@ def _options(
 
 def _load_command(name: str, place: str) -> Any:
     """The command `name`, whose module, at `place`, is imported now."""
-    module = import_module(place, PACKAGE)
+    module: Any = import_named(place)
     alone = typer.Typer(rich_markup_mode=None, add_completion=False)
     # What stands behind the command of `run` is that command's, options too.
     settings = {"allow_interspersed_args": name != "run"}
     alone.command(name, cls=_Command, epilog=f"Example: {module.EXAMPLE}", context_settings=settings)(module.run)
     return typer.main.get_command(alone)
+
+
+def _broken_command(name: str, error: MissingPluginError) -> Any:
+    """The command `name` of a plug-in that cannot be imported."""
+
+    def run() -> None:
+        raise error
+
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return TyperCommand(name, callback=run, help=str(error), context_settings=anything)
 
 
 def main() -> None:

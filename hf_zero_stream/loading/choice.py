@@ -19,7 +19,7 @@ from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, MeetingKind
-from ..registry import import_object, plugins
+from ..registry import broken_plugins, import_object, plugins
 from ..settings import scope
 from ..settings.config import (
     StreamingConfig,
@@ -124,7 +124,7 @@ def _load_by_plugin(ds_config: dict[str, Any], settings: StreamingConfig, coordi
     if settings.destination not in places:
         raise ConfigError(
             f"destination: expected one that a plug-in brings ({', '.join(sorted(places)) or 'none is installed'}); "
-            f"got {settings.destination!r}."
+            f"got {settings.destination!r}. {broken_plugins()}".rstrip()
         )
     make: Callable[..., Destination] = import_object(places[settings.destination])
     return Load(settings, config_without_auto(ds_config), coordinator, make(coordinator, settings, ds_config))

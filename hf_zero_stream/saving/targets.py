@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from ..checkpoint.urls import checkpoints_at, without_secrets
-from ..errors import PACKAGE, ConfigError, UrlError
-from ..registry import plugins
+from ..errors import ConfigError, UrlError
+from ..registry import broken_plugins, import_named, plugins
 from ..sources.base import is_url
 from .files import Publication
 
@@ -100,9 +99,10 @@ def target_at(url: Any) -> UploadTarget:
         raise UrlError(
             f"{without_secrets(str(url))!r}: checkpoints are read from {scheme}:// and not written there; expected a "
             f"folder, or one of {', '.join(f'{known}://' for known in targets)}. Save into a folder, then upload it "
-            "from one rank (a repository of the Hub: `hf upload ORGANISATION/NAME FOLDER`)."
+            "from one rank (a repository of the Hub: `hf upload ORGANISATION/NAME FOLDER`). "
+            f"{broken_plugins()}".rstrip()
         )
-    return cast(UploadTarget, import_module(targets[scheme], PACKAGE))
+    return cast(UploadTarget, import_named(targets[scheme]))
 
 
 AnyPublication = Publication | RemotePublication

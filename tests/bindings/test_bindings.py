@@ -13,7 +13,7 @@ from hf_zero_stream.bindings.install import Installation
 from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.cli.replaced import page
-from hf_zero_stream.errors import PACKAGE, VersionError
+from hf_zero_stream.errors import PACKAGE, MissingPluginError, VersionError
 from hf_zero_stream.registry import OURS, PatchScope, Row, Weight
 from tests.support.cluster import ROOT
 
@@ -109,7 +109,7 @@ def test_nothing_of_ours_is_called_outside(monkeypatch: pytest.MonkeyPatch) -> N
     """Another thread may be inside: what this one calls is stock's, and imports nothing."""
     lead = install.LazyReplacement(Row("os:getcwd", "absent.room:function"), PatchScope.BLOCK)
     assert lead(lambda: "stock") == "stock"
-    with streaming(), pytest.raises(ModuleNotFoundError):
+    with streaming(), pytest.raises(MissingPluginError, match="absent.room, which a plug-in"):
         lead(lambda: "stock")
     assert not installed(PatchScope.BLOCK)
 
@@ -139,5 +139,5 @@ def test_a_row_waits_until_it_is_needed() -> None:
     with streaming():
         assert lead(lambda *args, **kwargs: "stock", "folder", name="x") == "stock"
         for args, kwargs in ((("s3://bucket",), {}), ((), {"path": "s3://bucket"})):
-            with pytest.raises(ModuleNotFoundError, match="absent"):
+            with pytest.raises(MissingPluginError, match="absent"):
                 lead(lambda *args, **kwargs: "stock", *args, **kwargs)

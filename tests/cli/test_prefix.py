@@ -102,13 +102,30 @@ def test_a_python_without_the_package() -> None:
         assert (code, out, err) == (0, "[]\n", "")
 
 
+def test_what_is_broken_in_us_breaks_no_import(tmp_path: Path) -> None:
+    """A plug-in that cannot be imported, or our own code: the rank's `import transformers` goes on, with a warning."""
+    (tmp_path / "transformers.py").touch()
+    info = tmp_path / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[hf_zero_stream.plugins]\nbroken = no_such_module:PLUGIN\n")
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{command_environment()['PYTHONPATH']}", "LOCAL_RANK": "0"}
+    script = "import transformers; from hf_zero_stream.settings import scope; print(len(scope.active_configs()))"
+    code, out, err = result(*PREFIX, "python", "-c", script, **environment)
+    assert (code, out) == (0, "1\n") and "broken of broken (no_such_module:PLUGIN: ModuleNotFoundError" in err
+    ours = "import hf_zero_stream.bindings.streaming as own; own.enter_with_ranks = own.no_such_function = None; "
+    code, out, err = result(*PREFIX, "python", "-c", ours + script, **environment)
+    assert (code, out) == (0, "0\n") and "what this process loads and saves is left to transformers" in err
+
+
 @pytest.fixture
 def unfit(tmp_path: Path) -> str:
     """A search path on which the package needs what is not installed, and transformers is small."""
     (tmp_path / "transformers.py").touch()
     info = tmp_path / "hf_zero_stream-9.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Name: hf_zero_stream\nVersion: 9\nRequires-Dist: packaging>=999\n")
+    needed = "".join(f"Requires-Dist: {each}\n" for each in ("absent-package>=1", "packaging>=999"))
+    (info / "METADATA").write_text(f"Name: hf_zero_stream\nVersion: 9\n{needed}")
     return f"{tmp_path}{os.pathsep}{command_environment()['PYTHONPATH']}"
 
 

@@ -141,3 +141,77 @@ def test_a_destination_that_nobody_brings(site: Path, zoo_checkpoint: Checkpoint
     with pytest.raises(subprocess.CalledProcessError) as error:
         run(site, *command)
     assert "destination: expected one that a plug-in brings (columns); got 'rows'" in error.value.stderr
+
+
+BROKEN = {
+    "absent-thing": ("gone = no_such_module:PLUGIN", "ModuleNotFoundError: No module named 'no_such_module'"),
+    "exiting-thing": ("exits = exits_at_import:PLUGIN", "SystemExit: 3"),
+    "old-thing": ("old = of_another_version:PLUGIN", "unexpected keyword argument 'wheels'"),
+    "typed-thing": ("typed = of_other_types:PLUGIN", "Plugin(rows=...): expected a Mapping, found ['a row']"),
+    "no-thing": ("nothing = json:encoder", "expected a Plugin, found <module 'json.encoder'"),
+    "strange-thing": ("strange = not a place", "strange of strange-thing (not a place: "),
+}
+"""Distributions whose plug-ins cannot be imported: their entry points, and what is said of each."""
+
+MODULES = {
+    "exits_at_import": "raise SystemExit(3)",
+    "of_another_version": "from hf_zero_stream.registry import Plugin\nPLUGIN = Plugin('old', wheels=4)",
+    "of_other_types": "import json\nfrom hf_zero_stream.registry import Plugin\nPLUGIN = Plugin('t', rows=['a row'])",
+    "two_in_one": "from hf_zero_stream.registry import Plugin\n"
+    "ONE, OTHER = (Plugin('one', commands={name: 'no_command'}) for name in ('first', 'second'))",
+}
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A folder with distributions of broken plug-ins, and one of two that are whole."""
+    entries = {name: text for name, (text, _) in BROKEN.items()}
+    entries["two-things"] = "one = two_in_one:ONE\nother = two_in_one:OTHER"
+    for name, text in entries.items():
+        info = tmp_path / f"{name.replace('-', '_')}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[hf_zero_stream.plugins]\n{text}\n")
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    return tmp_path
+
+
+BESIDE_BROKEN = """\
+import sys, torch, transformers, hf_zero_stream
+from hf_zero_stream.cli import commands
+from hf_zero_stream.registry import plugins
+with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+    model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print([plugin.name for plugin in plugins() if plugin.name == "one"], {"first", "second"} <= {*commands()})
+"""
+
+
+def test_broken_ones_break_nothing(broken: Path, zoo_checkpoint: Checkpoint) -> None:
+    """Each is named once, with its distribution and its error; of two in one module, of one name, none is lost."""
+    command = [sys.executable, "-c", BESIDE_BROKEN, str(zoo_checkpoint("llama"))]
+    environment = {**os.environ, "PYTHONPATH": f"{broken}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout == "['one', 'one'] True\n"
+    assert done.stderr.count("Installed plug-ins that cannot be imported") == 1
+    for name, (_, why) in BROKEN.items():
+        assert f" of {name} (" in done.stderr and why in done.stderr, done.stderr
+
+
+def test_what_needs_a_broken_one_says_so(broken: Path, zoo_checkpoint: Checkpoint) -> None:
+    """A destination, a scheme, a command that nobody else brings; and commands whose modules are not there."""
+    environment = {**os.environ, "PYTHONPATH": f"{broken}{os.pathsep}{ROOT}"}
+    load = DESTINATION.replace('dist.init_process_group("gloo")\n', "").replace("SHARD_SIZE", "1")
+    inspect = [sys.executable, "-m", "hf_zero_stream"]
+    for command, says in (
+        ([sys.executable, "-c", load, str(zoo_checkpoint("llama")), ""], "expected one that a plug-in brings"),
+        ([*inspect, "inspect", "vault://shelf/moe"], "vault://shelf/moe"),
+        ([*inspect, "weigh"], "hf-zero-stream weigh: no such command"),
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode and says in done.stderr, done.stderr
+        assert "gone of absent-thing (no_such_module:PLUGIN: Mod" in done.stderr.partition(says)[2], done.stderr
+    done = subprocess.run([*inspect, "first"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "MissingPluginError: no_command, which a plug-in" in done.stderr
+    done = subprocess.run([*inspect, "--help"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "first" in done.stdout and "inspect" in done.stdout

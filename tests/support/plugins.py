@@ -17,7 +17,7 @@ def without_plugin(name: str) -> Iterator[None]:
     module = f"{GROUP}.{name}"
     others = [entry for entry in registry._entries() if entry.module != module]
     with ExitStack() as stack:
-        stack.callback(registry.plugins.cache_clear)  # when all is back again
+        stack.callback(registry._found.cache_clear)  # when all is back again
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for each in [module, *(known for known in sys.modules if known.startswith(f"{module}."))]:
             patch.setitem(sys.modules, each, None)
@@ -25,5 +25,5 @@ def without_plugin(name: str) -> Iterator[None]:
             left = [row for row in rows if not row.leads_to.startswith(module)]
             patch.setitem(TABLE, moment, left)  # type: ignore[arg-type]
         patch.setattr(registry, "_entries", lambda: others)
-        registry.plugins.cache_clear()
+        registry._found.cache_clear()
         yield
