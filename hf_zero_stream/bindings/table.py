@@ -27,6 +27,8 @@ _DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
 _STATES, _SAVES = "training states of accelerate", "saves by accelerate"
 _ZERO = "deepspeed.runtime.zero"
 _OF_FSDP2 = "FSDP2 by accelerate"
+_DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
+_FSDP_1 = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 
 
@@ -202,6 +204,10 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             since="1.6",
         ),
         Row("torch.nn:Parameter.__setattr__", ".loading.deferral:set_attribute", weight=_ESSENTIAL, feature=_OF_FSDP2),
+        *[
+            Row(f"{wrapper}.__init__", ".loading.deferral:wrap", "module", weight=_ESSENTIAL, feature=_OF_FSDP2)
+            for wrapper in (_DDP, _FSDP_1)
+        ],
         Row(
             f"{_PARAM}.__init__",
             ".loading.deferral:make_record",

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedError
 from . import nodes
 from .nodes import (
     Address,
@@ -244,17 +245,28 @@ def copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
 def swap(lazy: torch.Tensor, real: torch.Tensor) -> None:
     """Turn the object `lazy` into `real`; its finalisers and hooks stay with the object.
 
-    :func:`torch.utils.swap_tensors` swaps nothing that has a finaliser, and leaves hooks with the other object.
+    :func:`torch.utils.swap_tensors` swaps nothing that has a finaliser, and leaves hooks with the other object. Raises
+    an UnsupportedError if something else refers to more of the tensor than to the object.
     """
     called_back = [reference.__callback__ for reference in weakref.getweakrefs(lazy)]
     followers = [each for each in called_back if isinstance(each, weakref.finalize)]
     noted = [(each.atexit, known) for each in followers if (known := each.detach()) is not None]
-    hooks: Any = lazy._backward_hooks
-    torch.utils.swap_tensors(lazy, real)
-    if hooks is not None:
-        lazy._backward_hooks = hooks
-    for atexit, (_, function, args, kwargs) in noted:
-        weakref.finalize(lazy, function, *args, **kwargs).atexit = atexit
+    hooks = {name: getattr(lazy, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    try:
+        torch.utils.swap_tensors(lazy, real)
+        for name, of_object in hooks.items():
+            if of_object is not None:
+                setattr(lazy, name, of_object)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"A parameter of shape {tuple(lazy.shape)} was lazy when something took hold of it that a tensor of other "
+            f"values cannot replace ({error}). Where hf_zero_stream.streaming() leaves a model lazy until it is "
+            "prepared, prepare it before you give its parameters to what steps or exchanges gradients in the backward "
+            "pass; or load it outside of streaming()."
+        ) from error
+    finally:
+        for atexit, (_, function, args, kwargs) in noted:
+            weakref.finalize(lazy, function, *args, **kwargs).atexit = atexit
 
 
 def materialise_written(params: Iterable[torch.Tensor]) -> None:

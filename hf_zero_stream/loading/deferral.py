@@ -216,6 +216,12 @@ def prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: An
     return original(self, model, *args, **kwargs)
 
 
+def wrap(original: Callable[..., Any], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """The way of DDP and FSDP 1 by hand: they take hold of all parameters, which must be real by then."""
+    fill_whole(module)
+    original(self, module, *args, **kwargs)
+
+
 def make_record(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
     """Read a lazy parameter that somebody else's ``fully_shard`` cuts, for instance TRL's of a reference model."""
     if isinstance(param, LazyTensor):

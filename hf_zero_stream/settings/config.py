@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -334,11 +335,12 @@ def announces_zero3_init() -> bool:
 def announces_fsdp2() -> bool:
     """Whether accelerate's launcher announces FSDP2, or ``TrainingArguments(fsdp=...)`` announces FSDP.
 
-    The Trainer sets one variable for FSDP of either version; version 1 is what it has to be asked for.
+    Its arguments set one variable, to true or to false, for FSDP of either version; version 1 is what they have to be
+    asked for. Without their module somebody else has set it, for instance a job's template.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         return os.environ.get("FSDP_VERSION") == "2"
-    return "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ
+    return "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ and "transformers.training_args" in sys.modules
 
 
 def _first_number(names: tuple[str, ...], environ: Mapping[str, str], default: int) -> int:

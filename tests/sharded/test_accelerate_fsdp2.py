@@ -11,6 +11,8 @@ import io
 import os
 import pickle
 import shutil
+import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
@@ -188,6 +191,54 @@ def test_models_that_are_not_prepared(cluster: None, zoo_checkpoint: Checkpoint)
         assert not found["unequal"], found
         assert all("memory" in message or "pickled" in message for message in found["messages"]), found
         assert found["restored"], "what was replaced must be put back when no lazy model lives"
+
+
+def wrap_by_hand(folder: Path) -> dict[str, Any]:
+    """FSDP2 is announced, and something else is put around the model, or on its parameters, by hand."""
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # a job's template: no arguments of a Trainer have said so
+    arguments = sys.modules.pop("transformers.training_args", None)
+    found: dict[str, Any] = {"exported alone": count_lazy(load("llama", folder))}
+    if arguments is not None:
+        sys.modules["transformers.training_args"] = arguments
+    announce()
+    tokens = torch.tensor([[5, 6, 7]])
+
+    def hooked(model: Any) -> Any:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: called.append(param))
+        return model
+
+    called: list[Any] = []
+    for wrap in (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, hooked):
+        grads, lazy = [], []
+        for streams in (True, False):
+            called.clear()
+            model = load("llama", folder, streams=streams)
+            lazy.append(count_lazy(model))
+            arguments = {"device_id": torch.device("cpu")} if wrap is FullyShardedDataParallel else {}
+            wrapped = wrap(model, **arguments)
+            wrapped(input_ids=tokens, labels=tokens).loss.backward()
+            grads.append([param.grad for param in wrapped.parameters() if param.grad is not None])
+            lazy.append(len(called))
+        assert lazy[0] and not lazy[2], "one model is lazy until then, and one never"
+        same = len(grads[0]) == len(grads[1]) and all(map(torch.equal, *grads))
+        found[wrap.__name__] = same and lazy[1] == lazy[3]
+    with pytest.raises(UnsupportedError, match=r"prepare it before you give its parameters") as caught:
+        model = load("llama", folder)
+        held = [weakref.ref(param) for param in model.parameters()]  # as an optimizer has that steps in the backward
+        model(input_ids=tokens)
+    found["held"] = f"{len(held) > 10} {type(caught.value.__cause__).__name__}"
+    return found
+
+
+def test_other_wrappers_by_hand(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    """DDP and FSDP 1 get a model with values, and hooks of gradients stay; whoever cannot is told why."""
+    wrappers = {"DistributedDataParallel": True, "FullyShardedDataParallel": True, "hooked": True}
+    for found in run_ranks(2, wrap_by_hand, zoo_checkpoint("llama")):
+        assert found == {"exported alone": 0, **wrappers, "held": "True RuntimeError"}
 
 
 def prepare_after_use(folder: Path) -> list[list[float]]:
