@@ -8,6 +8,7 @@ collective that never comes. If a rank dies or is interrupted inside an agreemen
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -261,12 +262,14 @@ class Coordinator:
         try:
             yield
         except RuntimeError as error:
-            of_connection = any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
-            if isinstance(error, PeerError) or not (of_connection or isinstance(error, dist.DistError)):
+            is_lost = _is_of_connection(error)
+            if not (is_lost or isinstance(error, dist.DistError)):
                 raise
             verdict = None if self._watchdog is None else self._watchdog.wait_for_verdict()
             if verdict is not None:
                 raise verdict.error() from error
+            if not is_lost:
+                raise
             raise PeerError(f"The connection to another rank is lost, so this rank gives up too: {error}") from error
 
 
@@ -312,6 +315,22 @@ def _begun_in_thread(begin: Callable[[], Any], device: torch.device) -> Future[A
 
     threading.Thread(target=run, name="hf_zero_stream-connect", daemon=True).start()
     return begun
+
+
+_BY_GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\] ")
+"""How its errors of connections begin, which are plain RuntimeErrors; "[enforce fail at ..." are of other kinds."""
+
+_BY_NCCL = re.compile(r"ncclRemoteError|ncclSystemError|communicator was aborted|[Tt]imeout|timed out")
+"""Of its errors those that another rank's end may cause: it calls sockets by "system"."""
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    """Whether `error` is what a backend of torch raises if another rank is gone, or does not answer."""
+    if isinstance(error, dist.DistBackendError):
+        return _BY_NCCL.search(str(error)) is not None
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return type(error) is RuntimeError and _BY_GLOO.search(str(error)) is not None
 
 
 def _pickled(value: Any) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Watchdog of ranks that load or save together: a death, an error or a deadlock ends the meeting on all of them.
 
-If a rank is killed, the others stay in a collective until its time-out: half an hour for gloo, ten minutes for NCCL.
-So during a load or a save a thread of rank 0 looks whether the processes of the others exist, and theirs look at rank
-0 (see :mod:`.presence`). A rank is dead when its process is gone, and never before, or when its host has ceased to
-answer for it. The rank that finds a dead one writes a *verdict* into the store, so that all name the same one. A rank
-that fails without dying writes one too, so that the others stop reading.
+If a rank is killed, what collectives of the others do is up to the backend: gloo's fail at once, with an error that
+names an address and no rank, and NCCL's may wait for its time-out of ten minutes. A host that is gone, or a process
+that is stopped, closes no connection: gloo waits for half an hour then. So during a load or a save a thread of rank 0
+looks whether the processes of the others exist, and theirs look at rank 0 (see :mod:`.presence`). A rank is dead when
+its process is gone, and never before, or when its host has ceased to answer for it. The rank that finds a dead one
+writes a *verdict* into the store, so that all name the same one. A rank that fails without dying writes one too, so
+that the others stop reading.
 
 Ranks that wait for each other in two places would never go on. If a rank has waited for some seconds for another one
 that is in a place to which it has not come itself, neither goes on any more. This is a proof, which time is not: a

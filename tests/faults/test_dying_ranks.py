@@ -354,6 +354,35 @@ def test_a_rank_that_leaves_says_so(cluster: None, tmp_path: Path) -> None:
         assert message.startswith("PeerError: rank 1 has given up this load (KeyboardInterrupt")
 
 
+_GLOO = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5339."
+_ENFORCE = "[enforce fail at /src/third_party/gloo/gloo/transport/tcp/pair.cc:446] op.nbytes. 8 vs 4"
+_NCCL = "NCCL error: remote process exited\nncclRemoteError: A call failed possibly due to a network error"
+_NO_MEMORY = "NCCL error: unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed. out of memory"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError(_GLOO), True),
+        (dist.DistBackendError(_NCCL), True),
+        (dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), True),
+        (RuntimeError("user's conversion op: Connection matrix has the wrong shape"), False),
+        (RuntimeError("model: gloo and NCCL are not layers"), False),
+        (RuntimeError(_ENFORCE), False),
+        (dist.DistBackendError(_NO_MEMORY), False),
+    ],
+    ids=str,
+)
+def test_which_errors_are_of_connections(error: RuntimeError, is_lost: bool) -> None:
+    """By what backends raise when a rank is gone; every other error passes as it is."""
+    with pytest.raises(RuntimeError) as caught, Coordinator(0, 2, alone=False).naming_dead_rank():
+        raise error
+    if is_lost:
+        assert isinstance(caught.value, PeerError) and caught.value.__cause__ is error
+    else:
+        assert caught.value is error
+
+
 class InterruptedWatchdog:
     """Stands for a :class:`Watchdog` whose rank gets a Ctrl-C while it waits for the others."""
 

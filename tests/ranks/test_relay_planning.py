@@ -220,7 +220,7 @@ def load_extra_state(folder: Path, how: str) -> None:
         def lost(**kwargs: Any) -> None:
             if dist.get_rank() == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("gloo: Connection closed by peer")  # as gloo says it, if it notices
+            raise RuntimeError("[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer")  # as gloo says it
 
         dist.new_group = lost
     elif dist.get_rank() == 0 and how == "fails":
