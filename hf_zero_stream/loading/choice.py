@@ -85,7 +85,8 @@ def choose(
         from .deferral import Deferral  # imports torch's FSDP2
 
         load = Deferral.load_for_autotp if will_be_cut else Deferral.load
-        settings = settings_for(ds_config, strict)
+        with expected_at(LOAD), expected_at(SHARED_LOAD):  # where other ranks wait is up to their settings
+            settings = settings_for(ds_config, strict)
         # Ranks meet when the model is sharded. Until then they only need each other where one reads for others.
         meeting_kind = None if settings.read_from == "all" else SHARED_LOAD
         return Choice(meeting_kind, subject, partial(load, settings), works_alone=True)

@@ -34,7 +34,7 @@ from ..seams.sharding import cuts_matrices, device_type, distributed_config_of
 from ..settings import scope
 from ..settings.config import StreamingConfig, buildable_config, config_without_auto, refuse_settings
 from .arguments import MODEL_FILES, prefetching
-from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
+from .choice import is_pipeline, refuse_sharding, settings_for, shares_columns, warn_of_open_dtype
 from .integration import outside_zero_init
 
 
@@ -142,7 +142,7 @@ def plan(
         raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
     config = config_without_auto(found) if found else {}
     destination = Partitioned(config, coordinator, trains_on=device, adamw=adamw)
-    load = Load(StreamingConfig.resolve(None, found), config, coordinator, destination)
+    load = Load(settings_for(found, None), config, coordinator, destination)
     return _forecast(path, load, {"dtype": "auto" if dtype is None else dtype, **kwargs}, lora)
 
 
@@ -168,7 +168,7 @@ def _plan_of_shards(
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
     from .fake_group import fake_group
 
-    settings = StreamingConfig.resolve(None, {})
+    settings = settings_for({}, None)
     destination = DTensors(coordinator, torch.device("cpu"), **training, shares_columns=shares_columns(settings))
     load = Load(settings, {}, coordinator, destination)
     with fake_group(coordinator.rank, coordinator.world_size):

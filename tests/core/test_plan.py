@@ -91,6 +91,13 @@ def test_plan_takes_settings(zoo_checkpoint: Checkpoint) -> None:
     assert max(read.length for read in plan) <= 4096
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"distributed_config": {"fsdp_size": 2}}], ids=["ZeRO-3", "FSDP2"])
+def test_plan_has_the_settings_of_its_block(zoo_checkpoint: Checkpoint, kwargs: dict[str, Any]) -> None:
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(staging_bytes=8 * 4096)):
+        plan = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=2, **kwargs).load
+    assert max(read.length for read in plan) <= 4096
+
+
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
 def test_rank_must_be_in_the_world(zoo_checkpoint: Checkpoint, rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match="rank"):

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
+from hf_zero_stream.errors import HfZeroStreamError
 from hf_zero_stream.loading import choice
 from hf_zero_stream.ranks import rendezvous
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.ranks.test_rendezvous import load as load_plain
 from tests.support.checkpoint_files import add_one
-from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import announce, count_lazy, load, make_accelerator
 from tests.support.hosts import move_to_host
 from tests.support.messages import warnings_of
@@ -78,6 +80,36 @@ def test_a_deferral_where_one_rank_reads_for_others(cluster: None, zoo_checkpoin
     (first, why), (second, _) = run_ranks(2, defer_where_rank_0_reads, [folder, small], timeout=60)
     assert second > 10 and first == 2 * second
     assert "Each loads it alone: rank 1 has begun a collective without this rank" in why
+
+
+def defer_with_a_wrong_setting(folder: Path, read_from: str) -> tuple[str, float]:
+    """Rank 1 has a setting that is none; the error of each rank, and when it came."""
+    announce()
+    accelerator = make_accelerator()
+    make_contact()
+    os.environ["HF_ZERO_STREAM_READ_FROM"] = read_from
+    found = ""
+    began = time.monotonic()
+    try:
+        with hf_zero_stream.streaming():
+            if dist.get_rank():
+                os.environ["HF_ZERO_STREAM_READER_THREADS"] = "many"
+            model = load("llama", folder, streams=False)  # in this block
+            accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    except HfZeroStreamError as error:
+        found = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - began
+    dist.barrier()  # the process of rank 1 lives on
+    return found, seconds
+
+
+@pytest.mark.parametrize("read_from", ["all", "rank0"])
+def test_a_wrong_setting_on_one_rank_of_a_deferral(cluster: None, zoo_checkpoint: Checkpoint, read_from: str) -> None:
+    """The others, which wait in the load or in prepare(), are told of it."""
+    first, second = run_ranks(2, defer_with_a_wrong_setting, zoo_checkpoint("llama"), read_from, timeout=60)
+    assert second[0].startswith("ConfigError") and "HF_ZERO_STREAM_READER_THREADS" in second[0]
+    assert first[0].startswith("ConfigError: rank 1") and "HF_ZERO_STREAM_READER_THREADS" in first[0]
+    assert first[1] < SOON_S
 
 
 def prepare_copies(folders: list[Path]) -> None:
