@@ -55,6 +55,7 @@ def execute_reads(
     executor = _ReadExecutor(plan, destinations, source, on_bytes)
     began = time.perf_counter()
     run_in_threads(chain(plan.reads[first:], plan.reads[:first]), executor.work, threads)
+    executor.pages.leave()
     wall = time.perf_counter() - began
     total = {phase: sum(seconds[phase] for seconds, _ in executor.by_thread) for phase in PHASES}
     factor = wall / (sum(total.values()) or 1.0)
@@ -77,7 +78,7 @@ class _ReadExecutor:
         self._writable = [
             memoryview(d.detach().view(torch.uint8).numpy()) if d.device.type == "cpu" else None for d in destinations
         ]
-        self._pages = HugePages(destinations)
+        self.pages = HugePages(destinations)
         self.by_thread: list[tuple[dict[str, float], int]] = []
         """Seconds by phase, and bytes of staging buffers, of each thread that has ended."""
 
@@ -98,11 +99,11 @@ class _ReadExecutor:
 
     def _carry_out(self, read: Read, lane: Lane, seconds: dict[str, float]) -> None:
         began = time.perf_counter()
-        for piece in read.pieces if self._pages.are_wanted else ():
+        for piece in read.pieces if self.pages.are_wanted else ():
             if piece.box.numel == piece.box.to_extent:  # without holes
                 destination = self._destinations[piece.target]
                 itemsize = destination.element_size()
-                self._pages.populate(destination, piece.box.to * itemsize, piece.box.numel * itemsize)
+                self.pages.populate(destination, piece.box.to * itemsize, piece.box.numel * itemsize)
         buffers = _buffers_in_place(read, self._writable)
         if buffers is not None:
             self._source.read_into(read.shard, read.start, buffers)
@@ -175,6 +176,11 @@ class HugePages:
         self._credit = min(CREDIT_SECONDS, self._credit + gained)
         if self._credit <= 0:
             self._advise_all(MADV_NOHUGEPAGE)
+
+    def leave(self) -> None:
+        """Have the system make huge pages later, in the background, of what is full now: training goes on in it."""
+        if self._large and not self.are_wanted:
+            self._advise_all(MADV_HUGEPAGE)
 
     def _advise_all(self, advice: int) -> None:
         for destination in self._large:

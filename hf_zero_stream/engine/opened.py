@@ -127,6 +127,14 @@ class OpenCheckpoint:
             ahead.stop()
         return topology.position / len(topology.ranks_of_host), lambda: None
 
+    def expect(self, nbytes: int) -> None:
+        """Note that each rank is about to read `nbytes`; what several of this host read stays in the page cache."""
+        ranks, total = self.coordinator.topology.ranks_of_host, sum(shard.size_bytes for shard in self.shards)
+        # A tenth may be what all hold alike, buffers and small parameters.
+        is_read_again = len(ranks) > 1 and nbytes * self.coordinator.world_size > 1.1 * total
+        if is_read_again and isinstance(self.source, FilesByPath):
+            self.source.local.keep_cached()
+
     def read_headers(self, paths: Sequence[str]) -> list[ShardHeader]:
         """Read the headers of `paths`; when values are read, each file must still be the one that it was then."""
         known = {} if self._known is None else self._known.found

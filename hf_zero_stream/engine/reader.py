@@ -63,6 +63,7 @@ class Reader:
         """Fill all batches, verify those that are temporary, and return the items of the others, with their memory."""
         checkpoint, coordinator = self._checkpoint, self._checkpoint.coordinator
         bytes_read = plan.cost.bytes_read
+        checkpoint.expect(bytes_read)
         # Only a pass through the files in their order can be read ahead: one batch, or one before smaller ones.
         is_one_pass = bool(plan.batches) and 2 * plan.batches[0].cost.bytes_read >= bytes_read
         begin, note_progress = checkpoint.begin_pass(bytes_read if is_one_pass else 0)

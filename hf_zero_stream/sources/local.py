@@ -138,6 +138,10 @@ class LocalFiles:
         self._files = (*self._files, *files)
         self._keep_cached = sum(file.size_bytes for file in self._files) < self._cache_bytes
 
+    def keep_cached(self) -> None:
+        """Drop nothing, however large the files are: another rank of this host reads it too."""
+        self._cache_bytes, self._keep_cached = sys.maxsize, True
+
     def hints(self, paths: Sequence[str]) -> Hints:
         # The hub's cache is made of links, and its files may lie elsewhere.
         folders = {os.path.dirname(os.path.realpath(path)) for path in paths}

@@ -13,17 +13,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 
 from hf_zero_stream import StreamingAutoModelForCausalLM
-from hf_zero_stream.engine import opened
+from hf_zero_stream.checkpoint import formats
+from hf_zero_stream.engine import execute, opened
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
+from hf_zero_stream.planning.plan import Target, plan_batch
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources import local
-from hf_zero_stream.sources.local import WINDOW_BYTES, ReadAhead, drop_from_cache
+from hf_zero_stream.sources.local import WINDOW_BYTES, LocalFiles, ReadAhead, drop_from_cache
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
@@ -270,6 +274,48 @@ def test_not_for_a_part_of_the_files(cluster: None, zoo_checkpoint: Checkpoint) 
         assert result["kept"] == [False]
         assert result["begins"] == [result["rank"] / 2]
         assert result["left"] == 0
+
+
+# --------------------------------------------------------------------------------- what stays, and in which pages
+
+
+def shard(folder: Path, config: dict[str, Any]) -> int:
+    """How often a rank drops pages of files that do not fit into memory."""
+    dropped: list[int] = []
+    real, memory = os.posix_fadvise, opened.psutil.virtual_memory()._replace(available=1)
+    os.posix_fadvise = lambda *args: dropped.append(1) or real(*args)  # type: ignore[func-returns-value]
+    opened.psutil.virtual_memory = lambda: memory
+    distributed_config = transformers.distributed.DistributedConfig(**config)
+    StreamingAutoModelForCausalLM.from_pretrained(folder, distributed_config=distributed_config)
+    return len(dropped)
+
+
+def test_what_two_ranks_of_a_host_read_stays_cached(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    """Replicas read the same bytes, not at the same time; what one rank alone reads is dropped."""
+    folder = zoo_checkpoint("llama")
+    assert all(run_ranks(2, shard, folder, {"fsdp_size": 2}))
+    assert run_ranks(2, shard, folder, {"dp_replicate_size": 2}) == [0, 0]
+
+
+def test_memory_that_huge_pages_were_slow_for_may_have_them_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a load has filled it: a training goes on in that memory."""
+    values = torch.randn(execute.HUGE_PAGE_BYTES)
+    save_file({"weight": values}, tmp_path / "model.safetensors")
+    found = formats.read_map([str(tmp_path / "model.safetensors")])
+    view = found.slices(lambda view: values)["weight"][...].view_of_node
+    target = Target.whole("weight", values.dtype, values.numel())
+    plan, _ = plan_batch([(target, view)], request_bytes=2**20, seek_bytes=0)
+    memory = torch.empty_like(values)
+    advice: list[int] = []
+    monkeypatch.setattr(execute, "advise", lambda start, nbytes, how: advice.append(how) or True)
+    monkeypatch.setattr(execute, "SMALL_PAGES_BYTES_PER_SECOND", 1e30)  # nothing is as fast as that
+    monkeypatch.setattr(execute, "CREDIT_SECONDS", 1e-12)
+    execute.execute_reads(plan, [memory], LocalFiles(found.shards), threads=2)
+    assert torch.equal(memory, values)
+    given = [how for how in advice if how != local.MADV_POPULATE_WRITE]
+    assert given == [local.MADV_HUGEPAGE, local.MADV_NOHUGEPAGE, local.MADV_HUGEPAGE]
 
 
 def test_ends_with_a_load_that_fails(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
