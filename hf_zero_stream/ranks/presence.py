@@ -237,6 +237,12 @@ def begun_collectives() -> dict[str, int]:
     return found
 
 
+def default_group_name() -> str:
+    """The name, in :func:`begun_collectives`, of the group of all ranks."""
+    world = distributed_c10d._world
+    return str(world.pg_names[world.default_pg]) if world.default_pg is not None else ""
+
+
 def set_default_group(original: Callable[..., Any], group: Any) -> None:
     """Replace the function by which torch notes its default process group."""
     original(group)

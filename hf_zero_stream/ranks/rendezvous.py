@@ -12,6 +12,11 @@ that loads alone (``main_process_first``, ``if rank == 0``), or trains. That is 
 has begun no more. torch counts them itself, in every group.
 
 A rank that waits for this one by other means than collectives (a file, a queue) shows nothing. So waiting has a limit.
+
+Some calls a rank may carry out alone, because it was given what the others hold: a save of gathered values. It does
+not wait, and it cannot know whether the others make the call too. So it leaves word at the rendezvous
+(:func:`pass_by`), and goes on; a rank that comes there with the same call, at the same place in the program, is done
+with it.
 """
 
 from __future__ import annotations
@@ -23,9 +28,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import HfZeroStreamError, PeerError, SaveError
-from .presence import Presence
+from .presence import Presence, default_group_name
 from .transport import PREFIX, Decision, Verdict
-from .watchdog import KEYS, Watchdog
+from .watchdog import KEYS, STUCK_S, Watchdog
 
 
 logger = logging.getLogger(__name__)
@@ -56,7 +61,7 @@ CERTAIN_S = 1.0
 ASKED = 16
 """The most ranks that are asked, or looked at, at once; one that has gone on is enough."""
 
-_KEYS = ("count", "decision", "subject", "speaker", *KEYS)
+_KEYS = ("count", "decision", "subject", "call", "speaker", *KEYS)
 """The keys that a rendezvous and its meeting may write into the store."""
 
 
@@ -70,6 +75,10 @@ class NoJointLoad(Exception):  # noqa: N818 - not an error
     def __init__(self, why: str, *, says_it: bool = True) -> None:
         super().__init__(why)
         self.says_it = says_it
+
+
+class DoneAlone(Exception):  # noqa: N818 - not an error
+    """Raised if another rank carries out this very call alone, with what it was given; see :func:`pass_by`."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,8 @@ class MeetingKind:
     """Whether ranks may go on without each other."""
     error: type[HfZeroStreamError] = PeerError
     """Raised if not all ranks come in time, unless `is_optional`; its message ends with `advice`."""
+    call: str | None = None
+    """What tells this call from others at the same place in a program; None: no rank carries such a call out alone."""
 
 
 LOAD = MeetingKind("load", "All ranks must make the same load.")
@@ -98,6 +109,7 @@ SAVE = MeetingKind(
     "All of them must call save_pretrained, because each writes its own part: take it out of "
     "`if accelerator.is_main_process:` and the like.",
     error=SaveError,
+    call="",
 )
 """A save; a rank that saves alone gets an error instead of waiting forever."""
 
@@ -127,6 +139,7 @@ class Rendezvous:
         """Whether others have made the same load alone before."""
         self._ahead: dict[int, tuple[float, dict[str, int]]] = {}
         """The time at which a rank was seen ahead first, and the collectives that it had begun by then."""
+        self._is_first = self._is_last = self._is_done_alone = False
         number = presence.next_numbers[kind.name]
         while not self._arrive(f"{PREFIX}/{kind.name}/{number}", subject, error):
             presence.passed[kind.name].append(self.key)
@@ -138,12 +151,16 @@ class Rendezvous:
         self.key = key
         kind, presence = self._kind, self._presence
         decision = self._decision()
-        if decision is not None:
-            holds_s = DIFFERENT_HOLDS_S if kind.is_optional else FAILURE_HOLDS_S
-            if abs(time.time() - decision.when) >= holds_s:
-                self._is_late = bool(subject) and self._store.get(f"{key}/subject") == subject
-                self._remember(decision)
-                return False
+        if kind.call is not None and (decision is None or decision.outcome == "alone"):
+            mine = _call(presence, kind)
+            how, call = self._store.set_first(f"{key}/call", ("together", mine))
+            if how == "alone" or decision is not None:
+                self._is_done_alone = call == mine  # else some ranks alone made that call, and this one comes later
+                return self._is_done_alone
+        elif decision is not None and not _holds(decision, kind):
+            self._is_late = bool(subject) and self._store.get(f"{key}/subject") == subject
+            self._remember(decision)
+            return False
         if subject:  # before this rank is counted: the last one to be counted decides that all go together
             first = self._store.set_first(f"{key}/subject", subject)
             if first != subject:
@@ -171,8 +188,12 @@ class Rendezvous:
 
         Raises:
             NoJointLoad: ranks go on alone, where they may.
+            DoneAlone: another rank carries this call out.
             HfZeroStreamError: a rank is dead, or came with an error, or not all came in time.
         """
+        if self._is_done_alone:
+            self.leave()
+            raise DoneAlone
         try:
             decision = self._decide(Decision("together")) if self._is_last else self._wait(watchdog)
         except HfZeroStreamError:
@@ -188,6 +209,8 @@ class Rendezvous:
             passed.clear()
             return
         passed.append(self.key)
+        if decision.outcome == "alone":  # only where ranks wait for this very call
+            raise DoneAlone
         if decision.outcome == "failed":
             raise Verdict(*decision.failure).error()
         if not kind.is_optional:
@@ -222,6 +245,8 @@ class Rendezvous:
                 return self._decide(Decision("apart", why))
             if not kind.is_optional:
                 watchdog.end_deadlock(waited_s, absent)
+                if why := self._ahead_of_this(absent, STUCK_S, default_group_only=True):
+                    return self._decide(Decision("apart", f"{why[0].upper()}{why[1:]}. {kind.advice}"))
             if waited_s > reminder_s:
                 strangers = self._strangers(absent) if kind.is_optional or waited_s > STRANGER_S else ""
                 text = f"Waiting since {waited_s:.0f} s for {_ranks(absent)} to {kind.name}. {strangers}"
@@ -239,17 +264,27 @@ class Rendezvous:
         for rank, place in zip(absent, presence.places_of(absent), strict=True):
             if not presence.has_come(place):
                 return f"rank {rank} waits for this rank in another load or save"
+        return self._ahead_of_this(absent, CERTAIN_S)
+
+    def _ahead_of_this(self, absent: Sequence[int], certain_s: float, *, default_group_only: bool = False) -> str:
+        """The sentence on one of these ranks that has been ahead of this one for a while; "" if none has.
+
+        `default_group_only`: there ranks begin nothing but collectives of all; a mistake would be an error for all.
+        """
+        presence, now = self._presence, time.monotonic()
         asked = [rank for rank in absent if presence.has_contact(rank)][:ASKED]
-        (meeting, mine), now = presence.progress(), time.monotonic()
+        meeting, mine = presence.progress()
+        if default_group_only:
+            mine = {name: count for name, count in mine.items() if name == default_group_name()}
         for rank, (common, theirs) in zip(asked, presence.ask(asked), strict=True):
             # Counts begin where both were together last.
             if common == meeting and rank not in self._ahead and _is_ahead(theirs, mine):
                 self._ahead[rank] = now, theirs
         for rank, (since, theirs) in list(self._ahead.items()):
-            if not _is_ahead(theirs, mine):
+            if rank not in absent or not _is_ahead(theirs, mine):
                 del self._ahead[rank]
-            elif now - since >= CERTAIN_S:
-                return f"rank {rank} has begun a collective without this rank, so it does not come to this load now"
+            elif now - since >= certain_s:
+                return f"rank {rank} has begun a collective without this rank, so it does not come here now"
         return ""
 
     def _limit_s(self, absent: Sequence[int]) -> float:
@@ -284,6 +319,39 @@ class Rendezvous:
     def _decide(self, decision: Decision) -> Decision:
         """Make `decision`; returns the one that some rank made first."""
         return Decision(*self._store.set_first(f"{self.key}/decision", decision))
+
+
+def pass_by(presence: Presence, kind: MeetingKind) -> None:
+    """Have ranks that come to the call of this `kind` at this place in the program know that this rank does it alone.
+
+    Returns at once. If no other rank makes the call, nobody takes notice: they pass by, too.
+    """
+    store, mine, number = presence.store, _call(presence, kind), presence.next_numbers[kind.name]
+    while True:
+        key = f"{PREFIX}/{kind.name}/{number}"
+        written = store.get(f"{key}/decision")
+        if written and _holds(Decision(*written), kind):
+            return  # an error, which this rank will hear of when it comes to what the others came to
+        how, call = ("alone", "") if written else store.set_first(f"{key}/call", ("alone", mine))
+        if how == "together" and call != mine:
+            return  # ranks wait for something that comes later
+        presence.passed[kind.name].append(key)
+        number = presence.next_numbers[kind.name] = number + 1
+        if how == "together":
+            store.set_first(f"{key}/decision", Decision("alone"))
+        if call == mine:
+            return
+
+
+def _call(presence: Presence, kind: MeetingKind) -> str:
+    """The call of this `kind` that this rank makes now, as all ranks name it."""
+    meeting, begun = presence.progress()
+    return f"{meeting} {begun.get(default_group_name(), 0)} {kind.call}"
+
+
+def _holds(decision: Decision, kind: MeetingKind) -> bool:
+    """Whether a decision holds for a rank that comes now."""
+    return abs(time.time() - decision.when) < (DIFFERENT_HOLDS_S if kind.is_optional else FAILURE_HOLDS_S)
 
 
 class CollectiveLock:

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
@@ -21,11 +21,20 @@ from transformers import PreTrainedModel
 
 from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
-from ..errors import SaveError, UnsupportedError
-from ..holdings.introspection import FORGETS, has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
+from ..errors import PeerError, SaveError, UnsupportedError
+from ..holdings.introspection import (
+    FORGETS,
+    has_partition,
+    is_dequantised,
+    is_gathered_whole,
+    is_packed,
+    is_sharded,
+    lacks_values,
+)
 from ..holdings.own_names import fixed_names
 from ..ranks.coordinator import Coordinator, expected_at, meeting
-from ..ranks.rendezvous import SAVE
+from ..ranks.presence import Presence, is_alone
+from ..ranks.rendezvous import SAVE, DoneAlone, pass_by
 from ..registry import PatchScope, tool
 from ..reports.save import SaveReport
 from ..seams.saving import is_laying_out
@@ -101,6 +110,8 @@ def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *a
         _refuse_packed(arguments)
         if active_configs() and not is_laying_out():
             refuse_url(arguments["save_directory"], "save_pretrained with these arguments")
+            if arguments.get("state_dict") is not None:
+                _save_alone(arguments)
         return original(self, *args, **kwargs)
     leader = _leader.get()
     if _has_own_code(self):
@@ -117,14 +128,30 @@ def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *a
     if leader is not None:
         leader.save(self, folder, call)
         return
+    from .readiness import kind_of_save  # imports deepspeed, which takes seconds
     from .save import Save
 
-    with expected_at(SAVE), fixed_names():
-        Save(self, folder, **call).pretrained()
+    coordinator = Coordinator.of_default_group()
+    try:
+        with expected_at(SAVE):
+            kind = replace(kind_of_save(self, coordinator, to_url=is_url(folder)), call=str(folder))
+        with fixed_names(), meeting(kind, "a model", coordinator):
+            Save(self, folder, coordinator=coordinator, **call).pretrained()
+    except DoneAlone:
+        if coordinator.is_main:
+            raise SaveError(
+                f"{folder}: another rank was given a state dict with values to save, and rank 0, which writes it, was "
+                "given none. Give it to rank 0, or to none of them: then all ranks save what they hold."
+            ) from None
+        arguments["is_main_process"] = False
+        return original(*bound.args, **bound.kwargs)
 
 
 def _is_ours(arguments: Mapping[str, Any]) -> bool:
-    """Whether all ranks save together what a call of ``save_pretrained`` asks for; else transformers does."""
+    """Whether all ranks save together what a call of ``save_pretrained`` asks for; else transformers does.
+
+    If it does, other ranks may still be given the values, and save them alone: see :func:`_save_alone`.
+    """
     if is_laying_out():
         return False
     leader = _leader.get()
@@ -136,11 +163,19 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     if state_dict is not None:
         return any(isinstance(value, LazyTensor) for value in state_dict.values())
     model = arguments["self"]
-    if any(map(has_partition, model.parameters())):
-        # Rank 0 alone has values, gathered, and saves them, while the others call with the None that they have got.
-        return "state_dict" not in arguments or bool(arguments.get("is_main_process", True))
-    # transformers would take a URL for the path of a folder.
-    return is_sharded(model) or is_packed(model) or is_url(arguments["save_directory"])
+    is_shared = any(map(has_partition, model.parameters())) or is_sharded(model) or is_packed(model)
+    return is_shared or is_url(arguments["save_directory"])  # transformers would take a URL for the path of a folder
+
+
+def _save_alone(arguments: Mapping[str, Any]) -> None:
+    """Have ranks that make the same call without values, which this rank has gathered, know that this one saves them.
+
+    The usual way to gather gives them to rank 0, and None to the others. This rank waits for nobody: the others may
+    not make the call at all.
+    """
+    if _leader.get() is None and not is_alone() and lacks_values(arguments["self"]):
+        with suppress(PeerError):  # the store is lost, and nobody waits for long
+            pass_by(Presence.in_default_group(), replace(SAVE, call=str(arguments["save_directory"])))
 
 
 def _has_own_code(model: PreTrainedModel) -> bool:
@@ -174,7 +209,7 @@ def run_on_leader(model: Any, work: Callable[[], Any], settings: Mapping[str, An
     from .readiness import kind_of_save  # imports deepspeed, which takes seconds
 
     whole, coordinator = unwrapped(model), Coordinator.of_default_group()
-    with meeting(kind_of_save(whole, coordinator), coordinator=coordinator):
+    with meeting(kind_of_save(whole, coordinator), "a model, by code of rank 0", coordinator):
         if not coordinator.is_main:
             report = None
             while (call := pickle.loads(coordinator.broadcast(bytes))) is not None:  # of what rank 0 sends

@@ -146,7 +146,7 @@ class NotedSaves:
             report, stamps = self.reports.get(os.path.abspath(folder), (None, None))
             return report is not None and _stamps(report) == stamps
 
-        with meeting(SAVE) as coordinator:
+        with meeting(SAVE, "the rest of a checkpoint") as coordinator:
             return coordinator.broadcast(look)
 
 
@@ -204,7 +204,7 @@ def _saves_as_transformers(trainer: Any) -> bool:
     if not trainer.args.save_on_each_node:
         return True
     coordinator = Coordinator.of_default_group()
-    with coordinator.watched(SAVE):
+    with coordinator.watched(SAVE, "the Trainer's model"):
         savers = coordinator.all_gather(bool(trainer.args.should_save))
     if sum(savers) == 1:
         return True

@@ -285,7 +285,7 @@ class Save:
     def _together(self) -> AbstractContextManager[object]:
         """Inside, all ranks are here, and watch each other."""
         kind = kind_of_save(self.model, self._coordinator, to_url=self._target is not None)
-        return meeting(kind, coordinator=self._coordinator)
+        return meeting(kind, "a model", self._coordinator)
 
     @contextmanager
     def _measured(self) -> Iterator[None]:

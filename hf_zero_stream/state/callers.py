@@ -162,7 +162,7 @@ def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave, has_zero
         if coordinator.is_main:
             saved.then(name)
         return
-    with meeting(SAVE, coordinator=coordinator):
+    with meeting(SAVE, "the name of a training state", coordinator):
         coordinator.run_on_main(name)
 
 
@@ -176,19 +176,19 @@ def has_other_weights(folder: Path) -> bool:
         place = folder / _latest(folder)
         return not (place / FILE).exists() or not has_its_weights(StateRecord.read(place / FILE), folder)
 
-    with meeting(SAVE) as coordinator:
+    with meeting(SAVE, "what is in the folder of a training state") as coordinator:
         return coordinator.broadcast(look)
 
 
 def forget_state(place: Path) -> None:
     """Have nobody find a state of ours in `place` any more, where somebody else has saved a newer one (all ranks)."""
-    with meeting(SAVE) as coordinator:
+    with meeting(SAVE, "what is in the folder of a training state") as coordinator:
         coordinator.run_on_main(lambda: (place / LATEST).unlink(missing_ok=True))
 
 
 def forget_guard_files(place: Path) -> None:
     """Remove guard files (:mod:`..checkpoint.deepspeed_names`) from `place`, where DeepSpeed saves (all ranks)."""
-    with meeting(SAVE) as coordinator:
+    with meeting(SAVE, "what is in the folder of a training state") as coordinator:
         coordinator.run_on_main(partial(remove_guard_files, place))
 
 

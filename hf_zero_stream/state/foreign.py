@@ -85,7 +85,7 @@ def leave_to(whose: str, error: Exception, optimizer: Any) -> None:
                 "belongs to a tensor in the optimizer's `state`; or save the weights alone, with save_pretrained."
             ) from error
 
-    with meeting(SAVE, coordinator=coordinator):
+    with meeting(SAVE, f"a checkpoint of {whose}'s own", coordinator):
         coordinator.run_on_all(refuse)
     if coordinator.is_main:
         logger.warning_once(f"This training is saved by {whose}, in its own format: {error}")

@@ -191,7 +191,7 @@ def save_state(
         if hosts:
             kind = _host_save(copies, keep, with_weights, training.counters[STEPS], kwargs)
         save = kind(training.model, folder, coordinator=coordinator, is_of_training=True, **kwargs)
-    with meeting(SAVE, coordinator=coordinator):
+    with meeting(SAVE, "a training state", coordinator):
         mine = digests_of(record.groups), record.own, random_state, buffers
         digests, own, random_states, of_buffers = zip(*coordinator.all_gather(mine), strict=True)
         refuse_ranks_apart(digests)

@@ -1,6 +1,8 @@
 """Inside ``streaming()`` the usual ways to save give what they give without it, and gather nothing."""
 
 import json
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError
+from hf_zero_stream.ranks import rendezvous
 from hf_zero_stream.saving import readiness as saving
 from hf_zero_stream.saving.calls import run_on_leader
 from tests import sampling
@@ -64,22 +67,105 @@ def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, s
 def with_values_of_one(checkpoint: Path, folder: Path) -> None:
     """All ranks call, rank 0 with the values that DeepSpeed has gathered, the others with the None that it gave."""
     accelerator, engine = prepared(checkpoint)
+    rank = dist.get_rank()
     for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
         values = engine._zero3_consolidated_16bit_state_dict()
+        inner = values and {key.removeprefix("model."): value for key, value in values.items() if "model." in key}
         with context:
             engine.module.save_pretrained(
-                folder / name, is_main_process=accelerator.is_main_process, state_dict=values
+                folder / name / "main", is_main_process=rank == 0, state_dict=dict(values or {})
             )
+            for late in (0, 2):
+                dist.barrier()
+                time.sleep(0.5 * (rank == late))
+                of_all = folder / name / f"all, {late} late"
+                engine.module.save_pretrained(of_all, state_dict=values and dict(values))
+            engine.module.model.save_pretrained(folder / name / "a part", state_dict=inner)
+            engine.module.save_pretrained(folder / name / "twice", state_dict=values and dict(values))
+            engine.module.save_pretrained(folder / name / "twice", state_dict=values and dict(values))
             accelerator.save_model(engine, folder / f"{name} torch", safe_serialization=False)
         accelerator.wait_for_everyone()
 
 
 def test_values_that_rank_0_has(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Nobody waits for a save by all ranks."""
-    run_ranks(2, with_values_of_one, zoo_checkpoint("llama", torch.bfloat16), tmp_path)
-    assert different(tmp_path / "ours", tmp_path / "stock") == []
+    run_ranks(3, with_values_of_one, zoo_checkpoint("llama", torch.bfloat16), tmp_path, timeout=120)
+    for name in ("main", "all, 0 late", "all, 2 late", "a part", "twice"):
+        assert different(tmp_path / "ours" / name, tmp_path / "stock" / name) == [], name
     ours, stock = (torch.load(tmp_path / f"{name} torch" / "pytorch_model.bin") for name in ("ours", "stock"))
     assert ours.keys() == stock.keys() and all(torch.equal(ours[name], value) for name, value in stock.items())
+
+
+def values_of_one_among_others(checkpoint: Path, folder: Path) -> list[str]:
+    """What rank 0 saves alone is no part of what all save next; what another rank alone was given is an error."""
+    _, engine = prepared(checkpoint)
+    model, rank = engine.module, dist.get_rank()
+    values = engine._zero3_consolidated_16bit_state_dict()
+    with hf_zero_stream.streaming():
+        for number in range(3):
+            for alone in ("first", "second"):
+                if rank == 0:
+                    model.save_pretrained(folder / f"{alone} {number}", state_dict=dict(values))
+            time.sleep(0.3 * (rank == number))
+            model.save_pretrained(folder / f"together {number}", state_dict=None)
+        dist.barrier()
+        given = {name: torch.zeros(1) for name in model.state_dict()} if rank == 1 else None
+        errors = []
+        if rank != 2:
+            try:
+                model.save_pretrained(folder / "of another", state_dict=given)
+            except SaveError as error:
+                errors.append(str(error))
+        dist.barrier()
+        model.save_pretrained(folder / "at the end")
+    return errors
+
+
+def test_values_of_one_among_others(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    checkpoint = zoo_checkpoint("llama", torch.bfloat16)
+    errors = run_ranks(3, values_of_one_among_others, checkpoint, tmp_path, timeout=60)
+    assert [len(found) for found in errors] == [1, 0, 0] and "another rank was given" in errors[0][0]
+    saved = [f"{name} {number}" for name in ("first", "second", "together") for number in range(3)]
+    for name in saved:
+        assert different(tmp_path / name, tmp_path / "at the end") == [], name
+
+
+def different_saves(checkpoint: Path, folder: Path) -> list[tuple[str, float]]:
+    """Rank 0 saves alone, under ZeRO-3, while the others train on, or come to another save."""
+    rendezvous.STUCK_S = 1.0
+    _, engine = prepared(checkpoint)
+    rank, found = dist.get_rank(), []
+
+    def errors_of(save: Callable[[], object]) -> None:
+        began = time.monotonic()
+        try:
+            save()
+        except SaveError as error:
+            found.append((str(error), time.monotonic() - began))
+
+    with hf_zero_stream.streaming():
+        if rank == 0:
+            errors_of(lambda: engine.module.save_pretrained(folder / "alone"))
+        dist.barrier()
+        if rank == 0:
+            errors_of(lambda: engine.module.save_pretrained(folder / "alone"))
+        else:
+            errors_of(lambda: hf_zero_stream.save_state(engine, folder / "state"))
+        dist.barrier()
+        engine.module.save_pretrained(folder / "together")
+    return found
+
+
+def test_saves_that_are_not_the_same(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A rank that waits for one that goes on elsewhere is told so in seconds."""
+    found = run_ranks(3, different_saves, zoo_checkpoint("llama", torch.bfloat16), tmp_path, timeout=60)
+    assert [len(of_rank) for of_rank in found] == [2, 1, 1]
+    assert "has begun a collective without this rank" in found[0][0][0] and "take it out of" in found[0][0][0]
+    for message, _ in (found[0][1], found[1][0], found[2][0]):
+        assert "Ranks came to save with different things" in message
+        assert "a model" in message and "a training state" in message
+    assert max(seconds for of_rank in found for _, seconds in of_rank) < 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["together"]
 
 
 def with_trainer(checkpoint: Path, folder: Path, name: str) -> dict[str, Any]:

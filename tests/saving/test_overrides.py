@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from transformers import Qwen3MoeForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM, Trainer, TrainerCallback
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
@@ -21,7 +21,7 @@ from tests.support.cluster import run_ranks
 from tests.support.messages import message_of
 from tests.support.parity import ds_config
 from tests.support.saving import SHARD_SIZE, different, gathers_counted
-from tests.support.trainers import arguments_of, join_as_launched, trainer_arguments
+from tests.support.trainers import ZERO_3, arguments_of, join_as_launched, losses_of, trainer_arguments
 from tests.support.zoo import Checkpoint
 
 
@@ -63,6 +63,23 @@ class WithSaveFile(Trainer):
             safetensors.torch.save_file(values, os.path.join(output_dir, "own.safetensors"))
             torch.save(values, os.path.join(output_dir, "own.bin"))
         super()._save(output_dir, state_dict)
+
+
+class SavingAPart(Trainer):
+    """Cuts what was gathered down to the inner model, on all ranks, of which one was given values."""
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        if state_dict is not None:
+            inner = [name for name in state_dict if name.startswith("model.")]
+            state_dict = {name.removeprefix("model."): state_dict[name] for name in inner}
+        self.model.model.save_pretrained(output_dir, state_dict=state_dict)
+
+
+class PassingOn(Trainer):
+    """Saves the whole model with what was gathered, on all ranks."""
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        self.model.save_pretrained(output_dir, state_dict=state_dict)
 
 
 class WithOwnSaveModel(Trainer):
@@ -147,6 +164,40 @@ def test_overridden(
         if "own.bin" in names:  # each has an identifier of its own
             ours, stock = (torch.load(tmp_path / name / part / "own.bin") for name in ("ours", "stock"))
             assert ours.keys() == stock.keys() and all(torch.equal(ours[name], stock[name]) for name in stock)
+
+
+def train_with_parts(checkpoint: Path, folder: Path, name: str, stage: int) -> list[Any]:
+    """The losses of two trainings of 4 steps, and what each gives when it goes on from its step 2."""
+    losses = []
+    for kind in (SavingAPart, PassingOn):
+        for resume in (None, folder / kind.__name__ / "checkpoint-2"):
+            join_as_launched()
+            with hf_zero_stream.streaming() if name == "ours" else nullcontext():
+                config = {**ZERO_3["deepspeed"], "zero_optimization": {"stage": stage}}
+                if stage == 3:
+                    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+                settings = {"deepspeed": config, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+                arguments = arguments_of(folder / kind.__name__, **settings)
+                model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+                data = [{"input_ids": (ids := torch.arange(16) * (37 + n) % 300), "labels": ids} for n in range(16)]
+                trainer = kind(model=model, args=arguments, train_dataset=data)
+                trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+            losses.append(losses_of(trainer)[-2:])
+    return losses
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_parts_of_gathered_values(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
+    """One rank was given values, and the others save with None: it is one save of one rank for all of them."""
+    checkpoint = zoo_checkpoint("llama")
+    stock, ours = (
+        run_ranks(2, train_with_parts, checkpoint, tmp_path / name, name, stage, timeout=120)
+        for name in ("stock", "ours")
+    )
+    assert ours == stock and ours[0][:2] == [ours[0][1]] * 2
+    for part in ("SavingAPart/checkpoint-4", "PassingOn/checkpoint-4"):
+        for file in ("config.json", "model.safetensors"):
+            assert (tmp_path / "ours" / part / file).read_bytes() == (tmp_path / "stock" / part / file).read_bytes()
 
 
 def test_values_are_asked_for(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
