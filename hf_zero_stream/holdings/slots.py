@@ -367,7 +367,8 @@ def _zeros_of(kind: str, values: torch.Tensor) -> torch.Tensor:
 
 def _zeros_like(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     dtype = dtype or values.dtype
-    if isinstance(values, DTensor) or values.device.type != "cpu" or values.is_pinned() or not values.is_contiguous():
+    is_host = values.device.type == "cpu" and not values.is_pinned()
+    if isinstance(values, DTensor) or not is_host or not values.is_contiguous() or not values.numel():
         return torch.zeros_like(values, dtype=dtype, memory_format=torch.preserve_format)
     # The system gives numpy zeros when they are first touched; torch would write them, and they will be overwritten.
     nothing = torch.from_numpy(numpy.zeros(values.numel() * dtype.itemsize, dtype=numpy.uint8))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from inspect import isfunction
+from typing import Any, cast
 
 import torch
 
@@ -43,7 +44,18 @@ class Steps:
         of_values = {member.name: id(slot.values) for slot in own for member in slot.members}
         storages = frozenset(map(storage_of, _kept(training)))
         alive = tuple(slot.values for slot in training.slots)
-        return cls(of_states, of_values, storages, alive, training.editors)
+        editors = [*training.editors, (training.optimizer, _own_methods(training.optimizer))]
+        return cls(of_states, of_values, storages, alive, editors)
+
+
+def _own_methods(optimizer: Any) -> list[str]:
+    """The public methods that the class of `optimizer` adds to those of torch.
+
+    They may change values between steps: ``train()`` and ``eval()`` of schedule-free ones, ``first_step()`` of SAM.
+    """
+    kinds = [kind for kind in type(optimizer).__mro__ if kind not in torch.optim.Optimizer.__mro__]
+    names = {name: None for kind in kinds for name, it in vars(kind).items() if isfunction(it)}
+    return [name for name in names if not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)]
 
 
 def _kept(training: Training) -> Iterator[torch.Tensor]:
@@ -54,12 +66,18 @@ def _kept(training: Training) -> Iterator[torch.Tensor]:
         yield from [value for value in slot.entries.values() if isinstance(value, torch.Tensor)]
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as it is, where ``torch.compile`` compiles what calls it, such as the step of an optimizer."""
+    return cast(Callable[..., Any], torch.compiler.disable(function))
+
+
 _before_edits: list[Callable[[], object]] = []
 
 
 @contextmanager
 def edits_call(secure: Callable[[], object], editors: Sequence[tuple[Any, Sequence[str]]]) -> Iterator[None]:
     """Inside, `secure` is called before :func:`announce_edit` returns, and before the methods of the `editors` do."""
+    secure = uncompiled(secure)
 
     def secured(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

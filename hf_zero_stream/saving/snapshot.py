@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..accelerators import is_accelerator, side_streams
 from ..bindings.table import installed
 from ..checkpoint.file_digests import digest_of_bytes
-from ..holdings.steps import Steps, edits_call
+from ..holdings.steps import Steps, edits_call, uncompiled
 from ..ranks.coordinator import Coordinator
 from ..registry import PatchScope
 from .files import Comparison, ShardWriter
@@ -98,7 +98,7 @@ class Snapshot:
         coordinator.run_on_all(self._take_what_passes)
         for number, each in enumerate(self._plans):
             write_exchanged(each.plan, each.parameters, partial(self._take, number), coordinator)
-        handle = register_optimizer_step_pre_hook(self._before_step)
+        handle = register_optimizer_step_pre_hook(uncompiled(self._before_step))
         self._watching.callback(handle.remove)
         self._watching.enter_context(edits_call(self.secure, self._steps.editors))
         self._watching.enter_context(installed(PatchScope.SNAPSHOT))
@@ -172,7 +172,8 @@ class Snapshot:
         """
         began = time.perf_counter()
         with self._changed:
-            units = [unit for unit in self._units if keys is None or unit.keys is None or unit.keys & keys]
+            live = [unit for unit in self._units if unit.state is not _State.COPIED]
+            units = [unit for unit in live if keys is None or unit.keys is None or unit.keys & keys]
         with suppress(Exception):  # which :meth:`_end` keeps
             for unit in reversed(units):
                 if self._begin(unit, may_copy=True):

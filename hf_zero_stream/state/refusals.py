@@ -58,6 +58,17 @@ def refuse_optimizer(training: Training) -> None:
             f"{kind} keeps errors of compression, which belong to the ranks and not to parameters: its state cannot "
             f"be cut for another number of ranks. {_ELSE}"
         )
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+        raise UnsupportedError(
+            f"{kind} is none that torch.optim.Optimizer.__init__ has made, so that it is not known what it keeps, and "
+            f"where its state dict comes from. {_ELSE}"
+        )
+    inside = [name for name, it in vars(optimizer).items() if isinstance(it, torch.optim.Optimizer)]
+    if apart := [name for name in inside if getattr(optimizer, name).state is not optimizer.state]:
+        raise UnsupportedError(
+            f"{kind} keeps an optimizer inside ({apart[0]}), whose state is not its own: a training state would lack "
+            f"it. {_ELSE}"
+        )
     trained = {id(slot.values) for slot in training.slots}
     more = [
         f"a state of a tensor of shape {tuple(key.shape)} that is in none of its groups"

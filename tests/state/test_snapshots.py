@@ -250,30 +250,57 @@ def test_wrong_rooms(tmp_path: Path, room: Any) -> None:
         )
 
 
-def edit_by_deepspeed(folder: Path, target: Path) -> None:
-    """``GatheredParameters`` and ``safe_set_local_fp32_param`` wait until the writer needs the old values no more."""
+def edit_by_deepspeed(folder: Path, target: Path, config: dict[str, Any]) -> list[str]:
+    """What DeepSpeed has for edits waits until the writer needs the old values no more; the names of what it has."""
     import deepspeed
-    from deepspeed.utils import safe_set_local_fp32_param
+    from deepspeed.utils import (
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_optimizer_state,
+    )
 
-    engine = engine_of(folder, state_config(3), all_in_one_group)
+    engine = engine_of(folder, config, all_in_one_group)
     train(engine, (0,))
     hf_zero_stream.save_state(engine, target / "waited", **SHARDS)
-    for how in ("gathered", "set"):
+    params = list(engine.module.parameters())
+
+    def gather() -> None:
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+            for param in params if dist.get_rank() == 0 else ():
+                param.data.add_(1)
+
+    def local(param: Any) -> torch.Tensor:
+        return torch.ones_like(param.ds_tensor, dtype=torch.float32)
+
+    def whole(param: Any) -> torch.Tensor:
+        return torch.ones(param.shape)
+
+    edits: dict[str, Callable[[], Any]] = {
+        "set": lambda: [safe_set_full_fp32_param(it, whole(it)) for it in params],
+        "set moments": lambda: [safe_set_full_optimizer_state(it, whole(it), "exp_avg") for it in params],
+        "refreshed": engine.optimizer.refresh_fp32_params,
+    }
+    if engine.zero_optimization_stage() == 3:  # where setting all of an uneven parameter is an error of DeepSpeed's
+        edits = {
+            "gathered": gather,
+            "set": lambda: [safe_set_local_fp32_param(it, local(it)) for it in params],
+            "set moments": lambda: [safe_set_local_optimizer_state(it, local(it), "exp_avg") for it in params],
+        }
+    for how, edit in edits.items():
         with held_save(target / how, engine, snapshot_bytes=2**20) as pending:
-            for param in engine.module.parameters():
-                if how == "gathered":
-                    with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
-                        if dist.get_rank() == 0:
-                            param.data.add_(1)
-                else:
-                    safe_set_local_fp32_param(param, torch.ones_like(param.ds_tensor, dtype=torch.float32))
+            edit()
         pending.wait()
         hf_zero_stream.load_state(engine, target / "waited")
+    return [*edits]
 
 
-def test_edits_by_deepspeed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    run_ranks(2, edit_by_deepspeed, zoo_checkpoint("llama"), tmp_path)
-    assert tree(tmp_path / "gathered") == tree(tmp_path / "set") == tree(tmp_path / "waited")
+@pytest.mark.parametrize("stage", [3, 2, 1])
+@pytest.mark.sample(2)
+def test_edits_by_deepspeed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
+    for edits in run_ranks(2, edit_by_deepspeed, zoo_checkpoint("llama"), tmp_path, state_config(stage)):
+        for how in edits:
+            assert tree(tmp_path / how) == tree(tmp_path / "waited"), how
 
 
 def test_merged_adapters(tmp_path: Path) -> None:

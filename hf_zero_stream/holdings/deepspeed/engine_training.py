@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from torch import nn
 
 from ...errors import UnsupportedError, refuse_unknown_version
 from ...ranks.coordinator import Coordinator
-from ..own_names import named_parameters
+from ..own_names import named_parameters, parameters
 from ..slots import MASTER, Member, Slot, entries_of, slots_of_parameters
 from ..training import STEPS, Training
 from . import partitions
@@ -44,7 +44,8 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         UnsupportedError: its state cannot be reached, or is not known.
     """
     wrapper = engine.optimizer
-    optimizer = getattr(wrapper, "optimizer", wrapper)
+    # A user's own optimizer may have another one inside.
+    optimizer = wrapper if isinstance(wrapper, torch.optim.Optimizer) else getattr(wrapper, "optimizer", wrapper)
     if not hasattr(optimizer, "state"):  # there is none, or one of DeepSpeed's that stands in for it
         raise UnsupportedError("The engine has no optimizer: deepspeed.initialize was given none.")
     refuse_unknown_shards(engine, "training state")
@@ -74,10 +75,19 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         can_copy_masters=not _has_swapped(wrapper),
         copies_own_masters=isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3),
         unseen_steps=_unseen_steps(wrapper, optimizer),
-        editors=[(wrapper, ("set_full_hp_param", "set_local_hp_param"))]
-        if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3)
-        else (),
+        editors=[*_editors(model, wrapper)],
     )
+
+
+def _editors(model: nn.Module, wrapper: Any) -> Iterator[tuple[Any, Sequence[str]]]:
+    """What DeepSpeed's ``safe_set_...`` functions call, and what copies the model's values into the masters."""
+    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        yield wrapper, ("set_full_hp_param", "set_local_hp_param")
+    if hasattr(wrapper, "refresh_fp32_params"):
+        yield wrapper, ("refresh_fp32_params",)
+    for param in parameters(model):
+        if hasattr(param, "set_full_hp_param"):  # stages 1 and 2, and bf16 at stage 0
+            yield param, ("set_full_hp_param",)
 
 
 def _unseen_steps(wrapper: Any, optimizer: Any) -> str:
