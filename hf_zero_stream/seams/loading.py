@@ -223,11 +223,18 @@ def finalize_model_loading(
         return original(model, load_config, loading_info)
     move_missing = model._move_missing_keys_from_meta_to_device
 
+    new: dict[str, tuple[torch.Tensor, int]] = {}
+    """By the name of each buffer that the load has made, and filled with zeros: it, and its version then."""
+
     def place(*args: Any, **kwargs: Any) -> None:
         session.called.add("_move_missing_keys_from_meta_to_device")
+        empty = {name for name, it in model.named_buffers() if it.is_meta and not isinstance(it, LazyTensor)}
         _place(session, model, load_config, loading_info)
         if session.inside is None and not session.load.destination.fills_missing:
             move_missing(*args, **kwargs)
+        for name, buffer in model.named_buffers():
+            if name in empty and not buffer.is_meta:
+                new[name] = buffer.zero_(), 0 if buffer.is_inference() else buffer._version
 
     dtype = session.load.destination.dtype(load_config.dtype)
     if session.quantised is not None and not session.has_nested:  # else files are numbered in another way
@@ -238,10 +245,26 @@ def finalize_model_loading(
         before = sum(clock.seconds[phase] for phase in inside)
         with override_methods(model, _move_missing_keys_from_meta_to_device=place):
             result = original(model, load_config, loading_info)
+        if session.load.coordinator.is_main:
+            _say_what_is_zero(model, new)
         clock.add("finalise", before - sum(clock.seconds[phase] for phase in inside))  # they count as themselves
         if any(isinstance(param, DTensor) for param in session.model.parameters()):
             install_model_rows()
         return result
+
+
+def _say_what_is_zero(model: Any, new: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+    """Warn of those `new` buffers, which were zeros, that nothing has written to since; in stock they have any values.
+
+    A load builds a model without values, so that what an ``__init__`` has put into a buffer is gone.
+    """
+    now = dict(model.named_buffers())
+    untouched = {name: it for name, (it, version) in new.items() if not it.is_inference() and it._version == version}
+    if left := [name for name, it in untouched.items() if not it.any() and now.get(name) is it]:
+        logger.warning(
+            f"{type(model).__name__}: {len(left)} buffer(s) are zeros: {', '.join(left[:8])}. The checkpoint does not "
+            "have them, and the class's _init_weights does not initialise them: do that there, or after the load."
+        )
 
 
 def _place(session: Session, model: Any, load_config: Any, loading_info: Any) -> None:

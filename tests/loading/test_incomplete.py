@@ -14,6 +14,7 @@ import hf_zero_stream
 from hf_zero_stream.errors import LoadError
 from tests.support.checkpoint_files import Tensors, rewritten
 from tests.support.cluster import run_ranks
+from tests.support.messages import listen
 from tests.support.parity import assert_same, compare, ds_config
 from tests.support.zoo import Checkpoint, build_model
 
@@ -250,3 +251,43 @@ def test_strict_without_zero3(zoo_checkpoint: Checkpoint, tmp_path: Path) -> Non
     folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", drop_some)
     with pytest.raises(LoadError, match="missing lm_head.weight"):
         streaming_class.from_pretrained(folder, strict=True)
+
+
+class OfOwn(transformers.LlamaForCausalLM):
+    """Has buffers whose values only its ``__init__`` knows, where a load has none, and one that is initialised."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("scale", torch.full((8,), 3.0))
+        self.register_buffer("table", torch.full((8,), 3.0), persistent=False)
+        self.register_buffer("counted", torch.ones(8))
+
+    def _init_weights(self, module: Any) -> None:
+        super()._init_weights(module)
+        if module is self:
+            self.counted.zero_()
+
+
+def load_of_own(folder: Path, config: dict[str, Any] | None) -> Any:
+    """What is said, and the buffers; in memory that others have written to before."""
+    said = listen()
+    spoilt = [torch.full((8,), -1e34) for _ in range(10_000)]
+    del spoilt
+    kwargs = {} if config is None else {"ds_config": config}
+    with hf_zero_stream.streaming():
+        model = OfOwn.from_pretrained(folder, dtype=torch.float32, **kwargs)
+    return [it for it in said if "are zeros" in it], {name: getattr(model, name).tolist() for name in OF_OWN}
+
+
+OF_OWN = ("scale", "table", "counted")
+
+
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_buffers_that_nothing_initialises(cluster: None, zoo_checkpoint: Checkpoint, stage: int | None) -> None:
+    """They are zeros, and are named; under ZeRO-3 they have the values of the class, as in stock."""
+    config = None if stage is None else {**ds_config(), "zero_optimization": {"stage": stage}}
+    for rank, (said, found) in enumerate(run_ranks(2, load_of_own, zoo_checkpoint("llama"), config)):
+        value = 3.0 if stage == 3 else 0.0
+        assert found == {"scale": [value] * 8, "table": [value] * 8, "counted": [0.0] * 8}
+        assert len(said) == (stage != 3 and rank == 0)
+        assert all("OfOwn: 2 buffer(s) are zeros: scale, table" in it for it in said), said

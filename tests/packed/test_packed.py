@@ -16,7 +16,7 @@ import hf_zero_stream
 from hf_zero_stream.errors import ConfigError, UnsupportedError
 from tests import sampling
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
-from tests.support.messages import message_of
+from tests.support.messages import listen, message_of
 from tests.support.packed_training import (
     CONFIGS,
     TARGETS,
@@ -30,6 +30,8 @@ from tests.support.packed_training import (
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import bitsandbytes, compressed_tensors, fp8, mxfp4
 
+
+DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True}
 
 FORMATS: dict[str, Callable[[Path], None]] = {
     "fp8": fp8,  # a dense layer, and one of experts
@@ -82,6 +84,22 @@ def test_saved_as_it_was(cluster: None, folders: dict[str, Path], tmp_path: Path
             transformers.AutoConfig.from_pretrained(each).quantization_config for each in (folder, tmp_path / name)
         )
         assert before == after
+
+
+def said_of_activations(folder: Path) -> int:
+    said = listen()
+    for _ in range(2):
+        assert packed_names(load(folder, ds_config(torch.bfloat16)))
+    return sum("also quantises what goes into layers" in text for text in said)
+
+
+@pytest.mark.parametrize(("inputs", "count"), [({**DYNAMIC, "strategy": "token"}, 1), (None, 0)], ids=["said", "not"])
+def test_activations_that_the_config_quantises(
+    cluster: None, tmp_path: Path, inputs: dict[str, Any] | None, count: int
+) -> None:
+    """They stay as they are, which is said once, on rank 0."""
+    compressed_tensors(tmp_path, "int8 by channel", input_activations=inputs)
+    assert run_ranks(2, said_of_activations, tmp_path) == [count, 0]
 
 
 # -------------------------------------------------------------------------------------------------------- plan

@@ -187,7 +187,13 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def compressed_tensors(folder: Path, scheme_name: str, width: int = 32, experts: bool | None = None) -> None:
+def compressed_tensors(
+    folder: Path,
+    scheme_name: str,
+    width: int = 32,
+    experts: bool | None = None,
+    input_activations: dict[str, Any] | None = None,
+) -> None:
     """A checkpoint made by the package itself; by default with `experts` where transformers can dequantise them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -211,7 +217,8 @@ def compressed_tensors(folder: Path, scheme_name: str, width: int = 32, experts:
         del tensors[name]
         for key, value in compressor.compress(state, scheme).items():
             tensors[name.removesuffix("weight") + key] = value.contiguous()
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": format_name}}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": input_activations, "format": format_name}
+    groups = {"group_0": group}
     _write(
         folder,
         tensors,

@@ -247,6 +247,15 @@ def test_settings_come_from_deepspeeds_own_parser(zoo_checkpoint: Checkpoint) ->
     assert bucket(contiguous_gradients=False) == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("mics_shard_size", "MiCS ZeRO-3 sharding has been removed"), ("?", "Extra")]
+)
+def test_a_section_that_deepspeed_does_not_take(zoo_checkpoint: Checkpoint, name: str, why: str) -> None:
+    config = ds_config(BF16, **{name: 2})
+    with pytest.raises(ConfigError, match=f"zero_optimization: DeepSpeed does not take .*(\n.*)*{why}"):
+        hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=2, ds_config=config)
+
+
 def test_plan_for_a_device_that_is_not_here(zoo_checkpoint: Checkpoint) -> None:
     config = ds_config(BF16, offload_optimizer={"device": "cpu"})
     found = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=64, ds_config=config, device="cuda").memory

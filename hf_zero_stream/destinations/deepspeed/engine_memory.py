@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from torch import nn
 
-from ...errors import refuse_unknown_version
+from ...errors import ConfigError, refuse_unknown_version
 from ...holdings.own_names import own_names
 from ...planning.footprint import (
     HOST,
@@ -140,7 +141,12 @@ def _zero_config(ds_config: Mapping[str, Any], model: nn.Module) -> DeepSpeedZer
     hidden_size = _hidden_size(getattr(model, "config", None))
     if zero.get("reduce_bucket_size") == "auto" and hidden_size:
         zero["reduce_bucket_size"] = hidden_size**2  # as transformers and accelerate will fill it in
-    return DeepSpeedZeroConfig(**zero)
+    try:
+        # Where DeepSpeed itself says what has become of a setting that is gone.
+        getattr(deepspeed_config, "_reject_removed_config_keys", bool)({"zero_optimization": zero})
+        return DeepSpeedZeroConfig(**zero)
+    except (deepspeed_config.DeepSpeedConfigError, ValueError) as error:  # pydantic's is a ValueError
+        raise ConfigError(f"zero_optimization: DeepSpeed does not take this section of its config: {error}") from error
 
 
 def _hidden_size(config: Any) -> int:

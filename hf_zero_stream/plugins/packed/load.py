@@ -154,7 +154,19 @@ class PackedLoad(QuantisedLoad):
         if self.kept_config is not None:
             method = self.kept_config.get("quant_method")
             method = str(getattr(method, "value", method))
+            if _quantises_activations(self.kept_config) and self._session.load.coordinator.is_main:
+                logger.warning_once(
+                    f"The quantization_config of this checkpoint ({method}) also quantises what goes into layers. "
+                    "hf_zero_stream keeps its weights quantised, and computes with them as they are dequantised: "
+                    "outputs are those of the dequantised model, and not to the last digit those of stock."
+                )
             pack_model(model, dtype, loading_info, self._session.load, method, self.quantiser)
+
+
+def _quantises_activations(config: Mapping[str, Any]) -> bool:
+    """Whether layers quantise what goes into them, by a config of compressed-tensors or of FP8."""
+    groups = (config.get("config_groups") or {}).values()
+    return "activation_scheme" in config or any(group.get("input_activations") for group in groups)
 
 
 def _stays_quantised(hf_quantizer: Any) -> bool:
