@@ -156,16 +156,17 @@ def save_small(target: Path) -> Any:
     return own_of(training[0], training[2])
 
 
-def load_small(source: Path) -> Any:
+def load_small(source: Path, hosts: bool = False) -> Any:
     warnings = listen()
     model, optimizer, scheduler = small_training()
-    hf_zero_stream.load_state(model, source, optimizer=optimizer, scheduler=scheduler)
+    hf_zero_stream.load_state(model, source, optimizer=optimizer, scheduler=scheduler, hosts=hosts)
     return own_of(model, scheduler), warnings
 
 
 def test_other_numbers_of_ranks(cluster: None, tmp_path: Path) -> None:
     """Each gets what the rank of its number had, and a new one what rank 0 had; the buffers are named."""
     own = run_ranks(2, save_small, tmp_path)
+    assert run_ranks(2, load_small, tmp_path / "hosts", True) == [(each, []) for each in own]
     assert own[0][0] != own[1][0] and own[0][1]["best"] != own[1][1]["best"]
     for ranks in (1, 2, 3):
         for rank, (found, warned) in enumerate(run_ranks(ranks, load_small, tmp_path)):
