@@ -22,6 +22,7 @@ __all__ = [
     "LoadError",
     "MissingPluginError",
     "PeerError",
+    "PlaceTakenError",
     "ReadError",
     "SaveError",
     "StreamError",
@@ -65,6 +66,10 @@ class LoadError(HfZeroStreamError, RuntimeError):
 
 class SaveError(HfZeroStreamError, OSError):
     """A checkpoint could not be written, or is not what was written; what was there before is still there."""
+
+
+class PlaceTakenError(SaveError):
+    """Another save to the same folder or URL has begun since; this one is not published, and removes only its own."""
 
 
 class StreamError(HfZeroStreamError, RuntimeError):

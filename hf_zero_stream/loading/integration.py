@@ -196,7 +196,7 @@ def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> No
     finished: list[str] = []
     try:
         if (coordinator.is_main or coordinator.is_alone) and path is not None and has_unfinished(Path(path)):
-            from ..saving.files import finish_interrupted
+            from ..saving.publication import finish_interrupted
 
             finished = finish_interrupted(Path(path))
     except Exception as caught:

@@ -16,9 +16,10 @@ from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator
 from ..reports.measures import PhaseClock
 from ..reports.save import SavingRank
-from .files import Comparison, Publication, ShardWriter, sync_all
+from .files import Comparison, ShardWriter, sync_all
 from .host_copy import HostCopy, HostMemory, Room
 from .preparation import Finalizer, WritePlan, digests_of
+from .publication import Publication
 from .snapshot import Snapshot
 from .write import SaveTask, execute_saves
 

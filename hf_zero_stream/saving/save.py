@@ -31,11 +31,12 @@ from ..seams.wrappers import unwrapped
 from .arguments import dtype_of_argument, refuse_values
 from .background import ALL, Taken, WholeCopy, begun_snapshot, write_in_background
 from .count import anything, ignored_by
-from .files import Comparison, Publication, ShardWriter, reserve, sync_all
+from .files import Comparison, ShardWriter, reserve, sync_all
 from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
 from .pending import PendingSave, finish_pending
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan, digests_of
+from .publication import Publication
 from .readiness import kind_of_save, make_ready
 from .targets import AnyPublication, ObjectWriter, UploadTarget, begin_at, place_of_save, refuse_other_place, target_at
 from .upload import check_all, planned_shards, send_all, uploads_of

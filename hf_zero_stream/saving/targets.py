@@ -11,7 +11,7 @@ from ..checkpoint.urls import checkpoints_at, without_secrets
 from ..errors import ConfigError, UrlError
 from ..registry import broken_plugins, import_named, plugins
 from ..sources.base import is_url
-from .files import Publication
+from .publication import Publication
 
 
 class PlannedShards(NamedTuple):

@@ -16,8 +16,8 @@ from ..loading.arguments import MODEL_FILES
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
-from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
+from ..saving.publication import finish_interrupted, has_only_unfinished
 from ..seams.ds_config import settings_in_force
 from ..settings.scope import active_configs, set_in_context
 from .foreign import write_guard_files

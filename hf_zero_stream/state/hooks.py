@@ -25,9 +25,9 @@ from ..ranks.coordinator import expected_at
 from ..ranks.rendezvous import LOAD
 from ..registry import tool
 from ..saving.arguments import refuse_url
-from ..saving.files import is_unfinished
 from ..saving.hooks import NotedSaves, noted_saves
 from ..saving.pending import after_pending, finish_pending
+from ..saving.publication import is_unfinished
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import (
     batch_size_of,

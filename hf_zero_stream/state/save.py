@@ -40,10 +40,10 @@ from ..reports.measures import collector_paused
 from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.background import ALL
-from ..saving.files import Publication, finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Finalizer, LayOut, SaveItem
+from ..saving.publication import Publication, finish_interrupted
 from ..saving.readiness import make_ready
 from ..saving.save import Save
 from ..saving.shares import refuse_differing

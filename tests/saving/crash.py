@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import hf_zero_stream
-from hf_zero_stream.saving.files import UNFINISHED, finish_interrupted
+from hf_zero_stream.saving.publication import UNFINISHED, finish_interrupted
 from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks_expecting_errors, warm_up
 from tests.support.parity import ds_config, load_with

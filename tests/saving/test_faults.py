@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError
-from hf_zero_stream.saving.files import UNFINISHED, Publication, finish_interrupted
+from hf_zero_stream.saving.publication import UNFINISHED, Publication, finish_interrupted
 from tests.saving.crash import FAULTS, make_checkpoints, trial_of_two_ranks, trials_of_one_rank
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.parity import ds_config, load_with
@@ -260,7 +260,7 @@ def test_what_a_save_has_left_is_finished_or_removed(tmp_path: Path) -> None:
 DYING = """
 import sys
 from pathlib import Path
-from hf_zero_stream.saving.files import Publication
+from hf_zero_stream.saving.publication import Publication
 publication = Publication.begin(Path(sys.argv[1]))
 print(publication.temporary.name, flush=True)
 sys.stdin.read()

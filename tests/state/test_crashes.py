@@ -9,7 +9,7 @@ import pytest
 
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError
-from hf_zero_stream.saving.files import Publication, finish_interrupted
+from hf_zero_stream.saving.publication import Publication, finish_interrupted
 from tests.saving.crash import tree
 from tests.state.crash import make_states, trial_of_two_ranks, trials_of_one_rank
 from tests.support.training_state import plain_training

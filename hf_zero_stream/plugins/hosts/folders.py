@@ -34,7 +34,7 @@ from ...checkpoint.file_digests import digest_of_range
 from ...checkpoint.format import parse_object
 from ...errors import CheckpointError, ConfigError, SaveError
 from ...ranks.coordinator import Coordinator
-from ...saving.files import Publication
+from ...saving.publication import Publication, is_of_save
 from ...seams.ds_config import settings_in_force
 from ...sources.base import is_plain_name
 from .pieces import PiecedFile, RunTable
@@ -305,7 +305,7 @@ def what_is_missing(state: FoundState) -> str:
 
 def tree_of(place: Path) -> dict[str, bytes]:
     """All files in `place` but the pieces, by their names in there."""
-    paths = [path for path in place.rglob("*") if path.is_file() and path.parent.name != PIECES]
+    paths = [path for path in place.rglob("*") if path.is_file() and path.parent.name != PIECES and is_of_save(path)]
     return {str(path.relative_to(place)): path.read_bytes() for path in paths}
 
 
@@ -318,9 +318,9 @@ def write_tree(place: Path, tree: Mapping[str, bytes]) -> None:
         path.write_bytes(data)
 
 
-def begin_in(folder: Path) -> Publication:
-    """Begin a save into the folder of this host."""
-    publication = Publication.begin(own_folder(folder))
+def begin_in(folder: Path, *, takes: bool = True) -> Publication:
+    """Begin a save into the folder of this host; see :meth:`...saving.publication.Publication.begin`."""
+    publication = Publication.begin(own_folder(folder), takes=takes)
     publication.temporary.chmod(0o700)
     return publication
 

@@ -72,7 +72,7 @@ def newest_on_hosts(folder: Path, coordinator: Coordinator, *, raises: bool = Tr
 
         def add() -> None:
             if is_leader and not has_it[coordinator.rank]:
-                publication = begin_in(folder)
+                publication = begin_in(folder, takes=False)  # a save that is under way goes on
                 write_tree(publication.temporary / chosen.name, tree)
                 (publication.temporary / chosen.name / PIECES).mkdir(mode=0o700)
                 publication.commit("", "")

@@ -29,8 +29,9 @@ from ...checkpoint.file_digests import WORD
 from ...checkpoint.safetensors import ShardToWrite
 from ...errors import ConfigError, SaveError
 from ...holdings.own_names import parameters
-from ...saving.files import Comparison, Publication, ShardWriter
+from ...saving.files import Comparison, ShardWriter
 from ...saving.preparation import Finalizer
+from ...saving.publication import Publication
 from ...saving.save import Save
 from ...saving.targets import AnyPublication
 from ...saving.write import Put, bytes_of, execute_saves

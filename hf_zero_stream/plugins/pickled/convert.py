@@ -36,8 +36,9 @@ from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ...reports.load import PHASES
 from ...reports.measures import AnonymousMemory, PhaseClock
-from ...saving.files import Publication, ShardWriter, reserve
+from ...saving.files import ShardWriter, reserve
 from ...saving.plan import in_dtype
+from ...saving.publication import Publication
 from ...seams.saving import lay_out_pretrained, note_dtype, reverse_all_conversions
 from ...settings.config import StreamingConfig
 

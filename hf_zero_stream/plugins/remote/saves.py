@@ -23,7 +23,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ...errors import SaveError
-from ...saving.files import outdated_weights
+from ...saving.publication import outdated_weights
 from ...saving.targets import ObjectWriter, PlannedShards
 from .lists import LIST, SaveList, parse_list
 from .objects import RemoteFolder, StreamedObject, abort_uploads
