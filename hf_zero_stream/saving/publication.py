@@ -109,6 +109,7 @@ class Publication:
             SaveError: the system refuses; an earlier checkpoint is still there, or the next save finishes this one.
         """
         try:
+            self._refuse_taken()
             names = sorted(entry.name for entry in self.temporary.iterdir() if is_of_save(entry))
             for path in sorted(self.temporary.rglob("*")):
                 _sync(path)

@@ -25,7 +25,7 @@ import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.errors import CheckpointError, HfZeroStreamError
 from hf_zero_stream.plugins.remote import objects
-from hf_zero_stream.plugins.remote.lists import LIST, SaveList, parse_list
+from hf_zero_stream.plugins.remote.lists import LIST, SaveList, Version, parse_list
 from hf_zero_stream.plugins.remote.objects import RemoteFolder, StreamedObject
 from tests.support.buckets import (
     ACCOUNT,
@@ -69,7 +69,7 @@ def bucket(requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def found_in(url: str) -> dict[str, bytes]:
     """All objects below `url`, by name."""
     place = RemoteFolder(url)
-    return {name.removeprefix("/"): place.read(name) for name in place.below("")}
+    return {name: place.read(name) for name in place.below("")}
 
 
 def model_on(how: str, checkpoint: Path) -> Any:
@@ -126,7 +126,6 @@ def test_objects_are_the_files(
     ranks = run_ranks(world_size, save_twice, how, checkpoint, tmp_path, URL, bucket)
     between, report, _ = ranks[0]
     assert [left for _, _, left in ranks] == [[]] * world_size
-    assert between == contents(tmp_path / "local")
     shards = [name for name in between if name.endswith(".safetensors")]
     assert sorted(report.files) == sorted(shards) and len(shards) > 2
     assert sorted(rank.bytes_written > 0 for rank in report.ranks) == [True] * world_size
@@ -134,7 +133,10 @@ def test_objects_are_the_files(
         assert sum(size for method, path, size in requests.seen if path.endswith(name) and method == "PUT") == len(
             between[name]
         )
-    assert_same_checkpoint(found_in(URL), tmp_path / "local")
+    found = found_in(URL)
+    assert not {*shards} & found.keys()
+    for each in (between, found):
+        assert_same_checkpoint(each, tmp_path / "local")
     assert not s3_client(bucket).list_multipart_uploads(Bucket=BUCKET).get("Uploads")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "local").state_dict()
     with hf_zero_stream.streaming():
@@ -145,23 +147,18 @@ def test_objects_are_the_files(
 def test_in_one_shard_and_more(
     cluster: None, zoo_checkpoint: Checkpoint, bucket: dict[str, str], tmp_path: Path
 ) -> None:
-    """One shard has no index in a new place, and one where there are weights: whoever loads looks for it last."""
+    """One shard has an index too, which names it; one that somebody else has put there goes."""
+    s3_client(bucket).put_object(Bucket=BUCKET, Key="a/b/model.safetensors", Body=b"theirs")
     checkpoint = zoo_checkpoint(NAME)
     with hf_zero_stream.streaming():
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
         hf_zero_stream.save_pretrained(model, tmp_path / "local")
-        for size, weights in (
-            ("5GB", {"model.safetensors"}),
-            ("5GB", {"model-2-00001-of-00001.safetensors", INDEX}),
-            (SHARD_SIZE, None),
-            ("5GB", {"model-2-00001-of-00001.safetensors", INDEX}),
-        ):
-            hf_zero_stream.save_pretrained(model, URL, max_shard_size=size)
+        for size in ("5GB", "5GB", SHARD_SIZE, "5GB"):
+            shards = hf_zero_stream.save_pretrained(model, URL, max_shard_size=size).files
             found = found_in(URL)
-            if weights:
-                assert {name for name in found if "safetensors" in name} == weights
-                shard = next(name for name in weights if name.endswith(".safetensors"))
-                assert found[shard] == (tmp_path / "local" / "model.safetensors").read_bytes()
+            assert {name for name in found if "safetensors" in name} == {*shards, INDEX}
+            if size == "5GB":
+                assert found[shards[0]] == (tmp_path / "local" / "model.safetensors").read_bytes()
             loaded = transformers.AutoModelForCausalLM.from_pretrained(URL).state_dict()
             assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 
@@ -258,10 +255,10 @@ def test_an_error_is_one_of_all_ranks(
     checkpoint = zoo_checkpoint(NAME, torch.bfloat16)
     run_ranks(2, save_values, checkpoint, URL, bucket, [1.0])
     before = found_in(URL)
-    requests.fault = refusing("model-2-00002", "uploads")
+    requests.fault = refusing("-00002-of-", "uploads")
     for outcome in run_ranks_expecting_errors(2, save_values, checkpoint, URL, bucket, [2.0]):
         assert outcome.error_type in ("SaveError", "PeerError"), outcome.traceback
-        assert "model-2-00002-of" in str(outcome.error_message) and outcome.seconds < SOON_S
+        assert "-00002-of" in str(outcome.error_message) and outcome.seconds < SOON_S
         assert "access is denied (403)" in str(outcome.error_message)
     requests.fault = lambda method, path: 0
     assert found_in(URL) == before
@@ -274,7 +271,7 @@ def test_a_server_that_is_away(
     checkpoint = zoo_checkpoint(NAME, torch.bfloat16)
     run_ranks(2, save_values, checkpoint, URL, bucket, [1.0])
     before = found_in(URL)
-    requests.fault = lambda method, path: 503 if "model-2-00002" in path else 0
+    requests.fault = lambda method, path: 503 if "-00002-of-" in path else 0
     for outcome in run_ranks_expecting_errors(2, save_values, checkpoint, URL, bucket, [2.0]):
         assert outcome.error_type in ("SaveError", "PeerError"), outcome.traceback
         assert outcome.seconds < 30 + SOON_S, "20 s of them are for trying again, the rest for loading"
@@ -290,7 +287,9 @@ def test_a_bucket_that_is_not_there(
     url = "s3://nowhere/a"
     for outcome in run_ranks_expecting_errors(2, save_values, zoo_checkpoint(NAME), url, bucket, [1.0]):
         assert outcome.error_type == "SaveError" and outcome.seconds < SOON_S
-        assert f"{url}: cannot list it: there is no such bucket or container (404)" in str(outcome.error_message)
+        assert f"{url}/{LIST}: cannot write it: there is no such bucket or container (404)" in str(
+            outcome.error_message
+        )
 
 
 @pytest.mark.parametrize("dies", ["write", "finish"])
@@ -371,10 +370,10 @@ def test_parts_of_a_dead_save_are_aborted(cluster: None, bucket: dict[str, str])
     outcomes = run_ranks_expecting_errors(2, save_large, URL, bucket, True)
     assert outcomes[1].error_type == "Died" and outcomes[0].error_type == "PeerError", outcomes
     assert uploads_in(bucket) == [], "rank 0 lives, and removes what it can"
-    RemoteFolder(URL).put(LIST, SaveList(created=["x.safetensors"], replaced=["y.safetensors"]).to_json())
-    for name in ("x", "y", "z"):
+    RemoteFolder(URL).put(LIST, SaveList(id="dead", created=["x.safetensors"]).to_json())
+    for name in ("x", "z"):
         s3_client(bucket).create_multipart_upload(Bucket=BUCKET, Key=f"a/b/{name}.safetensors")
-    assert len(uploads_in(bucket)) == 3
+    assert len(uploads_in(bucket)) == 2
     run_ranks(1, save_large, URL, bucket, False)
     assert uploads_in(bucket) == ["a/b/z.safetensors"], "somebody else's"
 
@@ -441,11 +440,21 @@ def test_refused(
     [
         b"[]",
         b"{}",
-        b'{"is_complete": true, "files": {"../x": ""}, "created": [], "replaced": [], "removes": []}',
-        b'{"is_complete": true, "files": {}, "created": [], "replaced": [], "removes": ["a//b"]}',
-        b'{"is_complete": true, "files": {}, "created": [], "replaced": [], "removes": [1]}',
-        b'{"is_complete": 1, "files": {}, "created": [], "replaced": [], "removes": []}',
-        b'{"is_complete": true, "files": {"a": "?"}, "created": [], "replaced": [], "removes": []}',
+        b"<html>Log in</html>",
+        *(
+            json.dumps({**json.loads(SaveList(id="x", is_complete=True).to_json()), **changed}).encode()
+            for changed in (
+                {"files": {"../x": ""}, "over": {"../x": None}},
+                {"removes": ["a//b"]},
+                {"removes": [1]},
+                {"is_complete": 1},
+                {"id": 1},
+                {"files": {"a": "?"}, "over": {"a": None}},
+                {"files": {"a": ""}},
+                {"copies": {"a": "../b"}},
+                {"unknown": []},
+            )
+        ),
     ],
 )
 def test_a_list_of_somebody_else(data: bytes) -> None:
@@ -455,8 +464,15 @@ def test_a_list_of_somebody_else(data: bytes) -> None:
 
 def test_the_list_is_read_as_it_was_written() -> None:
     for order in (
-        SaveList(created=["a", "b/c"], replaced=["d"]),
-        SaveList(is_complete=True, files={"x/y.json": b"\0\xff", "latest": b"x"}, removes=["z"]),
+        SaveList(id="1", created=["a", "b/c"]),
+        SaveList(
+            id="2",
+            is_complete=True,
+            files={"x/y.json": b"\0\xff", "latest": b"x"},
+            over={"x/y.json": None, "latest": Version("e", None)},
+            copies={"c-2": "c"},
+            removes=["z"],
+        ),
     ):
         assert parse_list(order.to_json(), "here").to_json() == order.to_json()
 
@@ -473,7 +489,7 @@ def test_the_example_of_the_page(cluster: None, zoo_checkpoint: Checkpoint, buck
     page = (ROOT / "docs" / "saving.md").read_text(encoding="utf-8").partition("## Into buckets")[2]
     source = page.partition("```python\n")[2].partition("```")[0]
     assert run_ranks(2, run_block, source, bucket, zoo_checkpoint("llama")) == [2.0, 2.0]
-    assert "model.safetensors" in found_in(f"s3://{BUCKET}/trained")
+    assert INDEX in found_in(f"s3://{BUCKET}/trained")
     assert found_in(f"s3://{BUCKET}/run")["latest"] == b"global_step2"
 
 
@@ -496,7 +512,7 @@ def test_other_stores(
     with server(tmp_path / "nothing") as environment:
         checkpoint = zoo_checkpoint(NAME, torch.bfloat16)
         between, _, _ = run_ranks(2, save_twice, "zero3", checkpoint, tmp_path, url, environment)[0]
-        assert between == contents(tmp_path / "local")
+        assert_same_checkpoint(between, tmp_path / "local")
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         objects._store.cache_clear()

@@ -1,4 +1,4 @@
-"""The list of a save to a bucket that is not done: what it has put there, or what is to be done when all is there."""
+"""The list of a save to a bucket that is not done: whose the place is, and what is to be done when all is there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...checkpoint.format import parse_object
 from ...errors import CheckpointError
@@ -16,28 +16,40 @@ LIST = ".hf_zero_stream-save.json"
 """The name of the object, below the URL of the save."""
 
 
+class Version(NamedTuple):
+    """One content of an object, as its store tells it from others: by an HTTP ETag, or a generation."""
+
+    e_tag: str | None
+    generation: str | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SaveList:
     """The contents of a list; all names are below the URL of the save.
 
     Attributes:
+        id: of the save, which owns the place as long as its list is there. No other has it.
         is_complete: all shards are there, so that the save has happened.
-        created: if it has not: the shards that it sends.
-        replaced: those of them of which there is an earlier object.
+        created: the shards that it sends, and those of a save from which it has taken the place.
         files: if it has happened: the small files, in the order in which they are to be written.
-        removes: the objects that are to be removed then.
+        over: the version that each of them is to replace; None if there was no such object.
+        copies: shards that are to get another name then, and that name.
+        removes: the objects that are to be removed at the end.
     """
 
+    id: str
     is_complete: bool = False
     created: Sequence[str] = ()
-    replaced: Sequence[str] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
+    over: Mapping[str, Version | None] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
     removes: Sequence[str] = ()
 
     def to_json(self) -> bytes:
         files = {name: b64encode(data).decode() for name, data in self.files.items()}
-        lists = {"created": [*self.created], "replaced": [*self.replaced], "removes": [*self.removes]}
-        return json.dumps({"is_complete": self.is_complete, "files": files, **lists}).encode()
+        lists = {"created": [*self.created], "removes": [*self.removes]}
+        maps = {"files": files, "over": dict(self.over), "copies": dict(self.copies)}
+        return json.dumps({"id": self.id, "is_complete": self.is_complete, **lists, **maps}).encode()
 
 
 def parse_list(data: bytes, where: str) -> SaveList:
@@ -48,11 +60,15 @@ def parse_list(data: bytes, where: str) -> SaveList:
     found = parse_object(data, where)
     try:
         files = {name: b64decode(text, validate=True) for name, text in found.pop("files").items()}
-        order = SaveList(files=files, **found)
-        names = [*order.created, *order.replaced, *order.removes, *files]
+        over = {name: None if it is None else Version(*it) for name, it in found.pop("over").items()}
+        order = SaveList(files=files, over=over, **found)
+        names = [*order.created, *order.removes, *files, *order.copies, *order.copies.values()]
+        is_sound = type(order.is_complete) is bool and isinstance(order.id, str) and over.keys() == files.keys()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: expected the list of a save: {error!r}. Remove this object.") from error
-    if type(order.is_complete) is not bool or not all(map(_is_name, names)):
+        raise CheckpointError(
+            f"{where}: expected the list of a save: {error!r}. Is it a page of a proxy? Else remove this object."
+        ) from error
+    if not is_sound or not all(map(_is_name, names)):
         raise CheckpointError(f"{where}: expected names of objects below it. Remove this object.")
     return order
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from transformers.utils import logging
 
-from ...errors import SaveError
+from ...errors import HfZeroStreamError, SaveError
 from .files import CONNECT_S, STALL_S, endpoint_of, explained, is_panic, open_store, refuse_after_fork
+from .lists import Version
 from .urls import joined, located, scheme_of
 
 
@@ -58,7 +59,7 @@ def _explaining(url: str, doing: str) -> Iterator[None]:
         import obstore.exceptions as kinds
 
         is_of_obstore = isinstance(error, (kinds.BaseError, ValueError, OSError)) or is_panic(error)
-        if not is_of_obstore or isinstance(error, SaveError):
+        if not is_of_obstore or isinstance(error, HfZeroStreamError):
             raise
         raise SaveError(
             f"{url}: cannot {doing} it: {explained(url, error)} What could be loaded from there before still can be."
@@ -69,6 +70,21 @@ def part_bytes(size_bytes: int) -> int:
     """The size of the parts of an object: as many MiB as it takes to need no more than :data:`MOST_PARTS`."""
     mib = 2**20
     return max(PART_BYTES, -(-size_bytes // (MOST_PARTS * mib)) * mib)
+
+
+class ObjectStatus(NamedTuple):
+    """What a store lists of an object."""
+
+    size_bytes: int
+    version: Version
+
+
+class ConflictError(Exception):
+    """An object is another version than the one that was to be replaced; nothing was written."""
+
+
+Guard = Callable[[], object]
+"""Called right before a request; its error is raised in place of that."""
 
 
 class RemoteFolder:
@@ -83,46 +99,90 @@ class RemoteFolder:
 
     def names(self, folder: str = "") -> set[str]:
         """The names in `folder` ("" for the place itself): relative to it, those of folders with a slash behind."""
-        return self._listed(folder, everything=False)
-
-    def below(self, folder: str) -> set[str]:
-        """The names of all objects below `folder`, relative to the place."""
-        return {f"{folder}/{name}" for name in self._listed(folder, everything=True)}
-
-    def _listed(self, folder: str, *, everything: bool) -> set[str]:
         with _explaining(joined(self.url, folder), "list"):
             import obstore
 
             store, key = self._located(folder)
             prefix = f"{key}/" if key else ""
-            if everything:
-                paths = [entry["path"] for batch in obstore.list(store, prefix or None) for entry in batch]
-            else:
-                found = obstore.list_with_delimiter(store, prefix or None)
-                paths = [entry["path"] for entry in found["objects"]]
-                paths += [f"{path.rstrip('/')}/" for path in found["common_prefixes"]]
+            found = obstore.list_with_delimiter(store, prefix or None)
+            paths = [entry["path"] for entry in found["objects"]]
+            paths += [f"{path.rstrip('/')}/" for path in found["common_prefixes"]]
             return {path.removeprefix(prefix) for path in paths}
+
+    def objects(self) -> dict[str, ObjectStatus]:
+        """The objects in the place itself, by name."""
+        with _explaining(self.url, "list"):
+            import obstore
+
+            store, key = self._located("")
+            return _statuses(obstore.list_with_delimiter(store, f"{key}/" if key else None)["objects"], key)
+
+    def below(self, folder: str) -> dict[str, ObjectStatus]:
+        """All objects below `folder`, by their names relative to the place."""
+        with _explaining(joined(self.url, folder), "list"):
+            import obstore
+
+            store, key = self._located(folder)
+            batches = obstore.list(store, f"{key}/" if key else None)
+            return _statuses((entry for batch in batches for entry in batch), self._located("")[1])
 
     def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """All bytes of an object, or some of them; a FileNotFoundError if it is not there."""
-        url = joined(self.url, name)
-        with _explaining(url, "read"):
+        if nbytes is None:
+            return self.read_version(name)[0]
+        with _explaining(joined(self.url, name), "read"):
             import obstore
 
             store, key = self._located(name)
-            if nbytes is None:
-                return bytes(obstore.get(store, key).bytes())
             return bytes(obstore.get_range(store, key, start=start, length=nbytes))
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small object by one request."""
-        with _explaining(joined(self.url, name), "write"):
+    def read_version(self, name: str) -> tuple[bytes, Version]:
+        """All bytes of an object, and which version they are; a FileNotFoundError if it is not there."""
+        with _explaining(joined(self.url, name), "read"):
             import obstore
 
             store, key = self._located(name)
-            obstore.put(store, key, data, use_multipart=False)
+            found = obstore.get(store, key)
+            return bytes(found.bytes()), _version(found.meta)
 
-    def remove(self, names: Collection[str]) -> None:
+    def put(
+        self, name: str, data: bytes, *, over: Version | None | Literal["any"] = "any", guard: Guard | None = None
+    ) -> Version:
+        """Write a small object by one request, where there is the version `over`, or None; returns the new one.
+
+        A store that compares no versions writes in any case: the `guard` is for those.
+
+        Raises:
+            ConflictError: there is another version.
+        """
+        url = joined(self.url, name)
+        with _explaining(url, "write"):
+            import obstore
+            from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+            store, key = self._located(name)
+            if guard is not None:
+                guard()
+            try:
+                return _version(obstore.put(store, key, data, use_multipart=False, mode=_mode(url, over)))
+            except (AlreadyExistsError, PreconditionError) as error:
+                raise ConflictError(url) from error
+            except FileNotFoundError as error:
+                if isinstance(over, Version):  # which is not there any more
+                    raise ConflictError(url) from error
+                raise OSError(str(error)) from error
+
+    def copy(self, name: str, to: str, *, guard: Guard) -> None:
+        """Have an object be there by another name too; nothing is done if it is not there itself."""
+        with _explaining(joined(self.url, to), "write"):
+            import obstore
+
+            store, key = self._located(name)
+            guard()
+            with suppress(FileNotFoundError):
+                obstore.copy(store, key, self._located(to)[1])
+
+    def remove(self, names: Collection[str], *, guard: Guard | None = None) -> None:
         """Remove objects, of which some may not be there."""
         if not names:
             return
@@ -131,12 +191,33 @@ class RemoteFolder:
 
             store, _ = self._located("")
             keys = [self._located(name)[1] for name in names]
+            if guard is not None:
+                guard()
             try:
                 obstore.delete(store, keys)
             except FileNotFoundError:  # what comes behind it may still be there
                 for key in keys:
                     with suppress(FileNotFoundError):
                         obstore.delete(store, key)
+
+
+def _statuses(entries: Iterable[Any], place: str) -> dict[str, ObjectStatus]:
+    prefix = f"{place}/" if place else ""
+    return {it["path"].removeprefix(prefix): ObjectStatus(it["size"], _version(it)) for it in entries}
+
+
+def _version(found: Any) -> Version:
+    return Version(found["e_tag"], found["version"])
+
+
+def _mode(url: str, over: Version | None | Literal["any"]) -> Any:
+    """The mode of obstore's ``put``. Google's store compares generations alone, which not every answer of it has."""
+    if over is None:
+        return "create"
+    compared = over != "any" and (over.generation if scheme_of(url) == "gs" else over.e_tag)
+    if not compared:
+        return "overwrite"
+    return {name: it for name, it in zip(("e_tag", "version"), over, strict=True) if it is not None}
 
 
 class StreamedObject:
@@ -185,20 +266,19 @@ class StreamedObject:
             )
 
 
-def abort_uploads(place: RemoteFolder, created: Collection[str], replaced: Collection[str]) -> None:
-    """Abort all uploads that nobody will finish of objects with these names below `place`, or say that parts are left.
+def abort_uploads(place: RemoteFolder, names: Collection[str]) -> None:
+    """Abort all uploads that nobody will finish of objects with these `names` below `place`, or say what is left.
 
-    Parts cost as much as objects do, and no list shows them. Of those `created` there is no object, of those
-    `replaced` an earlier one. Azure forgets the parts of these by itself, after a week.
+    Parts cost as much as objects do, and no list shows them. There is no object of any of these names.
     """
     scheme = scheme_of(place.url)
     if scheme == "s3":
-        _abort_in_s3(place, {*created, *replaced})
+        _abort_in_s3(place, names)
     elif scheme == "az":
         # A blob that is put takes the place of all parts that have been sent for it.
-        for name in created:
+        for name in names:
             place.put(name, b"")
-        place.remove(created)
+        place.remove(names)
     else:
         logger.info(f"{place.url}: parts of an upload that was not finished may be left. {_ADVICE}")
 

@@ -1,32 +1,40 @@
 """Saves to buckets (:class:`...saving.targets.UploadTarget`): the earlier checkpoint stays until the new one is there.
 
-Objects cannot be renamed. So shards get names that nothing in the bucket has or names: those of a save into a folder,
-or if there are such objects, others (``model-2-00001-of-00003.safetensors``), and an index that names them. When all
-are complete, one object, the *list*, is written, with all small files of the save and the names of what it replaces.
-From that moment on the save has happened: if the process dies while it writes the files, the next save to the URL, or
-the next resume from it, goes on with the list. Until then the object has another list, of what a later save is to
-remove if this one dies.
+Objects cannot be renamed. So each save has an id, which the names of its shards bear
+(``model-3f9a0c51-00001-of-00003.safetensors``), and an index names them. An object, the *list*, says which save owns
+the place: that which began last. It takes the list over from one that has died, or hangs. When all shards are there,
+it writes the list anew, with all small files of the save and the names of what it replaces. From that moment on the
+save has happened: if the process dies while it writes the files, the next save to the URL, or the next resume from it,
+goes on with the list.
+
+The store writes a list or a small file only if what it is to replace is still there (``If-Match``, ``If-None-Match``).
+Not all stores compare, and none does so for removals: so right before, it is looked whether the list is still that of
+this save. Whoever does not own the place any more removes only what bears its own id.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
 
-from ...errors import SaveError
-from ...saving.publication import outdated_weights
+from ...errors import HfZeroStreamError, PlaceTakenError, SaveError
+from ...saving.publication import outdated_weights, taken_place
 from ...saving.targets import ObjectWriter, PlannedShards
-from .lists import LIST, SaveList, parse_list
-from .objects import RemoteFolder, StreamedObject, abort_uploads
+from .lists import LIST, SaveList, Version, parse_list
+from .objects import ConflictError, Guard, ObjectStatus, RemoteFolder, StreamedObject, abort_uploads
 from .urls import checkpoint_url, joined
 
 
@@ -35,10 +43,13 @@ __all__ = ["BucketSave", "begin", "canonical", "finish_interrupted", "names", "w
 logger = logging.get_logger(__name__)
 
 _IN_PLACE = "adapter_model.safetensors"
-"""PEFT looks for a file of this name, whatever an index says: it is replaced, by one request."""
+"""PEFT looks for a file of this name, whatever an index says: it is a copy, which one request makes."""
 
 _AT_ONCE = 8
 """Small files that are written at the same time: each request mostly waits."""
+
+_MOST_TAKES = 16
+"""Saves that begin at the same moment: each but one comes again when another has changed the list."""
 
 _SHARD = re.compile(r"(.*?)(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -48,9 +59,7 @@ def canonical(url: str) -> str:
 
 
 def begin(url: str) -> BucketSave:
-    place = RemoteFolder(url)
-    finish_interrupted(url)
-    return BucketSave(place, Path(tempfile.mkdtemp(prefix="hf-zero-stream-")))
+    return BucketSave(RemoteFolder(url), Path(tempfile.mkdtemp(prefix="hf-zero-stream-")))
 
 
 def names(url: str) -> set[str]:
@@ -67,33 +76,24 @@ class BucketSave:
 
     place: RemoteFolder
     temporary: Path
-    objects: set[str] = field(default_factory=set)
-    """The names of the shards, below the place."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    sizes: dict[str, int] = field(default_factory=dict)
+    """The shards, by their names below the place, in bytes."""
     order: SaveList | None = None
-    """The list, once it has been written."""
+    """The list, once it has been written; `version` is that of its object."""
+    version: Version | None = None
 
     def assign(self, planned: Sequence[PlannedShards]) -> list[list[str]]:
         found = [self._named(each) for each in planned]
-        self.objects = {name for names in found for name in names}
-        folders = {name.rpartition("/")[0] for name in self.objects}
-        there = {joined_name(folder, name) for folder in folders for name in self.place.names(folder)}
-        self.order = SaveList(created=sorted(self.objects - there), replaced=sorted(self.objects & there))
-        self.place.put(LIST, self.order.to_json())
+        self.sizes = {name: (self.temporary / name).stat().st_size for names in found for name in names}
+        self._take()
         return [[joined(self.place.url, name) for name in names] for names in found]
 
     def _named(self, planned: PlannedShards) -> list[str]:
-        """The names of the objects; if they differ from those of files, the index in the temporary folder has them."""
-        folder = planned.index_name.rpartition("/")[0]
-        there = {joined_name(folder, name) for name in self.place.names(folder)}
-        stem = _parts(planned.names[0])[0]
-        has_earlier = bool(there & {planned.index_name, f"{stem}.safetensors", *planned.names})
-        if not has_earlier or planned.names[0].rpartition("/")[2] == _IN_PLACE:
-            return [*planned.names]
-        number = 2
-        while any(f"{stem}-{number}{_parts(name)[1]}.safetensors" in there for name in planned.names):
-            number += 1
-        names = [f"{stem}-{number}{_parts(name)[1]}.safetensors" for name in planned.names]
-        self._write_index(planned, names)
+        """The names of the objects, which also their headers in the temporary folder get; writes the index."""
+        names = [f"{stem}-{self.id}{number}.safetensors" for stem, number in map(_parts, planned.names)]
+        if not _is_in_place(planned.names[0]):
+            self._write_index(planned, names)
         for old, new in zip(planned.names, names, strict=True):
             (self.temporary / old).rename(self.temporary / new)
         return names
@@ -108,79 +108,166 @@ class BucketSave:
         content["weight_map"] = {tensor: name for name, tensors in of_files for tensor in tensors}
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
+    def _take(self) -> None:
+        """Write the list of this save, in place of that of another one, whose shards then go."""
+        for _ in range(_MOST_TAKES):
+            found = _list_at(self.place)
+            if found is not None and found[0].is_complete:
+                _finish(self.place, found[0])
+                continue
+            others = [] if found is None else [name for name in found[0].created if name not in self.sizes]
+            order = SaveList(id=self.id, created=sorted({*self.sizes, *others}))
+            try:
+                self.version = self.place.put(LIST, order.to_json(), over=None if found is None else found[1])
+            except ConflictError:
+                continue
+            self.order = order
+            if others:
+                self.place.remove(others)
+                abort_uploads(self.place, others)
+            return
+        raise taken_place(self.place.url)
+
     def read(self, path: str, start: int, nbytes: int) -> bytes:
         return self.place.read(str(Path(path).relative_to(self.temporary)), start, nbytes)
 
     def commit(self, weights_name: str, index_name: str, last_name: str = "", replaced: Sequence[str] = ()) -> None:
+        assert self.order is not None
         paths = sorted(path for path in self.temporary.rglob("*") if path.is_file())
         named = {str(path.relative_to(self.temporary)): path for path in paths}
-        small = [name for name in named if name not in self.objects]
+        small = [name for name in named if name not in self.sizes]
         small.sort(key=lambda name: (name == last_name, name == index_name, "/" not in name, name))
-        new = {*small, *self.objects}
-        removed = outdated_weights(self.place.names(), weights_name, index_name, new)
-        for name in replaced:
-            removed += [name, *self.place.below(name)]
+        copies = {name: _in_place(name, self.id) for name in self.sizes if _is_in_place(_in_place(name, self.id))}
+        new = {*small, *self.sizes, *copies.values()}
+        there = self._there(replaced)
+        removed = outdated_weights([name for name in there if "/" not in name], weights_name, index_name, new)
+        for folder in replaced:
+            removed += [folder, *(name for name in there if name.startswith(f"{folder}/"))]
+        dead = [name for name in self.order.created if name not in self.sizes and name in there]
         files = {name: named[name].read_bytes() for name in small}
-        order = SaveList(is_complete=True, files=files, removes=sorted({*removed} - new))
-        self.place.put(LIST, order.to_json())
+        files = {name: data for name, data in files.items() if not _is_same(data, there.get(name))}
+        order = SaveList(
+            id=self.id,
+            is_complete=True,
+            files=files,
+            over={name: there[name].version if name in there else None for name in files},
+            copies=copies,
+            removes=sorted({*removed, *dead, *copies} - (new - {*copies})),
+        )
+        try:
+            self.place.put(LIST, order.to_json(), over=self.version, guard=partial(_refuse_lost, self.place, self.id))
+        except ConflictError as error:
+            raise taken_place(self.place.url) from error
         self.order = order
         shutil.rmtree(self.temporary, ignore_errors=True)
         try:
-            _carry_out(self.place, order)
+            _finish(self.place, order)
         except SaveError as error:
             raise SaveError(
                 f"{error} This save is complete: saving there again, or load_state, finishes it."
             ) from error
 
+    def _there(self, replaced: Sequence[str]) -> dict[str, ObjectStatus]:
+        """The objects of the place, and in the folders of this save and of what is `replaced`.
+
+        Raises:
+            SaveError: a shard is not there as it was sent.
+        """
+        there = self.place.objects()
+        for folder in sorted({name.rpartition("/")[0] for name in self.sizes} | {*replaced}):
+            there |= self.place.below(folder) if folder else {}
+        for name, size_bytes in self.sizes.items():
+            found = there.get(name)
+            if found is None or found.size_bytes != size_bytes:
+                raise SaveError(
+                    f"{joined(self.place.url, name)}: expected the {size_bytes} bytes that were sent; the store lists "
+                    f"{'no such object' if found is None else f'{found.size_bytes} bytes'}. Look for a proxy between, "
+                    "or for somebody who removes objects. What could be loaded from there before still can be."
+                )
+        return there
+
     def abandon(self) -> None:
         shutil.rmtree(self.temporary, ignore_errors=True)
-        if self.order is not None and not self.order.is_complete:
-            try:
-                _remove_unfinished(self.place, self.order)
-            except SaveError as error:  # there is an error already
-                logger.warning(f"{error} The next save there removes what this one has left.")
+        if self.order is None or self.order.is_complete:
+            return
+        try:
+            self.place.remove(self.order.created)
+            abort_uploads(self.place, self.order.created)
+            self.place.remove([LIST], guard=partial(_refuse_lost, self.place, self.id))
+        except PlaceTakenError:
+            raise
+        except HfZeroStreamError as error:  # there is an error already
+            logger.warning(f"{error} The next save there removes what this one has left.")
 
 
 def finish_interrupted(url: str) -> None:
-    """Finish the save to `url` that died after it had happened, or remove what one has left that had not.
+    """Finish the save to `url` that died after it had happened.
 
     Raises:
         SaveError: the bucket cannot be read, or written to.
         CheckpointError: the list is not one of ours.
     """
     place = RemoteFolder(url)
+    found = _list_at(place)
+    if found is not None and found[0].is_complete:
+        _finish(place, found[0])
+
+
+def _list_at(place: RemoteFolder) -> tuple[SaveList, Version] | None:
     try:
-        order = parse_list(place.read(LIST), joined(url, LIST))
+        data, version = place.read_version(LIST)
     except FileNotFoundError:
-        return
-    if order.is_complete:
-        _carry_out(place, order)
-    else:
-        _remove_unfinished(place, order)
+        return None
+    return parse_list(data, joined(place.url, LIST)), version
 
 
-def _carry_out(place: RemoteFolder, order: SaveList) -> None:
-    """Do what the list says, perhaps again, then remove it."""
-    names = [*order.files]
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
+def _refuse_lost(place: RemoteFolder, save_id: str) -> None:
+    """Raise a PlaceTakenError unless the list is that of this save."""
+    found = _list_at(place)
+    if found is None or found[0].id != save_id:
+        raise taken_place(place.url)
+
+
+def _finish(place: RemoteFolder, order: SaveList) -> None:
+    """Do what the list of a save says that has happened, perhaps again, unless somebody else has done it all."""
+    guard, names = partial(_refuse_lost, place, order.id), [*order.files]
+    with suppress(PlaceTakenError), ThreadPoolExecutor(_AT_ONCE) as threads:
+        for name, to in order.copies.items():
+            place.copy(name, to, guard=guard)
         for at_once in (names[:-1], names[-1:]):  # the last one is what makes whoever loads find the others
-            list(threads.map(lambda name: place.put(name, order.files[name]), at_once))
-    place.remove(order.removes)
-    place.remove([LIST])
+            list(threads.map(partial(_write, place, order, guard), at_once))
+        place.remove(order.removes, guard=guard)
+        place.remove([LIST], guard=guard)
 
 
-def _remove_unfinished(place: RemoteFolder, order: SaveList) -> None:
-    place.remove(order.created)
-    abort_uploads(place, order.created, order.replaced)
-    place.remove([LIST])
+def _write(place: RemoteFolder, order: SaveList, guard: Guard, name: str) -> None:
+    """Write a small file over what was there when the save happened."""
+    data, over = order.files[name], order.over[name]
+    try:
+        place.put(name, data, over=over, guard=None if over is None else guard)
+    except ConflictError:
+        with suppress(FileNotFoundError):
+            if place.read(name) == data:
+                return
+        place.put(name, data, guard=guard)  # somebody has changed it by other means
+
+
+def _is_same(data: bytes, there: ObjectStatus | None) -> bool:
+    """Whether an object is seen to hold these bytes: the ETag of many stores is their MD5."""
+    return there is not None and there.version.e_tag == f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+
+
+def _is_in_place(name: str) -> bool:
+    return name.rpartition("/")[2] == _IN_PLACE
+
+
+def _in_place(name: str, save_id: str) -> str:
+    """The name of a shard without the id."""
+    return name.replace(f"-{save_id}", "")
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """The stem of a shard's name, and its number, which the only one gets too."""
+    """The stem of a shard's name, and its number, which the only one gets too, but for one with a name of its own."""
     found = _SHARD.fullmatch(name)
     assert found is not None
-    return found[1], found[2] or "-00001-of-00001"
-
-
-def joined_name(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
+    return found[1], found[2] or ("" if _is_in_place(name) else "-00001-of-00001")
