@@ -7,8 +7,7 @@ older index is moved away before the first rename, so that nobody can read an ol
 
 A folder belongs to the save that began last. It leaves a mark with each other one that lives, which then is not
 published: a job that hung does not replace what its successor has saved. Marks, lists and renames are made under a
-lock of the folder; where there are none of folders (NFS), that of a file in the temporary one still tells whether a
-save lives, and whoever finishes its list waits for it.
+lock of the folder. A lock of a file in the temporary folder tells whether its save lives.
 """
 
 from __future__ import annotations
@@ -218,17 +217,30 @@ def _finish_lists(folder: Path) -> list[str]:
     return finished
 
 
-def _hold(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
+def _hold(path: Path) -> int | None:
     """Lock a file or a folder until :func:`_let_go` of what this returns; None where it cannot be locked.
 
     Raises:
         BlockingIOError: another process, or another save of this one, holds it.
     """
-    # A file is locked on NFS too, if it is open for writing.
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
-    handle = os.open(path, flags, 0o600)
+    if path.is_dir():
+        handle = _flock(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+        if handle is not None:
+            return handle
+        path = path / _LOCK  # NFS locks no folders, and files only that are open for writing
+    while True:
+        handle = _flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        if handle is None:
+            return None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(handle)):
+                return handle
+        _let_go(handle)  # that of the folder, which whoever had it has removed
+
+
+def _flock(handle: int) -> int | None:
     try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(handle)
         if isinstance(error, BlockingIOError):
@@ -297,6 +309,8 @@ def _locked(path: Path, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        if path == folder:
+            (folder / _LOCK).unlink(missing_ok=True)
         _let_go(handle)
 
 

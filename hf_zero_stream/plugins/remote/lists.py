@@ -1,4 +1,4 @@
-"""The list of a save to a bucket that is not done: whose the place is, and what is to be done when all is there."""
+"""The list of the last save to a bucket: whose the place is, and what is to be done when all is there."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ...checkpoint.format import parse_object
 from ...errors import CheckpointError
 
 
 LIST = ".hf_zero_stream-save.json"
-"""The name of the object, below the URL of the save."""
+"""The name of the object, below the URL of the save. It stays: to remove it would be no request that compares."""
+
+
+Stage = Literal["begun", "happened", "done"]
 
 
 class Version(NamedTuple):
@@ -28,9 +31,9 @@ class SaveList:
     """The contents of a list; all names are below the URL of the save.
 
     Attributes:
-        id: of the save, which owns the place as long as its list is there. No other has it.
-        is_complete: all shards are there, so that the save has happened.
-        created: the shards that it sends, and those of a save from which it has taken the place.
+        id: of the save, which owns the place until another one writes its list. No other has it.
+        stage: it has begun; or all shards are there, so that it has happened; or all is done.
+        created: if it has begun: the shards that it sends, and those of a save from which it has taken the place.
         files: if it has happened: the small files, in the order in which they are to be written.
         over: the version that each of them is to replace; None if there was no such object.
         copies: shards that are to get another name then, and that name.
@@ -38,7 +41,7 @@ class SaveList:
     """
 
     id: str
-    is_complete: bool = False
+    stage: Stage = "begun"
     created: Sequence[str] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
     over: Mapping[str, Version | None] = field(default_factory=dict)
@@ -49,7 +52,7 @@ class SaveList:
         files = {name: b64encode(data).decode() for name, data in self.files.items()}
         lists = {"created": [*self.created], "removes": [*self.removes]}
         maps = {"files": files, "over": dict(self.over), "copies": dict(self.copies)}
-        return json.dumps({"id": self.id, "is_complete": self.is_complete, **lists, **maps}).encode()
+        return json.dumps({"id": self.id, "stage": self.stage, **lists, **maps}).encode()
 
 
 def parse_list(data: bytes, where: str) -> SaveList:
@@ -63,7 +66,7 @@ def parse_list(data: bytes, where: str) -> SaveList:
         over = {name: None if it is None else Version(*it) for name, it in found.pop("over").items()}
         order = SaveList(files=files, over=over, **found)
         names = [*order.created, *order.removes, *files, *order.copies, *order.copies.values()]
-        is_sound = type(order.is_complete) is bool and isinstance(order.id, str) and over.keys() == files.keys()
+        is_sound = order.stage in get_args(Stage) and isinstance(order.id, str) and over.keys() == files.keys()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where}: expected the list of a save: {error!r}. Is it a page of a proxy? Else remove this object."

@@ -112,16 +112,17 @@ class BucketSave:
         """Write the list of this save, in place of that of another one, whose shards then go."""
         for _ in range(_MOST_TAKES):
             found = _list_at(self.place)
-            if found is not None and found[0].is_complete:
-                _finish(self.place, found[0])
+            if found is not None and found[0].stage == "happened":
+                _finish(self.place, *found)
                 continue
             others = [] if found is None else [name for name in found[0].created if name not in self.sizes]
             order = SaveList(id=self.id, created=sorted({*self.sizes, *others}))
+            self.order = order  # also if the answer is lost
             try:
-                self.version = self.place.put(LIST, order.to_json(), over=None if found is None else found[1])
+                self.version = self._put(order, None if found is None else found[1])
             except ConflictError:
+                self.order = None
                 continue
-            self.order = order
             if others:
                 self.place.remove(others)
                 abort_uploads(self.place, others)
@@ -148,24 +149,41 @@ class BucketSave:
         files = {name: data for name, data in files.items() if not _is_same(data, there.get(name))}
         order = SaveList(
             id=self.id,
-            is_complete=True,
+            stage="happened",
             files=files,
             over={name: there[name].version if name in there else None for name in files},
             copies=copies,
             removes=sorted({*removed, *dead, *copies} - (new - {*copies})),
         )
+        before, self.order = self.order, order  # also if the answer is lost: then the shards have to stay
         try:
-            self.place.put(LIST, order.to_json(), over=self.version, guard=partial(_refuse_lost, self.place, self.id))
-        except ConflictError as error:
+            self.version = self._put(order, self.version, partial(_refuse_lost, self.place, self.id))
+        except (ConflictError, PlaceTakenError) as error:
+            self.order = before
             raise taken_place(self.place.url) from error
-        self.order = order
+        except SaveError as error:
+            raise SaveError(
+                f"{error} Perhaps this save has happened all the same: the next save or load there finds out."
+            ) from error
         shutil.rmtree(self.temporary, ignore_errors=True)
         try:
-            _finish(self.place, order)
+            _finish(self.place, order, self.version)
         except SaveError as error:
             raise SaveError(
                 f"{error} This save is complete: saving there again, or load_state, finishes it."
             ) from error
+
+    def _put(self, order: SaveList, over: Version | None, guard: Guard | None = None) -> Version:
+        """Write the list over the version `over`; a ConflictError if there is another one, which is not this."""
+        data = order.to_json()
+        try:
+            return self.place.put(LIST, data, over=over, guard=guard)
+        except ConflictError:  # perhaps with itself: a request whose answer was lost is sent again
+            with suppress(FileNotFoundError):
+                there, version = self.place.read_version(LIST)
+                if there == data:
+                    return version
+            raise
 
     def _there(self, replaced: Sequence[str]) -> dict[str, ObjectStatus]:
         """The objects of the place, and in the folders of this save and of what is `replaced`.
@@ -188,14 +206,16 @@ class BucketSave:
 
     def abandon(self) -> None:
         shutil.rmtree(self.temporary, ignore_errors=True)
-        if self.order is None or self.order.is_complete:
+        if self.order is None or self.order.stage != "begun":
             return
         try:
-            self.place.remove(self.order.created)
-            abort_uploads(self.place, self.order.created)
-            self.place.remove([LIST], guard=partial(_refuse_lost, self.place, self.id))
-        except PlaceTakenError:
-            raise
+            self.place.remove(self.sizes)
+            abort_uploads(self.place, self.sizes)
+            version = _refuse_lost(self.place, self.id)
+            self.place.remove(self.order.created)  # those of the save before, too: it has lost the place to this one
+            self.place.put(LIST, SaveList(id=self.id, stage="done").to_json(), over=version)
+        except (ConflictError, PlaceTakenError) as error:
+            raise taken_place(self.place.url) from error
         except HfZeroStreamError as error:  # there is an error already
             logger.warning(f"{error} The next save there removes what this one has left.")
 
@@ -207,10 +227,14 @@ def finish_interrupted(url: str) -> None:
         SaveError: the bucket cannot be read, or written to.
         CheckpointError: the list is not one of ours.
     """
-    place = RemoteFolder(url)
+    finish_at(RemoteFolder(url))
+
+
+def finish_at(place: RemoteFolder) -> None:
+    """Do what :func:`finish_interrupted` says."""
     found = _list_at(place)
-    if found is not None and found[0].is_complete:
-        _finish(place, found[0])
+    if found is not None and found[0].stage == "happened":
+        _finish(place, *found)
 
 
 def _list_at(place: RemoteFolder) -> tuple[SaveList, Version] | None:
@@ -221,23 +245,24 @@ def _list_at(place: RemoteFolder) -> tuple[SaveList, Version] | None:
     return parse_list(data, joined(place.url, LIST)), version
 
 
-def _refuse_lost(place: RemoteFolder, save_id: str) -> None:
-    """Raise a PlaceTakenError unless the list is that of this save."""
+def _refuse_lost(place: RemoteFolder, save_id: str) -> Version:
+    """Raise a PlaceTakenError unless the list is that of this save; returns its version."""
     found = _list_at(place)
     if found is None or found[0].id != save_id:
         raise taken_place(place.url)
+    return found[1]
 
 
-def _finish(place: RemoteFolder, order: SaveList) -> None:
+def _finish(place: RemoteFolder, order: SaveList, version: Version) -> None:
     """Do what the list of a save says that has happened, perhaps again, unless somebody else has done it all."""
     guard, names = partial(_refuse_lost, place, order.id), [*order.files]
-    with suppress(PlaceTakenError), ThreadPoolExecutor(_AT_ONCE) as threads:
+    with suppress(ConflictError, PlaceTakenError), ThreadPoolExecutor(_AT_ONCE) as threads:
         for name, to in order.copies.items():
             place.copy(name, to, guard=guard)
         for at_once in (names[:-1], names[-1:]):  # the last one is what makes whoever loads find the others
             list(threads.map(partial(_write, place, order, guard), at_once))
         place.remove(order.removes, guard=guard)
-        place.remove([LIST], guard=guard)
+        place.put(LIST, SaveList(id=order.id, stage="done").to_json(), over=version, guard=guard)
 
 
 def _write(place: RemoteFolder, order: SaveList, guard: Guard, name: str) -> None:
