@@ -209,6 +209,9 @@ class BucketSave:
         if self.order is None or self.order.stage != "begun":
             return
         try:
+            found = _list_at(self.place)
+            if found is None and self.version is None:  # it could not be written
+                return
             self.place.remove(self.sizes)
             abort_uploads(self.place, self.sizes)
             version = _refuse_lost(self.place, self.id)
