@@ -147,12 +147,13 @@ class Publication:
             self._release()
 
     def _refuse_taken(self) -> None:
-        if self.temporary.exists() and not (self.temporary / _TAKEN).exists():
-            return
-        with suppress(OSError):
+        who = ""
+        try:
             who = (self.temporary / _TAKEN).read_text()
-            raise taken_place(str(self.folder), who)
-        raise taken_place(str(self.folder))
+        except FileNotFoundError:
+            if self.temporary.exists():
+                return
+        raise taken_place(str(self.folder), who)
 
 
 def is_of_save(path: Path) -> bool:

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import hmac
 import importlib.util
+import io
 import json
 import shutil
 import socket
@@ -54,6 +55,12 @@ class Requests:
     """Takes as long as a link does for a body of so many bytes."""
     authorization: str = ""
     """What the server is told in place of who asks."""
+    compares: bool = True
+    """Whether ``If-Match`` is looked at; not every store that speaks the protocol does so."""
+    instead: Callable[[str, str], bytes | None] = lambda method, path: None
+    """What a proxy answers (200) in place of the server; None: the server does."""
+    cut: Callable[[str, str], int | None] = lambda method, path: None
+    """How many bytes of a body a proxy passes on; None: all."""
 
     def around(self, server: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
         """The WSGI application `server`, with these faults."""
@@ -65,10 +72,21 @@ class Requests:
                 environ["wsgi.input"].read(length)
                 start(f"{status} No", [("Content-Length", "4")])
                 return [b"busy"]
+            if (page := self.instead(method, path)) is not None:
+                environ["wsgi.input"].read(length)
+                start("200 OK", [("Content-Length", str(len(page))), ("Content-Type", "text/html")])
+                return [page]
+            if (passed := self.cut(method, path)) is not None:
+                body = environ["wsgi.input"].read(length)[:passed]
+                environ |= {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
             if self.authorization:
                 environ["HTTP_AUTHORIZATION"] = self.authorization
+                if (source := environ.get("HTTP_X_GOOG_COPY_SOURCE")) is not None:
+                    environ["HTTP_X_AMZ_COPY_SOURCE"] = source
             self.seen.append((method, path, length))
             self.pace(length)
+            if not self.compares:
+                environ.pop("HTTP_IF_MATCH", None)
             return server(environ, start)
 
         return answer
@@ -79,9 +97,8 @@ def s3_bucket(folder: Path, requests: Requests | None = None) -> Iterator[dict[s
     """moto's server, in this process."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
-    if requests is not None:
-        assert server._server is not None
-        server._server.app = requests.around(server._server.app)
+    assert server._server is not None
+    server._server.app = (requests or Requests()).around(server._server.app)
     host, port = server.get_host_and_port()
     access = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "secret"}
     environment = {**access, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}

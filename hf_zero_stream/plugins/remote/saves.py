@@ -48,8 +48,8 @@ _IN_PLACE = "adapter_model.safetensors"
 _AT_ONCE = 8
 """Small files that are written at the same time: each request mostly waits."""
 
-_MOST_TAKES = 16
-"""Saves that begin at the same moment: each but one comes again when another has changed the list."""
+_MOST_FINISHED = 8
+"""Saves of others that one finishes before it begins: more would be somebody who saves all the time."""
 
 _SHARD = re.compile(r"(.*?)(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -110,7 +110,7 @@ class BucketSave:
 
     def _take(self) -> None:
         """Write the list of this save, in place of that of another one, whose shards then go."""
-        for _ in range(_MOST_TAKES):
+        for _ in range(_MOST_FINISHED):
             found = _list_at(self.place)
             if found is not None and found[0].stage == "happened":
                 _finish(self.place, *found)
@@ -120,9 +120,9 @@ class BucketSave:
             self.order = order  # also if the answer is lost
             try:
                 self.version = self._put(order, None if found is None else found[1])
-            except ConflictError:
+            except ConflictError as error:
                 self.order = None
-                continue
+                raise taken_place(self.place.url) from error
             if others:
                 self.place.remove(others)
                 abort_uploads(self.place, others)
