@@ -6,7 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,10 @@ class Store:
 
 
 class StepByStep(RemoteFolder):
-    """The objects of a :class:`Store`, for one writer; see :meth:`_guarded`."""
+    """The objects of a :class:`Store`, for one writer.
+
+    Stores that compare nothing are safe as far as nobody comes between a look at the list and the request behind it.
+    """
 
     def __init__(self, store: Store, turn: Turn | None) -> None:
         super().__init__(URL)
@@ -62,7 +65,6 @@ class StepByStep(RemoteFolder):
             raise SaveError(f"{what}: no answer")
 
     def _guarded(self, guard: Guard | None) -> None:
-        """Stores that compare nothing are safe as far as nobody comes between a guard and its request."""
         if guard is None:
             return
         if self._store.compares:
@@ -91,7 +93,9 @@ class StepByStep(RemoteFolder):
     def put(self, name: str, data: bytes, *, over: Any = "any", guard: Guard | None = None) -> Version:
         if self._store.compares:
             self._guarded(guard)
-        with self._request(f"put {name}"):
+        # Whoever takes the place has read the list right before.
+        is_at_once = not self._store.compares and isinstance(over, Version) and guard is None
+        with nullcontext() if is_at_once else self._request(f"put {name}"):
             if not self._store.compares:
                 self._guarded(guard)
             found = self._store.objects.get(name)
@@ -172,17 +176,14 @@ def check(store: Store, turns: Sequence[Turn], way: Sequence[tuple[int, str]], f
     assert {*store.objects} - dead == {LIST, "config.json", INDEX, SHARD.format("next")}
 
 
-@pytest.mark.parametrize("compares", [True, False])
 @pytest.mark.parametrize(
-    ("failures", "kinds"),
+    ("failures", "compares"),
     [
-        (1, (CRASH, FAIL, LOSE)),
-        pytest.param(2, (CRASH, FAIL, LOSE), marks=pytest.mark.slow),
+        (0, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, False), (1, True), (1, False), (2, True))),
     ],
 )
-def test_all_orders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compares: bool, failures: int, kinds: Sequence[str]
-) -> None:
+def test_all_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, compares: bool) -> None:
     monkeypatch.setattr(saves, "_AT_ONCE", 1)
     monkeypatch.setattr(saves, "abort_uploads", lambda place, names: None)
     ends: Counter[str] = Counter()
@@ -206,6 +207,11 @@ def test_all_orders(
 
     writers = [lambda it, turn, name=name: save(it, turn, tmp_path, name) for name in ("a", "b")]
     states = walk(
-        store, lambda it: tuple(sorted(it.objects.items())), writers, checked, failures=failures, kinds=kinds
+        store,
+        lambda it: tuple(sorted(it.objects.items())),
+        writers,
+        checked,
+        failures=failures,
+        kinds=(CRASH, FAIL, LOSE),
     )
-    assert states > 1000 and len(ends) > 3
+    assert states > 300 and len(ends) > 1

@@ -60,8 +60,8 @@ def parse_list(data: bytes, where: str) -> SaveList:
 
     Raises a CheckpointError if it is no such list.
     """
-    found = parse_object(data, where)
     try:
+        found = parse_object(data, where)
         files = {name: b64decode(text, validate=True) for name, text in found.pop("files").items()}
         over = {name: None if it is None else Version(*it) for name, it in found.pop("over").items()}
         order = SaveList(files=files, over=over, **found)
@@ -69,7 +69,8 @@ def parse_list(data: bytes, where: str) -> SaveList:
         is_sound = order.stage in get_args(Stage) and isinstance(order.id, str) and over.keys() == files.keys()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{where}: expected the list of a save: {error!r}. Is it a page of a proxy? Else remove this object."
+            f"{where}: expected the list of a save, found {data[:40]!r}: {error}. If this is a page of a proxy, look "
+            "for that; else remove the object."
         ) from error
     if not is_sound or not all(map(_is_name, names)):
         raise CheckpointError(f"{where}: expected names of objects below it. Remove this object.")
