@@ -39,6 +39,7 @@ from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan, digests_of
 from .readiness import kind_of_save, make_ready
 from .targets import AnyPublication, ObjectWriter, UploadTarget, begin_at, place_of_save, refuse_other_place, target_at
 from .upload import check_all, planned_shards, send_all, uploads_of
+from .whole import note_weights
 from .write import Put, SaveTask, bytes_of, execute_saves
 
 
@@ -112,7 +113,9 @@ class Save:
     @fixed_names()
     def pretrained(self) -> SaveReport:
         """Save what transformers' ``save_pretrained`` would."""
-        return self.run(self.weights())
+        report = self.run(self.weights())
+        note_weights(self.model)
+        return report
 
     def weights(self) -> SaveItem:
         """Give the item that transformers' ``save_pretrained`` would save."""

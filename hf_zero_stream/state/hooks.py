@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
+from ..bindings import history
 from ..bindings.install import override_methods
 from ..errors import UnsupportedError
 from ..holdings.introspection import is_adapted
@@ -28,6 +29,7 @@ from ..saving.arguments import refuse_url
 from ..saving.files import is_unfinished
 from ..saving.hooks import NotedSaves, noted_saves
 from ..saving.pending import after_pending, finish_pending
+from ..saving.whole import notes_for_later
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import (
     batch_size_of,
@@ -156,6 +158,7 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     caller = _of_trainer(self)
     # Adapters are small, and have been saved by the Trainer.
     caller.has_weights = is_adapted(unwrapped(self.model)) or (noted is not None and noted.has_weights(output_dir))
+    note_steps(self)
     # Weights that somebody else's code has written beside the state stay as they are.
     writes_weights = not caller.has_weights and not saves_by_default(self, "save_model")
     caller.own_folder = f"global_step{self.state.global_step}" if writes_weights else ""
@@ -168,6 +171,13 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     else:
         original(self, output_dir)
         forget_state(Path(output_dir))
+
+
+def note_steps(trainer: Any) -> None:
+    """Have the optimizer of a Trainer know how many steps that has counted; an engine counts its own."""
+    if not trainer.is_deepspeed_enabled:
+        optimizer = unwrapped_optimizer(trainer.optimizer)
+        history.set_steps(optimizer, max(history.steps_of(optimizer), trainer.state.global_step))
 
 
 def _of_trainer(trainer: Any) -> Caller:
@@ -291,11 +301,14 @@ def save_trained(model: Any, optimizer: Any, place: Path, caller: Caller) -> boo
     leave, saved = partial(leave_to, "accelerate", optimizer=unwrapped_optimizer(optimizer)), None
     if caller.is_between_steps:
         own = {"scheduler": caller.scheduler_of(optimizer), "batch_size": caller.batch_size, "keep_older": False}
-        saved = save(model, place / caller.own_folder, caller, leave, optimizer=optimizer, **own)
+        with notes_for_later() as note:
+            saved = save(model, place / caller.own_folder, caller, leave, optimizer=optimizer, **own)
     else:
         leave(UnsupportedError("gradients are being accumulated, and they are not part of a state of ours."))
-    if saved is not None and caller.own_folder:
-        name_state(place, caller.own_folder, saved)
+    if saved is not None:
+        if caller.own_folder:
+            name_state(place, caller.own_folder, saved)
+        note(saved)
     return saved is not None
 
 

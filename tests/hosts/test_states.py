@@ -220,6 +220,38 @@ def test_weights_of_a_state(cluster: None, zoo_checkpoint: Checkpoint, tmp_path:
             assert found == {"from_pretrained": True, "load_into": True}
 
 
+def load_for_fsdp2(disks: Path, folder: Path, hosts: Sequence[str], prepares: bool) -> bool:
+    """Whether a model that accelerate shards, or that is used without it, has the newest state's values."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.support.fsdp2 import announce, load, make_accelerator
+
+    join_host(hosts, disks, folder)
+    wanted = AutoModelForCausalLM.from_pretrained(disks.parent / "shared", dtype=torch.float32).state_dict()
+    announce()
+    accelerator = make_accelerator()
+    model = load("llama", max(folder.glob("state-*")), dtype=torch.float32)
+    if prepares:
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    else:
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    values = whole_values(model)
+    dist.barrier()
+    return all(torch.equal(values[key], wanted[key]) for key in values)
+
+
+@pytest.mark.parametrize(("hosts", "prepares"), [("ab", True), ("aa", False)])
+def test_weights_of_a_state_under_fsdp2(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, hosts: str, prepares: bool
+) -> None:
+    """Ranks read the pieces of each other's hosts in ``prepare()``; one that is alone reads those of its own."""
+    disks, folder = tmp_path / "disks", tmp_path / "own"
+    folder.mkdir()
+    run_ranks(2, train_and_save, zoo_checkpoint("llama"), disks, folder, hosts, 3, 0)
+    assert run_ranks(2, load_for_fsdp2, disks, folder, hosts, prepares) == [True, True]
+
+
 def by_settings(checkpoint: Path, work: Path, hosts: Sequence[str], steps: Sequence[int], client_state: Any) -> Any:
     """Go on up to a step, saving each second one on hosts; and on the shared disk, if there is a `client_state`."""
     import hf_zero_stream
