@@ -147,7 +147,7 @@ class Save:
     @fixed_names()
     def run(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> SaveReport:
         """Save `items` and publish them together (all ranks); rank 0 gives the `finalizer`."""
-        finish_pending()
+        finish_pending(elsewhere=self._folder)
         with self._together():
             with self._measured(), self._staged(items) as publication:
                 self._write(publication, finalizer)
@@ -161,7 +161,7 @@ class Save:
 
         It copies `snapshot_bytes` bytes at most, or everything if that has a reason, `copies`, on any rank.
         """
-        finish_pending()
+        finish_pending(elsewhere=self._folder)
         with self._together():
             with self._measured(), self._staged(items) as publication:
                 if not self._must_wait():
@@ -174,7 +174,7 @@ class Save:
                         opened.pop_all()
                     beside = BackgroundCoordinator(self._coordinator)
                     work = partial(self._finish, publication, finalizer, taken, writers, beside)
-                    pending = PendingSave(work, taken.secure)
+                    pending = PendingSave(work, taken.secure, self._folder)
                     try:
                         pending.start()
                     except BaseException as error:

@@ -120,7 +120,7 @@ def trainer_train(
         resume_from_checkpoint = _last_checkpoint(self.args.output_dir)
     with set_in_context(trainer_loads_schedulers, True):
         result = original(self, resume_from_checkpoint, *args, **kwargs)
-    finish_pending(raises=False)
+    finish_pending()
     return result
 
 
@@ -229,20 +229,39 @@ def trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
     return None
 
 
-def rotate_checkpoints(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Older checkpoints go when the newest one is complete, and stay if it fails."""
-    after_pending(partial(original, *args, **kwargs))
+def rotate_checkpoints(original: Callable[..., Any], *args: Any, output_dir: Any, **kwargs: Any) -> None:
+    """Older checkpoints go when the newest one is complete, and stay if it fails.
+
+    They also stay beside one of a later step whose save has failed or died: it would count as one of those to keep.
+    """
+
+    def rotate() -> None:
+        later = [path for path in _checkpoints_in(output_dir)[-1:] if not _is_complete(path)]
+        if not later:
+            original(*args, output_dir=output_dir, **kwargs)
+            return
+        logger.warning(f"{later[0]}: its save was interrupted or has failed; until it is whole, none is removed.")
+
+    after_pending(rotate)
+
+
+def _checkpoints_in(output_dir: Any) -> list[Path]:
+    """The folders of a Trainer's checkpoints, in the order of their steps."""
+    folders = [path for path in Path(output_dir).iterdir() if path.is_dir()]
+    numbers = sorted((number, path) for path in folders if (number := checkpoint_number(path.name)) is not None)
+    return [path for _, path in numbers]
 
 
 def _last_checkpoint(output_dir: Any) -> str:
-    """The checkpoint that ``resume_from_checkpoint=True`` means: the newest, without those whose save has died."""
-    folders = [path for path in Path(output_dir).iterdir() if path.is_dir()]
-    numbers = sorted((number, path) for path in folders if (number := checkpoint_number(path.name)) is not None)
-    complete = [path for _, path in numbers if _is_complete(path)]
+    """The checkpoint that ``resume_from_checkpoint=True`` means: the newest whose save has neither died nor failed."""
+    checkpoints = _checkpoints_in(output_dir)
+    complete = [path for path in checkpoints if _is_complete(path)]
     if not complete:
         raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")  # transformers' words
-    if complete[-1] != numbers[-1][1] and announced_local_rank() == 0:
-        logger.warning(f"{numbers[-1][1]}: its save was interrupted; the checkpoint before it is taken.")
+    if complete[-1] != checkpoints[-1] and announced_local_rank() == 0:
+        logger.warning(
+            f"{checkpoints[-1]}: its save was interrupted or has failed; the checkpoint before it is taken."
+        )
     return str(complete[-1])
 
 
@@ -252,7 +271,7 @@ def _is_complete(checkpoint: Path) -> bool:
         json.loads(trainer_state_in(checkpoint).read_bytes())
     except (OSError, ValueError):
         return False
-    return not is_unfinished(checkpoint)
+    return not any(map(is_unfinished, (checkpoint, *checkpoint.glob("global_step*"))))
 
 
 def save_fsdp_model(

@@ -51,6 +51,7 @@ from ..saving.shares import refuse_differing
 from ..saving.targets import AnyPublication, place_of_save, target_at
 from ..saving.whole import note_state
 from ..seams.ds_config import settings_in_force
+from ..sources.base import is_url
 from . import rng, schedules
 from .base import adapter_weights, keys_with_trained, refuse_unreachable_masters, split_base
 from .blocks import item_of, with_parts
@@ -158,7 +159,7 @@ def save_state(
     Example:
         >>> hf_zero_stream.save_state(engine, "checkpoints", data={"epoch": 3, "batch": 1200})
     """
-    finish_pending()
+    failed = finish_pending(elsewhere=str(folder) if is_url(folder) else Path(folder))
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
         refuse_unknown(kwargs, ("dtype", *(HOST_ARGUMENTS if hosts else ())))
@@ -257,7 +258,9 @@ def save_state(
             saved = save.run(*items, finalizer=finalizer)
         if not hosts:
             note_state(training.model, record.training, training.counters[STEPS], saved)
-        return saved
+    if asynchronous and failed is not None:  # and of this save nobody knows yet whether it will succeed
+        raise failed
+    return saved
 
 
 def _snapshot_limit(training: Training, snapshot_bytes: int | str | None) -> tuple[int, str]:
