@@ -186,7 +186,8 @@ def save_state(
             keys = keys_with_trained(keys)
         exact = sorted(changed_in_weights(training.model, coordinator)) if not has_base else []
         data = plain(data, "data", exactly=True, with_tensors=True)
-        random_state, buffers = rng.of_this_rank(), digests_of_buffers(training.model)
+        random_state = rng.of_this_rank()
+        buffers = {} if coordinator.is_alone else digests_of_buffers(training.model)
         if snapshot_bytes not in (None, ALL) and (type(snapshot_bytes) is not int or snapshot_bytes < 0):
             raise ConfigError(f"snapshot_bytes: expected a number of bytes or {ALL!r}; got {snapshot_bytes!r}")
         record = _record(training, keys, exact, data, coordinator.world_size, forms)
