@@ -149,7 +149,7 @@ def test_the_newest_that_is_whole(cluster: None, zoo_checkpoint: Checkpoint, tmp
         assert "no host has a state there" in message
 
 
-@pytest.mark.parametrize("fault", ["shared", "link", "others write", "no room"])
+@pytest.mark.parametrize("fault", ["shared", "link", "others write", "no room", "a full container"])
 def test_folders_that_are_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, fault: str) -> None:
     checkpoint, folder = zoo_checkpoint("llama"), tmp_path / "own"
     expected = {
@@ -157,11 +157,25 @@ def test_folders_that_are_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp
         "link": "is a link",
         "others write": "may be written by others",
         "no room": "are free",
+        "a full container": "1000 bytes of memory are free",
     }[fault]
     folder.mkdir()
     for of_rank in run_ranks(2, save_refused, checkpoint, tmp_path / "disks", folder, fault):
         assert expected in of_rank, of_rank
-    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"] == []
+    saved = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "container"]
+    assert [path for path in saved if path.suffix != ".json"] == []
+
+
+def place_in_container(place: Path, room: int) -> None:
+    """Have this process read that it is in a container whose limit leaves so many bytes."""
+    from hf_zero_stream.sources import memory
+
+    place.mkdir()
+    (place / "cgroup").write_text("0::/\n")
+    (place / "mountinfo").write_text(f"33 26 0:30 / {place} rw - cgroup2 cgroup rw\n")
+    for name, text in (("max", "5000"), ("current", str(5000 - room)), ("stat", "inactive_file 0")):
+        (place / f"memory.{name}").write_text(text)
+    memory._PROCESS = place
 
 
 def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str:
@@ -183,6 +197,9 @@ def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str
         host_save.shutil.disk_usage = lambda path: usage  # type: ignore[assignment]
     model, optimizer, scheduler = plain_training(checkpoint, None)
     train_plain(model, optimizer, scheduler, [0])
+    if fault == "a full container" and dist.get_rank() == 1:  # whose memory the folder is in
+        place_in_container(folder.parent / "container", 1000)
+        host_save.kind_of_file_system = lambda path: "tmpfs"
     return message_of(lambda: hf_zero_stream.save_state(model, folder / "state", optimizer=optimizer, hosts=True))
 
 

@@ -159,6 +159,13 @@ class HostStates:
             with suppress(SaveError, FileNotFoundError):  # it is somebody else's, or another rank was faster
                 shutil.rmtree(own_folder(self.folder), ignore_errors=True)
 
+    def note(self, trained: Any, **own: Any) -> None:
+        """Note how far what is `trained` has come, unless a state of it is known here; `own` as for ``save_state``."""
+        if self._newest is None:
+            training = _training_of(trained, own)
+            steps = training.counters[STEPS]
+            self._newest = _Newest(ref(training.model), history.id_of(training.optimizer), steps)
+
     def remove_when_saved(self, *, or_weights: bool = False) -> None:
         """Remove what the training has here once a state of it, as new as that, is whole on the shared disk.
 
@@ -268,7 +275,8 @@ def save_between_steps(engine: Any, folder: Path, settings: StreamingConfig, cli
     states = _on_hosts[engine]
     if client_state and states is not None:
         _on_hosts[engine] = None
-        states.remove()
+        states.note(engine)
+        states.remove_when_saved()
         if Coordinator.of_default_group().is_main:
             logger.warning(
                 f"{folder}: host_states_every saves nothing here, because this script has a client_state for each "

@@ -101,7 +101,11 @@ class SaveOnHosts(TrainerCallback):
         self._save_after(self._awaited)  # what was awaited has not come: another callback has changed it
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps:
+        trainer = self._trainer()
+        if trainer is not None and state.global_step >= state.max_steps:
+            note_steps(trainer)
+            trained, own = trained_by(trainer)
+            self.states.note(trained, **own)
             self.states.remove_when_saved(or_weights=True)
 
     def _save_after(self, event: str) -> None:
