@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 
+
+if "torch.optim.optimizer" in sys.modules:  # else steps are counted from the first use on
+    from .bindings import history as _history  # noqa: F401
 
 if TYPE_CHECKING:
     from .auto import *  # noqa: F403 - its stub names the classes

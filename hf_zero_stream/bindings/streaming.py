@@ -106,7 +106,9 @@ def _has_group() -> bool:
 
 
 def _make_contact() -> None:
-    """Tell the other ranks where this one runs, if it has come to have any."""
+    """Tell the other ranks where this one runs, if it has come to have any; and count steps from now on."""
+    if "torch.optim.optimizer" in sys.modules:
+        from . import history  # noqa: F401
     if "torch.distributed.distributed_c10d" in sys.modules:
         from ..ranks.presence import make_contact
 

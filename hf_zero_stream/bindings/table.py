@@ -26,6 +26,7 @@ _DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
 
 _STATES, _SAVES = "training states of accelerate", "saves by accelerate"
 _ZERO = "deepspeed.runtime.zero"
+_EDITS = "edits of a model that wait for a save in the background"
 _OF_FSDP2 = "FSDP2 by accelerate"
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
 _FSDP_1 = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
@@ -240,8 +241,9 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             f"{_ZERO}.partition_parameters:GatheredParameters.__init__",
             ".holdings.steps:gather",
             "params modifier_rank",
-            feature="edits of a model that wait for a save in the background",
+            feature=_EDITS,
         ),
+        Row("torch.nn:Module.load_state_dict", ".holdings.steps:load_values", feature=_EDITS),
     ],
     PatchScope.FLAT: [
         Row(

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -25,8 +24,9 @@ from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
 from ..settings.config import READS_STAGED, StreamingConfig
 from ..sources.base import RETRIES, ByteSource, Hints, Retries
-from ..sources.by_path import FilesByPath
+from ..sources.by_path import FilesByPath, mounted_folders
 from ..sources.local import LocalFiles, ReadAhead
+from ..sources.memory import free_memory
 from .execute import run_in_threads
 from .lanes import Lane, SideLane
 
@@ -71,10 +71,12 @@ class OpenCheckpoint:
         self._server: RelayServer | None = None
         self._ahead: ReadAhead | None = None
         self.shards: tuple[Shard, ...] = ()
+        self.mounts: list[str] = []
+        """Folders that are to be mounted wherever these files are opened again."""
         self.retries = Retries(RETRIES)
         # What others use is not there for files, whatever the machine has. What is read twice stays.
         reads_twice = config.verify in ("sample", "full")
-        cache_bytes = sys.maxsize if reads_twice else psutil.virtual_memory().available
+        cache_bytes = sys.maxsize if reads_twice else free_memory()
         local = LocalFiles(cache_bytes=cache_bytes, retries=self.retries)
         if known is not None:
             local.first_status = known.source.first_status
@@ -109,7 +111,7 @@ class OpenCheckpoint:
             return
         with suppress(OSError, RuntimeError):  # ignored here: the reads themselves will raise
             # Files that do not fit would push everything else out of the page cache, and then their own beginnings.
-            fits = sum(map(os.path.getsize, paths)) < psutil.virtual_memory().available
+            fits = sum(map(os.path.getsize, paths)) < free_memory()
             if fits and self.source.hints(paths).reads_ahead:
                 self._ahead = ReadAhead(paths, topology.position, shares)
 
@@ -195,7 +197,7 @@ class OpenCheckpoint:
         From then on a rank that does not see the shards asks the one that does, in planning too.
         """
         first = len(self.shards)
-        self.shards = (*self.shards, *shards)
+        self.shards, self.mounts = (*self.shards, *shards), mounted_folders()
         if self.relays and shards and not self._is_relayed:
             from ..sources.relay import RelayedFiles, RelayServer
 

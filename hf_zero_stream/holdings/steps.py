@@ -109,6 +109,12 @@ def gather(
     return original(self, params, modifier_rank, *args, **kwargs)
 
 
+def load_values(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``nn.Module.load_state_dict``, by which averaged weights are swapped in."""
+    announce_edit()
+    return original(self, *args, **kwargs)
+
+
 def unseen_reason(optimizer: Any) -> str:
     """Why a step of `optimizer` may come without a call of torch's hooks before it; "" if none does."""
     kind = type(optimizer)

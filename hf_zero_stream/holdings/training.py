@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..bindings import history
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .slots import Slot, is_number, slots_of_parameters
@@ -92,7 +93,8 @@ def training_of_model(
         scheduler=scheduler,
         scaler_state=None if scaler is None else scaler.state_dict(),
         set_scaler_state=lambda state: scaler.load_state_dict(dict(state)),
-        counters={STEPS: max((_steps_of(slot) for slot in slots), default=0)},
+        counters={STEPS: max([history.steps_of(optimizer), *map(_steps_of, slots)])},
+        set_counters=lambda counters: history.set_steps(optimizer, counters.get(STEPS, 0)),
         device=device,
     )
 

@@ -28,6 +28,7 @@ from ..settings.config import (
     announces_zero3_init,
     config_without_auto,
 )
+from ..sources.by_path import mount_of
 from .arguments import is_one_of_several, shards_by_fsdp2
 
 
@@ -88,7 +89,7 @@ def choose(
         with expected_at(LOAD), expected_at(SHARED_LOAD):  # where other ranks wait is up to their settings
             settings = settings_for(ds_config, strict)
         # Ranks meet when the model is sharded. Until then they only need each other where one reads for others.
-        meeting_kind = None if settings.read_from == "all" else SHARED_LOAD
+        meeting_kind = LOAD if mount_of(path) else None if settings.read_from == "all" else SHARED_LOAD
         return Choice(meeting_kind, subject, partial(load, settings), works_alone=True)
     if _ranks_load_the_same(kwargs):
         with expected_at(SHARED_LOAD):

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NoReturn
@@ -45,6 +45,7 @@ from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig
 from ..settings.scope import set_in_context
+from ..sources.by_path import mounted_by_plugin
 from .meta_replacement import MetaReplacement
 
 
@@ -86,8 +87,17 @@ class Deferral:
         return load
 
     def __call__(self, view: View) -> torch.Tensor:
-        with closing(self._checkpoint.reopened(Coordinator.of_this_rank(), torch.device("cpu"))) as checkpoint:
+        alone = Coordinator.of_this_rank()
+        with self._mounts(alone), closing(self._checkpoint.reopened(alone, torch.device("cpu"))) as checkpoint:
             return checkpoint.materialise(view)
+
+    @contextmanager
+    def _mounts(self, coordinator: Coordinator) -> Iterator[None]:
+        """Inside, folders whose files another source gave at the load are read from such a one again."""
+        with ExitStack() as stack:
+            for folder in self._checkpoint.mounts:
+                stack.enter_context(mounted_by_plugin(folder, coordinator))
+            yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         """The copy of a lazy model, or of a part of it, is read from the same files."""
@@ -151,10 +161,11 @@ class Deferral:
     @collector_paused()
     def fill(self, model: nn.Module, coordinator: Coordinator, destination: Destination) -> LoadReport:
         """Read into `destination` what is lazy in `model` (all ranks of `coordinator`)."""
-        coordinator.require_same(f"read_from={self.config.read_from!r}")  # decides how ranks go on
-        checkpoint = self._checkpoint.reopened(coordinator, destination.device)
-        load = Load(self.config, {}, coordinator, destination, checkpoint)
-        with torch.inference_mode(False), torch.no_grad():
+        # They decide how ranks go on.
+        coordinator.require_same(f"read_from={self.config.read_from!r} {self._checkpoint.mounts}")
+        with torch.inference_mode(False), torch.no_grad(), self._mounts(coordinator):
+            checkpoint = self._checkpoint.reopened(coordinator, destination.device)
+            load = Load(self.config, {}, coordinator, destination, checkpoint)
             with closing(load), load.memory, load.clock("total"):
                 load.refuse_other_copies()
                 load.place(model, set(), set())

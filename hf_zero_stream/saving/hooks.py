@@ -41,6 +41,7 @@ from ..settings.scope import active_configs, set_in_context
 from . import calls
 from .arguments import refuse_url
 from .outside_models import values_outside_models
+from .whole import noting_weights
 
 
 logger = logging.get_logger(__name__)
@@ -163,6 +164,7 @@ noted_saves: ContextVar[NotedSaves | None] = ContextVar("hf_zero_stream_noted_sa
 """Where the running code's saves are noted."""
 
 
+@noting_weights
 def trainer_save_model(
     original: Callable[..., Any], self: Any, output_dir: Any = None, _internal_call: bool = False
 ) -> Any:

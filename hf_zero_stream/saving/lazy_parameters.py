@@ -24,6 +24,7 @@ from ..holdings.holding import Holding
 from ..holdings.introspection import has_converted_experts, has_partition, whole_of
 from ..holdings.own_names import named_parameters, own_names, own_or_clean, parameters
 from ..ranks.coordinator import Coordinator
+from ..seams.saving import names_of_shared
 from .plan import in_dtype
 
 
@@ -69,13 +70,16 @@ class LazyParameters:
         """Copies that a state dict has made in host memory, and from where."""
         self.holdings = holdings_of_model(model, coordinator, dtype, held)
         # Names of one parameter have one and the same tensor: transformers must see that they are tied.
-        lazy: dict[int, torch.Tensor] = {}
         params = dict(named_parameters(model))
-        for name, holding in self.holdings.items():
-            lazy[id(params[name])] = self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)))
+        self._names = {id(params[name]): name for name in self.holdings}
+        lazy = {key: self._whole(name) for key, name in self._names.items()}
         named = named_parameters(model, remove_duplicate=False)
         self.by_name = {name: lazy[id(param)] for name, param in named if id(param) in lazy}
         self._by_id = lazy
+
+    def _whole(self, name: str) -> Any:
+        holding = self.holdings[name]
+        return self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)))
 
     def _lazy(self, view: View) -> Any:
         return in_dtype(LazyTensor.of(view, self._materialise), self._dtype)
@@ -93,6 +97,11 @@ class LazyParameters:
                 self.copies.append((node, values))
             return node
 
+        def copied(values: torch.Tensor) -> HostTensor:
+            node = HostTensor.of(values.clone())
+            self.copies.append((node, values))
+            return node
+
         def view_of(buffer: torch.Tensor) -> View:
             # One node for all that share a memory: transformers puts these into one shard, and saves equal ones once.
             storage = buffer.untyped_storage()
@@ -106,12 +115,19 @@ class LazyParameters:
         kept = own_names(self._model, keeps_adapters=True)
         names = kept if keeps_adapters else own_names(self._model)
         names = {kept[name]: own for name, own in names.items()} | names
-        entries = {}
-        for key, value in self._model.state_dict(keep_vars=True).items():
+
+        def own(key: str) -> str:
             clean = own_or_clean(names, key)  # activation checkpointing takes only its own part out of such names
-            name = names.get(clean, clean)
+            return names.get(clean, clean)
+
+        entries: dict[str, Any] = {}
+        given = [(key, own(key), value) for key, value in self._model.state_dict(keep_vars=True).items()]
+        left_out, cloned = names_of_shared(self._model, {name: value for _, name, value in given}, own)
+        for key, name, value in given:
+            if name in left_out:
+                continue
             if id(value) in self._by_id:
-                entries[name] = self._by_id[id(value)]
+                entries[name] = self._whole(self._names[id(value)]) if name in cloned else self._by_id[id(value)]
             elif not self._has_all and name not in buffers:
                 continue
             elif isinstance(value, torch.Tensor) and value.numel() == 0 and self._lacks_values(value):
@@ -122,7 +138,8 @@ class LazyParameters:
                 )
             elif isinstance(value, torch.Tensor):  # a buffer; every rank has its own values, and rank 0's are written
                 refuse_meta({name: value})
-                entries[name] = self._lazy(view_of(whole_of(name, value)))
+                whole = whole_of(name, value)
+                entries[name] = self._lazy(View.whole(copied(whole)) if name in cloned else view_of(whole))
             elif value is not None:  # of a module's get_extra_state
                 logger.warning_once(f"{key} is a {type(value).__name__}. Files of weights hold tensors, and not this.")
         if has_converted_experts(self._model):

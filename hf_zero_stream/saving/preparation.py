@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from ..checkpoint.file_digests import WORD, digest_of_bytes
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
+from ..errors import HfZeroStreamError, SaveError
 from ..holdings.kinds import persistent_buffers
 from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator
@@ -53,6 +54,20 @@ _kept: WeakKeyDictionary[nn.Module, dict[str, _Kept]] = WeakKeyDictionary()
 """By the file name of the item's index."""
 
 
+@contextmanager
+def _as_save_error(place: Path) -> Iterator[None]:
+    """Turn an error of the system inside, where a save is prepared in the folder `place`, into a SaveError."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, HfZeroStreamError):
+            raise
+        raise SaveError(
+            f"{error.filename or place}: cannot prepare a save: {error.strerror or error}. What was there before has "
+            "not been touched."
+        ) from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavePlanner:
     """Plans what a save of `model` writes, and writes what is not weights (all ranks).
@@ -75,6 +90,10 @@ class SavePlanner:
     def plan(self, folder: Path, item: SaveItem) -> list[WritePlan]:
         """The plans of `item` and of its siblings; the `folder` is that of rank 0."""
         place = folder / item.folder
+        with _as_save_error(place):
+            return self._plan(place, item)
+
+    def _plan(self, place: Path, item: SaveItem) -> list[WritePlan]:
         if self.coordinator.is_main:
             place.mkdir(exist_ok=True)
         if self.settings is None:
@@ -147,7 +166,7 @@ class SavePlanner:
             is_state=self.is_state,
             shares=not self.single_writer,
         )
-        with coordinator.reporting():
+        with coordinator.reporting(), _as_save_error(place):
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):
                 noted = item.lay_out(place if coordinator.is_main else Path(elsewhere), parameters)
             shards = [*map(lay_out_shard, noted)]
@@ -321,7 +340,8 @@ class Finalizer:
                 }
             )
             total = sum(map(Counter, digests), headers if digests else Counter())
-            self.write_rest(publication, {name: digest % WORD for name, digest in total.items()})
+            with _as_save_error(publication.temporary):
+                self.write_rest(publication, {name: digest % WORD for name, digest in total.items()})
         weights = next((each for each in plans if not each.folder), None)
         name, index = ("", "") if weights is None else (_SUFFIX.sub("", weights.shards[0].name), weights.index_name)
         publication.commit(name, index, self.last_name, self.replaced)

@@ -184,9 +184,15 @@ def outdated_weights(there: Iterable[str], weights_name: str, index_name: str, n
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether a save into `folder` has died, or goes on, so that not everything is there that was to be saved."""
+    """Whether a save into `folder` has died or failed, or goes on, so that not all is there that was to be saved."""
     marks = (_LIST, _DONE, _TAKEN)
     return any(not any((it / mark).exists() for mark in marks) for it in folder.glob(f"{UNFINISHED}*"))
+
+
+def mark_unfinished(folder: Path) -> None:
+    """Have `folder` be unfinished until the next save there: what belongs together is not all in it."""
+    with suppress(OSError):  # the disk may be full
+        (folder / f"{UNFINISHED}failed").mkdir()
 
 
 def has_only_unfinished(folder: Path) -> bool:

@@ -40,6 +40,7 @@ from .publication import Publication
 from .readiness import kind_of_save, make_ready
 from .targets import AnyPublication, ObjectWriter, UploadTarget, begin_at, place_of_save, refuse_other_place, target_at
 from .upload import check_all, planned_shards, send_all, uploads_of
+from .whole import note_weights
 from .write import Put, SaveTask, bytes_of, execute_saves
 
 
@@ -113,7 +114,9 @@ class Save:
     @fixed_names()
     def pretrained(self) -> SaveReport:
         """Save what transformers' ``save_pretrained`` would."""
-        return self.run(self.weights())
+        report = self.run(self.weights())
+        note_weights(self.model)
+        return report
 
     def weights(self) -> SaveItem:
         """Give the item that transformers' ``save_pretrained`` would save."""
@@ -145,7 +148,7 @@ class Save:
     @fixed_names()
     def run(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> SaveReport:
         """Save `items` and publish them together (all ranks); rank 0 gives the `finalizer`."""
-        finish_pending()
+        finish_pending(elsewhere=self._folder)
         with self._together():
             with self._measured(), self._staged(items) as publication:
                 self._write(publication, finalizer)
@@ -159,7 +162,7 @@ class Save:
 
         It copies `snapshot_bytes` bytes at most, or everything if that has a reason, `copies`, on any rank.
         """
-        finish_pending()
+        finish_pending(elsewhere=self._folder)
         with self._together():
             with self._measured(), self._staged(items) as publication:
                 if not self._must_wait():
@@ -172,7 +175,7 @@ class Save:
                         opened.pop_all()
                     beside = BackgroundCoordinator(self._coordinator)
                     work = partial(self._finish, publication, finalizer, taken, writers, beside)
-                    pending = PendingSave(work, taken.secure)
+                    pending = PendingSave(work, taken.secure, self._folder)
                     try:
                         pending.start()
                     except BaseException as error:

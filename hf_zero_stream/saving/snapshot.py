@@ -8,6 +8,7 @@ rest itself.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -81,6 +82,7 @@ class Snapshot:
         self, plans: Sequence[WritePlan], writers: Sequence[ShardWriter], steps: Steps, room: Room, *, verifies: bool
     ) -> None:
         self._plans, self._writers, self._room = plans, writers, room
+        self._process = os.getpid()
         self._steps, self._known = steps, {id(tensor) for tensor in steps.alive}
         self._values = [LiveValues(each.parameters.holdings, steps.storages) for each in plans]
         self._units: OrderedDict[_Unit, None] = OrderedDict()
@@ -170,6 +172,8 @@ class Snapshot:
 
         An error is the save's: it is not raised here, and what steps then may change everything.
         """
+        if os.getpid() != self._process:
+            return  # a forked one has memory of its own, and not the thread that would let it go on
         began = time.perf_counter()
         with self._changed:
             live = [unit for unit in self._units if unit.state is not _State.COPIED]
@@ -325,7 +329,7 @@ class Snapshot:
         for unit in self._units:
             self._room.give_back(unit.memory)
         self._units.clear()
-        self._values, self._steps = [], Steps()
+        self._plans, self._writers, self._values, self._steps = [], [], [], Steps()
 
 
 def _runs(unit: _Unit, values: Values) -> Iterator[tuple[int, int, list[torch.Tensor]]]:

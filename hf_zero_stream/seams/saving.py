@@ -8,7 +8,8 @@ function that writes a shard by one that only notes its arguments.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import StateDictSplit
+from torch import nn
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -26,7 +28,7 @@ from ..bindings.table import installed
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
-from ..holdings.introspection import FORGETS, is_dequantised, is_packed
+from ..holdings.introspection import FORGETS, has_partition, is_dequantised, is_packed
 from ..registry import PatchScope, tool
 from ..settings.scope import set_in_context
 
@@ -122,6 +124,42 @@ def _take_packed(model: PreTrainedModel, state_dict: dict[str, Any]) -> Mapping[
     if is_packed(model):
         taken = tool("saving packed weights", "packed")(model, state_dict)
     return taken
+
+
+def names_of_shared(model: Any, state_dict: Mapping[str, Any], own: Callable[[str], str]) -> tuple[set[str], set[str]]:
+    """Of tensors that modules share and the model does not tie: the names that are left out; those that are cloned.
+
+    A script uses a layer twice, or ties a head by hand. transformers refuses to save that, but stock does not ask it:
+    below ZeRO-3 DeepSpeed and FSDP2 clone each tensor of a state dict. At stage 3 DeepSpeed goes through the modules,
+    each of which names a child once; what it names twice there, transformers leaves out if it could be a tie, and
+    refuses else. Here that is cloned.
+
+    Args:
+        state_dict: all entries, by own names; `own` gives these for torch's names.
+    """
+    first: dict[int, str] = {}
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    shared = {name: other for name, value in tensors.items() if (other := first.setdefault(id(value), name)) != name}
+    if not shared or not isinstance(model, PreTrainedModel):
+        return set(), set()
+    if not any(map(has_partition, tensors.values())):
+        ties = getattr(model, "all_tied_weights_keys", None) or {}
+        return set(), {name for name, other in shared.items() if not {name, other} & {*ties}}
+    named = {own(name) for name in _names_by_children(model)}
+    ties = modeling_utils._get_tied_weight_keys(model)
+    left_out = shared.keys() - named
+
+    def may_be_tie(*names: str) -> bool:
+        return any(re.search(pattern, name) for pattern in ties for name in names)
+
+    return left_out, {name for name, other in shared.items() if name not in left_out and not may_be_tie(name, other)}
+
+
+def _names_by_children(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The names of parameters and buffers as DeepSpeed's ``_zero3_consolidated_16bit_state_dict`` comes to them."""
+    yield from (f"{prefix}{name}" for name in (*module._parameters, *module._buffers))
+    for name, child in module.named_children():
+        yield from _names_by_children(child, f"{prefix}{name}.")
 
 
 def reverse_all_conversions(model: PreTrainedModel) -> None:

@@ -5,29 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextvars import ContextVar
 from pathlib import Path
 from typing import cast
 
 from ..ranks.coordinator import Coordinator
 from ..registry import import_object, plugins
+from ..settings.scope import set_in_context
 from .base import ByteSource, Hints, ReadableFile, Retries, SourceFile, is_url
 from .local import LocalFiles
 
 
-_mounted: dict[str, Callable[[Retries], ByteSource]] = {}
-"""Folders whose files another source gives, with what makes it."""
+_mounted: ContextVar[tuple[tuple[str, Callable[[Retries], ByteSource]], ...]] = ContextVar(
+    "hf_zero_stream_mounted_folders", default=()
+)
+"""Folders whose files another source gives, with what makes it; the innermost comes first."""
 
 
 @contextmanager
 def mounted(folder: str | os.PathLike[str], make: Callable[[Retries], ByteSource]) -> Iterator[None]:
-    """Inside, the files of `folder` are read from what `make` makes, by all loads of this process."""
+    """Inside, the files of `folder` are read from what `make` makes, by this load and not by others beside it."""
     prefix = os.path.join(os.path.abspath(folder), "")
-    _mounted[prefix] = make
-    try:
+    with set_in_context(_mounted, ((prefix, make), *_mounted.get())):
         yield
-    finally:
-        del _mounted[prefix]
+
+
+def mounted_folders() -> list[str]:
+    """The folders that are mounted here."""
+    return sorted({prefix for prefix, _ in _mounted.get()})
 
 
 def mount_of(folder: object) -> str:
@@ -41,7 +46,8 @@ def mount_of(folder: object) -> str:
 @contextmanager
 def mounted_by_plugin(folder: object, coordinator: Coordinator) -> Iterator[None]:
     """Inside, loads read the shards in a `folder` whose shards a plug-in finds elsewhere (all ranks, in a meeting)."""
-    place = coordinator.broadcast(partial(mount_of, folder))
+    # Another host than rank 0's may be the one that has the folder.
+    place = next(filter(None, coordinator.all_gather(mount_of(folder))), "")
     with import_object(place)(Path(cast(str, folder)), coordinator) if place else nullcontext():
         yield
 
@@ -117,8 +123,9 @@ class FilesByPath:
         if is_url(path):
             make = self._maker_at(path)
         else:
-            place = os.path.abspath(path) if _mounted else ""
-            found = next((make for prefix, make in _mounted.items() if place.startswith(prefix)), None)
+            mounts = _mounted.get()
+            place = os.path.abspath(path) if mounts else ""
+            found = next((make for prefix, make in mounts if place.startswith(prefix)), None)
             if found is None:
                 return self.local
             make = found

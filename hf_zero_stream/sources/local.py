@@ -25,6 +25,7 @@ import psutil
 from ..errors import CheckpointError, ReadError
 from ..settings.config import DEVICE_REQUEST_BYTES
 from .base import Hints, Retries, SourceFile, advance
+from .memory import free_memory
 
 
 IOV_MAX = 1024
@@ -299,7 +300,7 @@ class ReadAhead:
         self._files = [(path, os.path.getsize(path)) for path in paths]
         self._share, self._shares = share, shares
         self.total_bytes = sum(size for _, size in self._files)
-        self._lead = min(LEAD_BYTES, psutil.virtual_memory().available // 4)
+        self._lead = min(LEAD_BYTES, free_memory() // 4)
         self._reached = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_zero_stream-ahead", daemon=True)

@@ -17,7 +17,7 @@ from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
 from ..saving.pending import PendingSave, finish_pending
-from ..saving.publication import finish_interrupted, has_only_unfinished
+from ..saving.publication import finish_interrupted, has_only_unfinished, mark_unfinished
 from ..seams.ds_config import settings_in_force
 from ..settings.scope import active_configs, set_in_context
 from .foreign import write_guard_files
@@ -137,13 +137,19 @@ def load_if_ours(trained: Any, folder: Path, tag: Any, caller: Caller, optimizer
 def save(
     trained: Any, folder: Path, caller: Caller, leave: Callable[[Exception], None], **kwargs: Any
 ) -> SaveReport | PendingSave | None:
-    """Save a state as `caller` and the settings ask for (all ranks); None if we refuse to, which `leave` is told."""
+    """Save a state as `caller` and the settings ask for (all ranks); None if we refuse to, which `leave` is told.
+
+    If it fails in the background, the folder is marked: the caller writes beside it, and sees no error.
+    """
     try:
         asynchronous, with_weights = settings_in_force().asynchronous_save, not caller.has_weights
-        return save_state(trained, folder, asynchronous=asynchronous, with_weights=with_weights, **kwargs)
+        saved = save_state(trained, folder, asynchronous=asynchronous, with_weights=with_weights, **kwargs)
     except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
         leave(error)
-    return None
+        return None
+    if isinstance(saved, PendingSave) and Coordinator.of_default_group().is_main:
+        saved.otherwise(partial(mark_unfinished, folder))
+    return saved
 
 
 def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave, has_zero: bool = False) -> None:

@@ -27,6 +27,7 @@ from ..ranks.rendezvous import LOAD
 from ..registry import tool
 from ..saving.arguments import refuse_url
 from ..saving.pending import finish_pending
+from ..saving.whole import notes_for_later
 from ..seams.ds_config import settings_in_force
 from ..settings.config import StreamingConfig
 from ..settings.scope import active_configs
@@ -78,10 +79,12 @@ def save_checkpoint(
             how = {"scheduler": scheduler, "data": data, "keep_older": keep_older}
             # From swap files what is trained cannot be brought back without the weights.
             how["exclude_frozen"] = exclude_frozen_parameters and not self.zero_nvme_offload_optimizer()
-            saved = save(self, folder, caller, leave, **how)
+            with notes_for_later() as note:
+                saved = save(self, folder, caller, leave, **how)
         if saved is not None:
             if tag is not None:
                 name_state(Path(save_dir), tag, saved, bool(self.zero_optimization()))
+            note(saved)
             _save_on_hosts(self, Path(save_dir), client_state)
             return True
     if active_configs() and save_dir:  # else it is DeepSpeed's error
@@ -110,7 +113,7 @@ def load_checkpoint(
             found = coordinator.broadcast(partial(_look, self, Path(load_dir), tag, takes_all))
             if (settings := _host_settings()) is not None and tag is None and takes_all:
                 state_of_engine = tool("engine's state", "hosts", "the setting host_states_every")
-                on_hosts = state_of_engine(Path(load_dir), found, settings, coordinator)
+                on_hosts = state_of_engine(self, Path(load_dir), found, settings, coordinator)
                 found = found if on_hosts is None else (on_hosts, None)
             if found is not None and custom_load_fn is not None:
                 raise UnsupportedError(

@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
+from ..bindings import history
 from ..bindings.install import override_methods
 from ..errors import UnsupportedError
 from ..holdings.introspection import is_adapted
@@ -28,6 +29,7 @@ from ..saving.arguments import refuse_url
 from ..saving.hooks import NotedSaves, noted_saves
 from ..saving.pending import after_pending, finish_pending
 from ..saving.publication import is_unfinished
+from ..saving.whole import notes_for_later
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import (
     batch_size_of,
@@ -118,7 +120,7 @@ def trainer_train(
         resume_from_checkpoint = _last_checkpoint(self.args.output_dir)
     with set_in_context(trainer_loads_schedulers, True):
         result = original(self, resume_from_checkpoint, *args, **kwargs)
-    finish_pending(raises=False)
+    finish_pending()
     return result
 
 
@@ -156,6 +158,7 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     caller = _of_trainer(self)
     # Adapters are small, and have been saved by the Trainer.
     caller.has_weights = is_adapted(unwrapped(self.model)) or (noted is not None and noted.has_weights(output_dir))
+    note_steps(self)
     # Weights that somebody else's code has written beside the state stay as they are.
     writes_weights = not caller.has_weights and not saves_by_default(self, "save_model")
     caller.own_folder = f"global_step{self.state.global_step}" if writes_weights else ""
@@ -168,6 +171,13 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     else:
         original(self, output_dir)
         forget_state(Path(output_dir))
+
+
+def note_steps(trainer: Any) -> None:
+    """Have the optimizer of a Trainer know how many steps that has counted; an engine counts its own."""
+    if not trainer.is_deepspeed_enabled:
+        optimizer = unwrapped_optimizer(trainer.optimizer)
+        history.set_steps(optimizer, max(history.steps_of(optimizer), trainer.state.global_step))
 
 
 def _of_trainer(trainer: Any) -> Caller:
@@ -219,20 +229,39 @@ def trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
     return None
 
 
-def rotate_checkpoints(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Older checkpoints go when the newest one is complete, and stay if it fails."""
-    after_pending(partial(original, *args, **kwargs))
+def rotate_checkpoints(original: Callable[..., Any], *args: Any, output_dir: Any, **kwargs: Any) -> None:
+    """Older checkpoints go when the newest one is complete, and stay if it fails.
+
+    They also stay beside one of a later step whose save has failed or died: it would count as one of those to keep.
+    """
+
+    def rotate() -> None:
+        later = [path for path in _checkpoints_in(output_dir)[-1:] if not _is_complete(path)]
+        if not later:
+            original(*args, output_dir=output_dir, **kwargs)
+            return
+        logger.warning(f"{later[0]}: its save was interrupted or has failed; until it is whole, none is removed.")
+
+    after_pending(rotate)
+
+
+def _checkpoints_in(output_dir: Any) -> list[Path]:
+    """The folders of a Trainer's checkpoints, in the order of their steps."""
+    folders = [path for path in Path(output_dir).iterdir() if path.is_dir()]
+    numbers = sorted((number, path) for path in folders if (number := checkpoint_number(path.name)) is not None)
+    return [path for _, path in numbers]
 
 
 def _last_checkpoint(output_dir: Any) -> str:
-    """The checkpoint that ``resume_from_checkpoint=True`` means: the newest, without those whose save has died."""
-    folders = [path for path in Path(output_dir).iterdir() if path.is_dir()]
-    numbers = sorted((number, path) for path in folders if (number := checkpoint_number(path.name)) is not None)
-    complete = [path for _, path in numbers if _is_complete(path)]
+    """The checkpoint that ``resume_from_checkpoint=True`` means: the newest whose save has neither died nor failed."""
+    checkpoints = _checkpoints_in(output_dir)
+    complete = [path for path in checkpoints if _is_complete(path)]
     if not complete:
         raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")  # transformers' words
-    if complete[-1] != numbers[-1][1] and announced_local_rank() == 0:
-        logger.warning(f"{numbers[-1][1]}: its save was interrupted; the checkpoint before it is taken.")
+    if complete[-1] != checkpoints[-1] and announced_local_rank() == 0:
+        logger.warning(
+            f"{checkpoints[-1]}: its save was interrupted or has failed; the checkpoint before it is taken."
+        )
     return str(complete[-1])
 
 
@@ -242,7 +271,7 @@ def _is_complete(checkpoint: Path) -> bool:
         json.loads(trainer_state_in(checkpoint).read_bytes())
     except (OSError, ValueError):
         return False
-    return not is_unfinished(checkpoint)
+    return not any(map(is_unfinished, (checkpoint, *checkpoint.glob("global_step*"))))
 
 
 def save_fsdp_model(
@@ -291,11 +320,14 @@ def save_trained(model: Any, optimizer: Any, place: Path, caller: Caller) -> boo
     leave, saved = partial(leave_to, "accelerate", optimizer=unwrapped_optimizer(optimizer)), None
     if caller.is_between_steps:
         own = {"scheduler": caller.scheduler_of(optimizer), "batch_size": caller.batch_size, "keep_older": False}
-        saved = save(model, place / caller.own_folder, caller, leave, optimizer=optimizer, **own)
+        with notes_for_later() as note:
+            saved = save(model, place / caller.own_folder, caller, leave, optimizer=optimizer, **own)
     else:
         leave(UnsupportedError("gradients are being accumulated, and they are not part of a state of ours."))
-    if saved is not None and caller.own_folder:
-        name_state(place, caller.own_folder, saved)
+    if saved is not None:
+        if caller.own_folder:
+            name_state(place, caller.own_folder, saved)
+        note(saved)
     return saved is not None
 
 

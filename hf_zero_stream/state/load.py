@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from transformers.utils import logging
 
+from ..bindings import history
 from ..checkpoint.format import excerpt
 from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.urls import UrlPath, checkpoints_at
@@ -127,13 +128,12 @@ def load_state(
     if not hosts:
         with _place_of_state(folder) as place:
             return load(place)
+    finish_pending()
     with expected_at(LOAD):
         newest_on_hosts = tool("newest on hosts", "hosts", "load_state(hosts=True)")
-    finish_pending()
+        training = training_of(trained, optimizer, scheduler, scaler, batch_size, Coordinator.of_default_group())
     with meeting_of_ranks(LOAD) as coordinator:
-        if (found := newest_on_hosts(Path(folder), coordinator)) is None:
-            raise CheckpointError(f"{folder}: no host has a state there. Start anew, or go on from another folder.")
-        return load(Path(folder) / found.name, meeting=coordinator)
+        return load(newest_on_hosts(Path(folder), coordinator, training), meeting=coordinator)
 
 
 @contextmanager
@@ -217,6 +217,7 @@ def resume(
                     set_option(training.optimizer.param_groups[number], "lr", rates[number])
             if isinstance(found, StateRecord):
                 coordinator.run_on_all(partial(refuse_lost, training, record, place))
+        history.set_id(training.optimizer, record.training)
     if with_rng and not isinstance(found, StateRecord):
         logger.warning_once(f"{place}: {found.writer} saves no random numbers, so those of all ranks are new.")
     elif with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):

@@ -144,6 +144,7 @@ class StateRecord:
         weights: a fingerprint of the weights that were saved with it (:func:`.resumable.fingerprint`).
         digests: of the files that were saved with it, in hexadecimal, by their paths from the folder of the state on
             (:mod:`.file_digests`).
+        training: its id (:mod:`..holdings.history`).
         version: of the format.
     """
 
@@ -164,6 +165,7 @@ class StateRecord:
     dtype: str | None = None
     weights: str | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
+    training: str = ""
     version: int = _VERSION
 
     @property
@@ -343,6 +345,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "dtype": lambda value: value is None or isinstance(value, str),
     "weights": lambda value: value is None or isinstance(value, str),
     "digests": lambda value: isinstance(value, dict) and all(map(_is_file_digest, value.items())),
+    "training": lambda value: isinstance(value, str),
 }
 """Conditions on the fields of a record from anywhere."""
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, overload
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..bindings import history
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.safetensors import NotedShard
@@ -48,7 +49,9 @@ from ..saving.readiness import make_ready
 from ..saving.save import Save
 from ..saving.shares import refuse_differing
 from ..saving.targets import AnyPublication, place_of_save, target_at
+from ..saving.whole import note_state
 from ..seams.ds_config import settings_in_force
+from ..sources.base import is_url
 from . import rng, schedules
 from .base import adapter_weights, keys_with_trained, refuse_unreachable_masters, split_base
 from .blocks import item_of, with_parts
@@ -71,6 +74,10 @@ from .record import (
 )
 from .refusals import digests_of, refuse_module_entries, refuse_optimizer, refuse_ranks_apart, training_of
 from .resumable import changed_in_weights, fingerprint, fingerprint_of_new, refuse_unloadable
+
+
+HOST_ARGUMENTS = "beside", "facts", "told"
+"""What states on hosts are given by those who save them, and users do not give; see their ``HostSave``."""
 
 
 @overload
@@ -152,10 +159,10 @@ def save_state(
     Example:
         >>> hf_zero_stream.save_state(engine, "checkpoints", data={"epoch": 3, "batch": 1200})
     """
-    finish_pending()
+    failed = finish_pending(elsewhere=str(folder) if is_url(folder) else Path(folder))
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
-        refuse_unknown(kwargs, ("dtype", *(["beside"] if hosts else ())))
+        refuse_unknown(kwargs, ("dtype", *(HOST_ARGUMENTS if hosts else ())))
         if hosts:
             refuse_url(folder, "save_state(hosts=True)")
         place = place_of_save(folder)
@@ -179,7 +186,8 @@ def save_state(
             keys = keys_with_trained(keys)
         exact = sorted(changed_in_weights(training.model, coordinator)) if not has_base else []
         data = plain(data, "data", exactly=True, with_tensors=True)
-        random_state, buffers = rng.of_this_rank(), digests_of_buffers(training.model)
+        random_state = rng.of_this_rank()
+        buffers = {} if coordinator.is_alone else digests_of_buffers(training.model)
         if snapshot_bytes not in (None, ALL) and (type(snapshot_bytes) is not int or snapshot_bytes < 0):
             raise ConfigError(f"snapshot_bytes: expected a number of bytes or {ALL!r}; got {snapshot_bytes!r}")
         record = _record(training, keys, exact, data, coordinator.world_size, forms)
@@ -189,13 +197,15 @@ def save_state(
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
         kind: Callable[..., Save] = Save
         if hosts:
-            kind = _host_save(copies, keep, with_weights, training.counters[STEPS], kwargs)
+            kind = _host_save(copies, keep, with_weights, training, kwargs)
         save = kind(training.model, folder, coordinator=coordinator, is_of_training=True, **kwargs)
     with meeting(SAVE, "a training state", coordinator):
-        mine = digests_of(record.groups), record.own, random_state, buffers
-        digests, own, random_states, of_buffers = zip(*coordinator.all_gather(mine), strict=True)
+        own_id = history.id_of(training.optimizer, makes=True)
+        mine = digests_of(record.groups), record.own, random_state, buffers, own_id
+        digests, own, random_states, of_buffers, ids = zip(*coordinator.all_gather(mine), strict=True)
         refuse_ranks_apart(digests)
-        record = replace(record.with_own_of(own), buffers=differing(of_buffers))
+        history.set_id(training.optimizer, ids[0])
+        record = replace(record.with_own_of(own), buffers=differing(of_buffers), training=ids[0])
         record = with_parts(record, training, coordinator)
         if has_base:
             exact, digests_of_base = split_base(training, record.buffers, coordinator)
@@ -241,10 +251,17 @@ def save_state(
         has_zero = bool(getattr(trained, "zero_optimization", bool)())
         write_rest = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)
         finalizer = Finalizer(write_rest, LATEST, replaced)
-        if not asynchronous:
-            return save.run(*items, finalizer=finalizer)
-        limit, why = _snapshot_limit(training, snapshot_bytes)
-        return save.start(*items, finalizer=finalizer, steps=steps, snapshot_bytes=limit, copies=why)
+        saved: SaveReport | PendingSave
+        if asynchronous:
+            limit, why = _snapshot_limit(training, snapshot_bytes)
+            saved = save.start(*items, finalizer=finalizer, steps=steps, snapshot_bytes=limit, copies=why)
+        else:
+            saved = save.run(*items, finalizer=finalizer)
+        if not hosts:
+            note_state(training.model, record.training, training.counters[STEPS], saved)
+    if asynchronous and failed is not None:  # and of this save nobody knows yet whether it will succeed
+        raise failed
+    return saved
 
 
 def _snapshot_limit(training: Training, snapshot_bytes: int | str | None) -> tuple[int, str]:
@@ -255,12 +272,15 @@ def _snapshot_limit(training: Training, snapshot_bytes: int | str | None) -> tup
     return limit, training.unseen_steps or unseen_reason(training.optimizer)
 
 
-def _host_save(copies: int, keep: int, with_weights: bool, steps: int, kwargs: dict[str, Any]) -> Callable[..., Save]:
+def _host_save(
+    copies: int, keep: int, with_weights: bool, training: Training, kwargs: dict[str, Any]
+) -> Callable[..., Save]:
     """What makes the save into folders of the hosts' own."""
     host_save = tool("host save", "hosts", "save_state(hosts=True)")
     if not with_weights:
         raise ConfigError("with_weights=False: a state on hosts has its weights; leave it out")
-    return partial(host_save, copies=copies, keep=keep, steps=steps, beside=kwargs.pop("beside", None))
+    own = {name: kwargs.pop(name, None) for name in HOST_ARGUMENTS}
+    return partial(host_save, copies=copies, keep=keep, training=training, **own)
 
 
 def _weights(

@@ -149,7 +149,7 @@ def test_the_newest_that_is_whole(cluster: None, zoo_checkpoint: Checkpoint, tmp
         assert "no host has a state there" in message
 
 
-@pytest.mark.parametrize("fault", ["shared", "link", "others write", "no room"])
+@pytest.mark.parametrize("fault", ["shared", "link", "others write", "no room", "a full container"])
 def test_folders_that_are_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, fault: str) -> None:
     checkpoint, folder = zoo_checkpoint("llama"), tmp_path / "own"
     expected = {
@@ -157,11 +157,25 @@ def test_folders_that_are_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp
         "link": "is a link",
         "others write": "may be written by others",
         "no room": "are free",
+        "a full container": "1000 bytes of memory are free",
     }[fault]
     folder.mkdir()
     for of_rank in run_ranks(2, save_refused, checkpoint, tmp_path / "disks", folder, fault):
         assert expected in of_rank, of_rank
-    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"] == []
+    saved = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "container"]
+    assert [path for path in saved if path.suffix != ".json"] == []
+
+
+def place_in_container(place: Path, room: int) -> None:
+    """Have this process read that it is in a container whose limit leaves so many bytes."""
+    from hf_zero_stream.sources import memory
+
+    place.mkdir()
+    (place / "cgroup").write_text("0::/\n")
+    (place / "mountinfo").write_text(f"33 26 0:30 / {place} rw - cgroup2 cgroup rw\n")
+    for name, text in (("max", "5000"), ("current", str(5000 - room)), ("stat", "inactive_file 0")):
+        (place / f"memory.{name}").write_text(text)
+    memory._PROCESS = place
 
 
 def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str:
@@ -183,6 +197,9 @@ def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str
         host_save.shutil.disk_usage = lambda path: usage  # type: ignore[assignment]
     model, optimizer, scheduler = plain_training(checkpoint, None)
     train_plain(model, optimizer, scheduler, [0])
+    if fault == "a full container" and dist.get_rank() == 1:  # whose memory the folder is in
+        place_in_container(folder.parent / "container", 1000)
+        host_save.kind_of_file_system = lambda path: "tmpfs"
     return message_of(lambda: hf_zero_stream.save_state(model, folder / "state", optimizer=optimizer, hosts=True))
 
 
@@ -218,6 +235,38 @@ def test_weights_of_a_state(cluster: None, zoo_checkpoint: Checkpoint, tmp_path:
     for hosts in ("ab", "a"):
         for found in run_ranks(len(hosts), load_weights, checkpoint, disks, folder, hosts, zero):
             assert found == {"from_pretrained": True, "load_into": True}
+
+
+def load_for_fsdp2(disks: Path, folder: Path, hosts: Sequence[str], prepares: bool) -> bool:
+    """Whether a model that accelerate shards, or that is used without it, has the newest state's values."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.support.fsdp2 import announce, load, make_accelerator
+
+    join_host(hosts, disks, folder)
+    wanted = AutoModelForCausalLM.from_pretrained(disks.parent / "shared", dtype=torch.float32).state_dict()
+    announce()
+    accelerator = make_accelerator()
+    model = load("llama", max(folder.glob("state-*")), dtype=torch.float32)
+    if prepares:
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    else:
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    values = whole_values(model)
+    dist.barrier()
+    return all(torch.equal(values[key], wanted[key]) for key in values)
+
+
+@pytest.mark.parametrize(("hosts", "prepares"), [("ab", True), ("aa", False)])
+def test_weights_of_a_state_under_fsdp2(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, hosts: str, prepares: bool
+) -> None:
+    """Ranks read the pieces of each other's hosts in ``prepare()``; one that is alone reads those of its own."""
+    disks, folder = tmp_path / "disks", tmp_path / "own"
+    folder.mkdir()
+    run_ranks(2, train_and_save, zoo_checkpoint("llama"), disks, folder, hosts, 3, 0)
+    assert run_ranks(2, load_for_fsdp2, disks, folder, hosts, prepares) == [True, True]
 
 
 def by_settings(checkpoint: Path, work: Path, hosts: Sequence[str], steps: Sequence[int], client_state: Any) -> Any:

@@ -114,3 +114,46 @@ def test_a_host_is_killed(
         names = different(*(tmp_path / f"{output} at step {stop}" for output in ("hosts", "shared")))
         assert set(names) <= {"training_args.bin"}
     assert len(found["hosts"][0]["losses"]) == STEPS
+
+
+# --------------------------------------------------------------------------------- which is newer, and when they go
+
+
+def go_on(checkpoint: Path, work: Path, run: TrainerRun, stop: int, saves: str) -> dict[str, Any]:
+    """Train from the newest state to step `stop`; the steps of the states on hosts then, and behind the result."""
+    config = StreamingConfig(host_states_folder=str(work / "memory"), asynchronous_save=saves == "steps")
+    with hf_zero_stream.streaming(config):
+        trainer, _ = trainer_of(checkpoint, work / "output", run)
+        trainer.args.save_steps, trainer.args.save_strategy, trainer.args.remove_unused_columns = 4, saves, False
+        trainer.add_callback(Ends(stop, dies=False))
+        states = HostStates(work / "memory", copies=0, job="job")
+        newest = states.attach(trainer, every=1)
+        trainer.train(resume_from_checkpoint=newest)
+        trained = on_hosts(work)
+        trainer.save_model(str(work / "result"))
+    return {"newest": newest and Path(newest).name, "trained": trained, "left": on_hosts(work)}
+
+
+def on_hosts(work: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in (work / "memory").rglob("state-*"))
+
+
+@pytest.mark.parametrize("zero", [True, False], ids=["ZeRO-3", "FSDP2"])
+def test_states_stay_until_the_result_is_saved(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, zero: bool
+) -> None:
+    """Also of an optimizer that counts no steps: the state of step 5 is newer than the checkpoint of step 4."""
+    (tmp_path / "memory").mkdir()
+    checkpoint, run = zoo_checkpoint("llama"), TrainerRun(zero=zero, arguments={} if zero else {"optim": "sgd"})
+    for found in run_ranks(2, go_on, checkpoint, tmp_path, run, 5, "steps"):
+        assert found == {"newest": None, "trained": [5], "left": [5]}
+    for found in run_ranks(2, go_on, checkpoint, tmp_path, run, 6, "no"):
+        assert found["newest"].startswith("state-00000005-")
+        assert (found["trained"], found["left"]) == ([6], [])
+
+
+def test_states_go_with_the_last_checkpoint(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """One in the background, which is whole when ``train()`` returns."""
+    (tmp_path / "memory").mkdir()
+    found = run_ranks(2, go_on, zoo_checkpoint("llama"), tmp_path, TrainerRun(), 6, "steps")
+    assert found == [{"newest": None, "trained": [], "left": []}] * 2

@@ -18,6 +18,7 @@ from hf_zero_stream.ranks import rendezvous
 from hf_zero_stream.saving import readiness as saving
 from hf_zero_stream.saving.calls import run_on_leader
 from tests import sampling
+from tests.support.checkpoint_files import tensors_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.messages import warnings_of
 from tests.support.parity import ds_config
@@ -94,6 +95,63 @@ def test_values_that_rank_0_has(cluster: None, zoo_checkpoint: Checkpoint, tmp_p
         assert different(tmp_path / "ours" / name, tmp_path / "stock" / name) == [], name
     ours, stock = (torch.load(tmp_path / f"{name} torch" / "pytorch_model.bin") for name in ("ours", "stock"))
     assert ours.keys() == stock.keys() and all(torch.equal(ours[name], value) for name, value in stock.items())
+
+
+def share(model: Any, what: str) -> Any:
+    """As scripts do after the load, without a word to the model."""
+    first, second = model.model.layers[:2]
+    if what == "layer":
+        model.model.layers[1] = first
+    elif what == "mlp":
+        second.mlp = first.mlp
+    elif what == "weight":
+        second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    else:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def with_shared_weights(checkpoint: Path, folder: Path, stage: int) -> None:
+    for what in ("layer", "mlp", "weight", "head"):
+        accelerator = by_deepspeed(
+            ds_config(torch.float32, stage=stage, stage3_gather_16bit_weights_on_model_save=True)
+        )
+        model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        engine = accelerator.prepare(share(model, what))
+        for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
+            with context:
+                values, place = accelerator.get_state_dict(engine), folder / f"{what} {name}"
+                try:
+                    engine.module.save_pretrained(place, state_dict=values, is_main_process=dist.get_rank() == 0)
+                except RuntimeError as error:  # of rank 0, which alone has values
+                    assert name == "stock" and "shared tensors" in str(error)
+            dist.barrier()
+        hf_zero_stream.save_state(engine, folder / f"{what} state")
+        hf_zero_stream.load_state(engine, folder / f"{what} state")
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_shared_weights(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
+    """Stock's tensors; and what it refuses at stage 3 is saved as it is at stage 2, by all names."""
+    checkpoint = zoo_checkpoint("llama")
+    run_ranks(2, with_shared_weights, checkpoint, tmp_path, stage, timeout=120)
+    whole = tensors_of(checkpoint)
+    for what in ("layer", "mlp", "weight", "head"):
+        ours, stock = tmp_path / f"{what} ours", tmp_path / f"{what} stock"
+        assert tensors_of(ours).keys() == tensors_of(tmp_path / f"{what} state").keys()
+        if stage == 3 and what in ("mlp", "weight"):
+            assert not (stock / "model.safetensors").exists()
+            found = tensors_of(ours)
+            names = [
+                name
+                for name in whole
+                if name.startswith("model.layers.1.mlp") and ("up_proj" in name or what == "mlp")
+            ]
+            assert found.keys() == whole.keys() and names
+            assert all(torch.equal(found[name], whole[name.replace(".1.", ".0.", 1)]) for name in names)
+        else:
+            assert different(ours, stock) == [], what
+    assert len(tensors_of(tmp_path / "layer ours")) == len(whole) - (9 if stage == 3 else 0)
 
 
 def values_of_one_among_others(checkpoint: Path, folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 Examples:
     python -m tests.situations --minutes 60 --seed 7 --log situations.jsonl --scripts findings
     python -m tests.situations --one home=zero3,optimizer=none_entry
+    python -m tests.situations --only place=bucket
 """
 
 import argparse
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.support.cluster import ENVIRONMENT
 
@@ -37,10 +39,10 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = _parser().parse_args()
     # After the environment is set, and not for --help.
-    from tests.situations.axes import Situation, draw
+    from tests.situations import axes, hosts, places
     from tests.situations.models import make
-    from tests.situations.script import write_script
-    from tests.situations.trial import Trial, shrunk, trial
+    from tests.situations.script import module_of, write_script
+    from tests.situations.trial import Trial, shrunk
 
     source = random.Random(arguments.seed)
     end = time.monotonic() + 60 * arguments.minutes
@@ -51,15 +53,20 @@ def main() -> int:
         folder = Path(temporary)
         make(folder / "checkpoints")
 
-        def try_one(situation: Situation) -> Trial:
-            return trial(situation, folder / "trial", folder / "checkpoints")
+        def try_one(situation: Any) -> Trial:
+            return module_of(situation).trial(situation, folder / "trial", folder / "checkpoints")
 
-        given = iter([Situation.parse(text) for text in arguments.one or ()])
+        def parse(text: str) -> Any:
+            of_places = hosts.Hosts if text.startswith("place=hosts") else places.Place
+            return (of_places if text.startswith("place=") else axes.Situation).parse(text)
+
+        given = iter([parse(text) for text in arguments.one or ()])
         while time.monotonic() < end:
-            situation = next(given, None) if arguments.one else draw(source)
+            kind = source.choice({None: [axes, places, hosts], "hosts": [hosts]}.get(wanted.get("place"), [places]))
+            situation = next(given, None) if arguments.one else kind.draw(source)
             if situation is None:
                 break
-            if any(getattr(situation, name) != value for name, value in wanted.items()):
+            if any(getattr(situation, name, None) != value for name, value in wanted.items()):
                 continue
             start = time.monotonic()
             result = try_one(situation)
@@ -73,7 +80,9 @@ def main() -> int:
             if result.findings:
                 counts["findings"] += 1
                 kinds = {finding.kind for finding in result.findings}
-                simple = shrunk(situation, kinds, try_one) if arguments.shrink else situation
+                simple = (
+                    shrunk(situation, kinds, try_one, module_of(situation).simpler) if arguments.shrink else situation
+                )
                 entry |= {"simplest": str(simple), "findings": [vars(finding) for finding in result.findings]}
                 key = (str(simple), *sorted(kinds))
                 if arguments.scripts and key not in known:

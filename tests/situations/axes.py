@@ -15,6 +15,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "frozen",
         "head",
         "buffer",
+        "own_buffer",
         "shared_layer",
         "lora",
         "lora_resized",
@@ -213,6 +214,8 @@ def contradiction(situation: Situation) -> str | None:
             or s.follows == "saved_twice"
             or (s.saver == "theirs" and s.wrapper == "engine")
         ),
+        "what is each rank's own belongs to a number of ranks": s.change == "own_buffer"
+        and (s.resumed_world_size != s.world_size or s.has_parts),
         "a schedule or the Trainer sets the rate": s.habit == "new_rate"
         and (s.scheduler != "none" or s.wrapper == "trainer"),
         "stages have no model to enable checkpointing of": s.habit == "checkpointing"
@@ -252,6 +255,9 @@ def _not_of_stock(s: Situation) -> dict[str, bool]:
         == "adafactor"
         and s.by_deepspeed
         and other_ranks,
+        "below stage 3 DeepSpeed gives all ranks the buffers of rank 0": s.change == "own_buffer"
+        and s.saver == "theirs"
+        and s.stage in (0, 1, 2),
         "DeepSpeed finds no experts under PEFT's names": s.home == "autoep3" and s.adapts,
         "PEFT has no layers for these by default": s.model == "moe" and s.change in ("lora_vera", "lora_ia3"),
         "stage 3 wants one dtype of what is trained, and PEFT makes adapters alone fp32": s.stage == 3

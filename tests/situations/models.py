@@ -153,6 +153,20 @@ def _add_buffer(model: Any) -> Any:
     return model
 
 
+def _add_own_buffer(model: Any) -> Any:
+    """A buffer that each rank fills from its own batches, and by which its loss is divided."""
+    model.register_buffer("scale", torch.ones(3))
+
+    def follow(module: Any, args: Any, output: Any) -> Any:
+        if module.training:
+            module.scale.mul_(0.5).add_(output.loss.detach())
+        output.loss = output.loss / module.scale[0]
+        return output
+
+    model.register_forward_hook(follow)
+    return model
+
+
 def _share_layer(model: Any) -> Any:
     layers = model.model.layers
     layers[1].mlp = layers[0].mlp
@@ -246,6 +260,7 @@ _CHANGES: dict[str, tuple[Any, ...]] = {
     "frozen": (_freeze,),
     "head": (_add_head,),
     "buffer": (_add_buffer,),
+    "own_buffer": (_add_own_buffer,),
     "shared_layer": (_share_layer,),
     "lora": (_adapt,),
     "lora_resized": (_resize, _adapt),

@@ -1,7 +1,9 @@
 """A small script that shows one finding, to run without the generator."""
 
 from pathlib import Path
+from typing import Any
 
+from tests.situations import hosts, places, trial
 from tests.situations.axes import Situation
 
 
@@ -15,23 +17,28 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.situations.axes import Situation
 from tests.situations.models import make
-from tests.situations.trial import trial
+from {module} import {kind}, trial
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder, "checkpoints"))
-        result = trial(Situation.parse("{situation}"), Path(folder, "trial"), Path(folder, "checkpoints"))
+        result = trial({kind}.parse("{situation}"), Path(folder, "trial"), Path(folder, "checkpoints"))
     for finding in result.findings:
         print(finding.kind, finding.text, sep="\\n")
     sys.exit(bool(result.findings))
 '''
 
 
-def write_script(folder: Path, number: int, situation: Situation, kinds: list[str]) -> Path:
+def module_of(situation: Any) -> Any:
+    """What tries a situation, and makes it simpler."""
+    return {Situation: trial, places.Place: places, hosts.Hosts: hosts}[type(situation)]
+
+
+def write_script(folder: Path, number: int, situation: Any, kinds: list[str]) -> Path:
     """Write the script of a situation into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"finding_{number:02}.py"
-    path.write_text(TEMPLATE.format(kinds="; ".join(kinds), name=path.name, situation=situation))
+    where = {"module": module_of(situation).__name__, "kind": type(situation).__name__}
+    path.write_text(TEMPLATE.format(kinds="; ".join(kinds), name=path.name, situation=situation, **where))
     return path

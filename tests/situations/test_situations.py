@@ -3,9 +3,11 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.situations import hosts, places
 from tests.situations.axes import AXES, Situation, contradiction, draw, simpler
 from tests.situations.models import make
 from tests.situations.script import write_script
@@ -24,6 +26,8 @@ FOUND_BEFORE = [
     "change=lora_prompt,home=fsdp2,wrapper=accelerate",
 ]
 """One of each kind in which something was lost."""
+
+OURS = {"error": "SaveError: lost", "kinds": ["SaveError", "HfZeroStreamError"], "frames": []}
 
 DRAWN = [str(draw(random.Random(seed))) for seed in range(100, 112)]
 
@@ -79,6 +83,61 @@ def test_each_value_is_drawn() -> None:
     drawn = [draw(source) for _ in range(3000)]
     for name, values in AXES.items():
         assert {getattr(each, name) for each in drawn} == set(values), name
+
+
+@pytest.mark.parametrize("kind", [places, hosts])
+def test_places_are_drawn_and_written_down(kind: Any, tmp_path: Path) -> None:
+    """Each value of each axis, none that contradicts itself; what is simpler differs, and comes to an end."""
+    source, again = random.Random(5), random.Random(5)
+    drawn = [kind.draw(source) for _ in range(1500)]
+    assert drawn[:50] == [kind.draw(again) for _ in range(50)]
+    for name, values in kind.AXES.items():
+        assert {getattr(each, name) for each in drawn} == set(values), name
+    parse = type(drawn[0]).parse
+    assert all(parse(str(each)) == each for each in drawn)
+    assert all(each not in kind.simpler(each) for each in drawn[:50])
+    simplest = shrunk(drawn[0], {"x"}, lambda each: Trial(findings=(Finding("x", ""),)), kind.simpler)
+    assert not list(kind.simpler(simplest))
+    text = write_script(tmp_path, 4, drawn[0], ["lost"]).read_text()
+    compile(text, "finding.py", "exec")
+    assert f"from {kind.__name__} import" in text
+
+
+@pytest.mark.parametrize(
+    ("found", "outcomes", "kinds"),
+    [
+        ({"values": [2.0]}, {"first": {"saved": True}}, []),
+        ({"values": [1.0]}, {"first": {"saved": True}}, ["another's values"]),
+        ({"values": [1.0]}, {"first": OURS}, []),
+        ({"values": [2.0]}, {"first": OURS}, ["another's values"]),
+        ({"values": [2.0]}, {"first": {**OURS, "error": "SaveError: This save is complete"}}, []),
+        ({"values": [2.0]}, {"first": {"killed": True}}, []),
+        ({"values": [2.0, 3.0]}, {"first": {"saved": True}, "second": {"saved": True}}, ["a mixture"]),
+        ({"values": [3.0]}, {"first": OURS, "second": {"saved": True}}, []),
+        ({**OURS}, {"first": OURS}, ["lost"]),
+        ({"values": [1.0]}, {"first": {**OURS, "kinds": ["OSError"]}}, ["an error of somebody else"]),
+    ],
+)
+def test_the_rule_of_places(found: dict[str, Any], outcomes: dict[str, Any], kinds: list[str]) -> None:
+    assert [each.kind for each in places._against_the_rule(places.Place(), outcomes, found)] == kinds
+
+
+OF_PLACES = [
+    "place=folder,what=state,fault=killed,at=rename,number=3,second=none",
+    "place=folder,fault=io_error,at=list,number=3",
+    "place=folder,what=state,fault=no_space,at=make,number=7",
+    pytest.param("place=bucket,fault=cut,at=put,number=2,shape=fewer", marks=pytest.mark.plugin("remote")),
+    pytest.param("place=hosts,away=none,fault=killed,at=rename,number=2", marks=pytest.mark.plugin("hosts")),
+]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("text", OF_PLACES)
+def test_places(cluster: None, tmp_path: Path, text: str) -> None:
+    """A load afterwards gives one writer's values, and whoever has lost has an error of ours."""
+    kind = hosts if text.startswith("place=hosts") else places
+    situation = (hosts.Hosts if kind is hosts else places.Place).parse(text)
+    assert kind.trial(situation, tmp_path / "trial").findings == ()
 
 
 def test_an_unknown_value() -> None:

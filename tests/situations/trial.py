@@ -3,7 +3,7 @@
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,9 +244,14 @@ def _difference(was: Any, now: Any) -> str:
     return "; ".join(pairs[:3])[:900] or f"{len(now or [])} entries, were {len(was or [])}"
 
 
-def shrunk(situation: Situation, kinds: set[str], try_one: Callable[[Situation], Trial]) -> Situation:
+def shrunk(
+    situation: Any,
+    kinds: set[str],
+    try_one: Callable[[Any], Trial],
+    simpler: Callable[[Any], Iterable[Any]] = simpler,
+) -> Any:
     """The simplest situation that still has a finding of these kinds, one axis at a time."""
     for candidate in simpler(situation):
         if kinds & {finding.kind for finding in try_one(candidate).findings}:
-            return shrunk(candidate, kinds, try_one)
+            return shrunk(candidate, kinds, try_one, simpler)
     return situation

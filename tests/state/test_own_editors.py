@@ -75,6 +75,17 @@ def test_own_methods(tmp_path: Path, calls: list[str]) -> None:
     assert not {*vars(optimizer)} & {"eval", "first_step", "second_step"}, "nothing is left on it"
 
 
+def test_averages_that_are_swapped_in(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path)
+    averaged = {name: value * 0.9 for name, value in model.state_dict().items()}
+    hf_zero_stream.save_state(model, tmp_path / "waited", optimizer=optimizer, **SHARDS)
+    with held_save(tmp_path / "background", model, optimizer=optimizer) as pending:
+        model.load_state_dict(averaged)
+        assert torch.equal(model.model.norm.weight, averaged["model.norm.weight"])
+    pending.wait()
+    assert tree(tmp_path / "background") == tree(tmp_path / "waited")
+
+
 @pytest.mark.parametrize("is_compiled_before", [True, False])
 @pytest.mark.sample(1)
 def test_a_compiled_step(tmp_path: Path, is_compiled_before: bool) -> None:

@@ -153,6 +153,9 @@ def save_small(target: Path) -> Any:
         how = {"optimizer": training[1], "scheduler": training[2], "data": dist.get_rank()}
         hf_zero_stream.save_state(training[0], target, **how)
     hf_zero_stream.save_state(training[0], target / "hosts", hosts=True, tag="t", **how)
+    hf_zero_stream.save_state(training[0], target / "base", exclude_frozen=True, **how)
+    with hf_zero_stream.streaming(StreamingConfig(write_from="rank0")):
+        hf_zero_stream.save_state(training[0], target / "by one", **how)
     return own_of(training[0], training[2])
 
 
@@ -166,7 +169,8 @@ def load_small(source: Path, hosts: bool = False) -> Any:
 def test_other_numbers_of_ranks(cluster: None, tmp_path: Path) -> None:
     """Each gets what the rank of its number had, and a new one what rank 0 had; the buffers are named."""
     own = run_ranks(2, save_small, tmp_path)
-    assert run_ranks(2, load_small, tmp_path / "hosts", True) == [(each, []) for each in own]
+    for place in ("hosts", "base", "by one"):
+        assert run_ranks(2, load_small, tmp_path / place, place == "hosts") == [(each, []) for each in own], place
     assert own[0][0] != own[1][0] and own[0][1]["best"] != own[1][1]["best"]
     for ranks in (1, 2, 3):
         for rank, (found, warned) in enumerate(run_ranks(ranks, load_small, tmp_path)):

@@ -1,19 +1,27 @@
 """The Trainer inside ``streaming()``: what is kept, uploaded and resumed from is what it would be without us."""
 
+import errno
 import json
 import os
+import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import transformers
 from transformers import trainer as trainers
 from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.checkpoint.formats import UNFINISHED
+from hf_zero_stream.errors import SaveError
+from hf_zero_stream.saving.pending import finish_pending
+from hf_zero_stream.saving.publication import is_unfinished
 from hf_zero_stream.state import hooks
 from tests.state.test_fsdp2_hooks import trainer_of
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
@@ -112,6 +120,75 @@ def test_a_save_that_died(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: P
     for mine, expected in zip(resumed, whole, strict=True):
         assert mine["taken"][-4:] == expected["taken"][-4:]
         assert {**mine, "taken": None} == {**expected, "taken": None} and mine["steps"] == 6
+
+
+def train_with_failures(
+    folder: Path, output: Path, run: TrainerRun, fails_at: int, config: StreamingConfig | None = None
+) -> dict[str, Any]:
+    """The same; what rank 1 writes in the background of the checkpoint of this step is not written."""
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            failing = state.global_step == fails_at and dist.get_rank() == 1
+            os.pwritev = refuse if failing else pwritev
+
+    pwritev = os.pwritev
+
+    def refuse(*args: Any) -> int:
+        if threading.current_thread() is threading.main_thread():
+            return pwritev(*args)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    try:
+        with hf_zero_stream.streaming(config):
+            trainer, _ = trainer_of(folder, output, run)
+            trainer.args.remove_unused_columns = False
+            trainer.add_callback(Failing())
+            error = ""
+            try:
+                trainer.train(resume_from_checkpoint=run.resume)
+            except SaveError as raised:
+                error = str(raised)
+    finally:
+        os.pwritev = pwritev
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"error": error, "losses": losses, "kept": sorted(path.name for path in output.glob("checkpoint-*"))}
+
+
+@pytest.mark.parametrize("zero", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["ZeRO-3", "FSDP2"])
+def test_a_save_in_the_background_that_failed(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, zero: bool
+) -> None:
+    """It ends the training, at the next checkpoint or the end; the one before stays, and a new process takes it."""
+    folder, output = zoo_checkpoint("llama"), tmp_path / "run"
+    run = TrainerRun(zero=zero, arguments={"save_total_limit": 1})
+    again = replace(run, resume=True)
+    config = StreamingConfig(asynchronous_save=True, snapshot_bytes=0)
+    (whole, _) = run_ranks(2, train_with_failures, folder, tmp_path / "whole", run, 0)
+    for fails_at, resume in ((4, run), (6, again)):
+        found = run_ranks(2, train_with_failures, folder, output, resume, fails_at, config)
+        assert all("No space left" in of_rank["error"] for of_rank in found), fails_at
+        assert found[0]["kept"] == [f"checkpoint-{fails_at - 2}", f"checkpoint-{fails_at}"]
+        assert (output / f"checkpoint-{fails_at}" / "model.safetensors").exists()
+        assert is_unfinished(output / f"checkpoint-{fails_at}")
+    resumed = run_ranks(2, train_with_failures, folder, output, again, 0, config)
+    assert resumed[0] == {"error": "", "losses": whole["losses"], "kept": ["checkpoint-6"]}  # rank 0 removes
+    assert not is_unfinished(output / "checkpoint-6")
+
+
+def test_none_is_removed_beside_a_later_one_that_failed(tmp_path: Path) -> None:
+    folders = [tmp_path / f"checkpoint-{step}" for step in (2, 3, 4)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text("{}")
+    mark = folders[2] / f"{UNFINISHED}x"
+    mark.mkdir()
+    finish_pending()
+    for is_failed in (True, False):
+        hooks.rotate_checkpoints(rotate_checkpoints, output_dir=str(tmp_path), save_total_limit=1)
+        assert [folder.exists() for folder in folders] == ([True] * 3 if is_failed else [False, False, True])
+        if is_failed:
+            mark.rmdir()
 
 
 def test_the_newest_complete_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,11 @@
 The folder of a host has a folder for each state, with what the ranks of this host wrote, and copies of what those of
 others did::
 
-    state-00000012-3f9a0c51/host_state.json        which host has which piece, with sizes and digests
-    state-00000012-3f9a0c51/runs                   which bytes of which shard lie where in which piece
-    state-00000012-3f9a0c51/config.json, ...       a checkpoint with a state, as save_state writes it; but shards
+    state-00000012-1-3f9a0c51/host_state.json      which host has which piece, with sizes and digests
+    state-00000012-1-3f9a0c51/runs                 which bytes of which shard lie where in which piece
+    state-00000012-1-3f9a0c51/config.json, ...     a checkpoint with a state, as save_state writes it; but shards
                                                    are cut off after their headers
-    state-00000012-3f9a0c51/pieces/rank-00003      the bytes that rank 3 wrote
+    state-00000012-1-3f9a0c51/pieces/rank-00003    the bytes that rank 3 wrote
 
 All but the pieces lies on every host. A stock reader refuses shards that are cut off, and so do ours outside of
 :func:`.load.pieces_mounted`.
@@ -22,31 +22,35 @@ import shutil
 import socket
 import stat
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 from transformers.utils import logging
 
 from ...checkpoint.file_digests import digest_of_range
 from ...checkpoint.format import parse_object
+from ...checkpoint.formats import UNFINISHED
 from ...errors import CheckpointError, ConfigError, SaveError
 from ...ranks.coordinator import Coordinator
 from ...saving.publication import Publication, is_of_save
 from ...seams.ds_config import settings_in_force
 from ...sources.base import is_plain_name
+from .choice import FoundState, piece_name
 from .pieces import PiecedFile, RunTable
 
 
 logger = logging.get_logger(__name__)
 
+T = TypeVar("T")
+
 MANIFEST = "host_state.json"
 RUNS = "runs"
 PIECES = "pieces"
 _PREFIX = "state-"
-_FORMAT, _VERSION = "hf_zero_stream state on hosts", 1
+_FORMAT, _VERSION = "hf_zero_stream state on hosts", 2
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,10 @@ class Hosts:
         """The rank that acts for this host: its first one."""
         return self.ranks[self.mine][0]
 
+    def of_leaders(self, of_ranks: Sequence[T]) -> list[T]:
+        """What the first rank of each host has said, of what all that have met, or this one alone, have."""
+        return [of_ranks[ranks[0] if len(of_ranks) > 1 else 0] for ranks in self.ranks]
+
     def host_of(self, rank: int) -> int:
         """The number of the host of a rank."""
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
@@ -91,16 +99,20 @@ class HostState:
 
     Attributes:
         id: no other state has it.
-        number: later states of a training have greater ones.
-        steps: that the optimizer had made.
+        steps: that the optimizer had made: how far the training had come.
+        number: tells apart the states of one step; later ones have greater ones, as far as the hosts knew.
+        training: the id of the training that has saved it (:mod:`...bindings.history`).
+        facts: what tells the training from others that were set up in another way (:func:`.choice.facts_of`).
         hosts: their names.
         shards: name, bytes of the header, and bytes of each.
         pieces: of each rank that saved.
     """
 
     id: str
-    number: int
     steps: int
+    number: int
+    training: str
+    facts: Mapping[str, Any]
     hosts: Sequence[str]
     shards: Sequence[tuple[str, int, int]]
     pieces: Sequence[PieceRecord]
@@ -108,7 +120,12 @@ class HostState:
     @property
     def name(self) -> str:
         """The name of its folder."""
-        return f"{_PREFIX}{self.number:08d}-{self.id}"
+        return f"{_PREFIX}{self.steps:08d}-{self.number}-{self.id}"
+
+    def found(self, there: frozenset[int]) -> FoundState:
+        """This state, of which the pieces of these ranks are `there`."""
+        holders = [[self.hosts[host] for host in piece.hosts] for piece in self.pieces]
+        return FoundState(self.name, self.steps, self.number, self.training, self.facts, there, holders)
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1) + "\n"
@@ -130,8 +147,16 @@ class HostState:
                 raise ValueError("a piece is on a host that there is not")
             if any(not all(map(is_plain_name, name.split("/"))) for name, _, _ in shards):
                 raise ValueError("the name of a shard leads out of the folder")
-            numbers = int(found["number"]), int(found["steps"])
-            state = cls(id=found["id"], number=numbers[0], steps=numbers[1], hosts=hosts, shards=shards, pieces=pieces)
+            state = cls(
+                id=str(found["id"]),
+                steps=int(found["steps"]),
+                number=int(found["number"]),
+                training=str(found["training"]),
+                facts=dict(found["facts"]),
+                hosts=hosts,
+                shards=shards,
+                pieces=pieces,
+            )
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: expected the record of a state on hosts: {error!r}") from error
         if state.name != place.name:
@@ -150,23 +175,6 @@ class HostState:
             raise CheckpointError(f"{place / RUNS}: expected where the bytes of shards lie: {error}") from error
         paths = [os.path.abspath(place / name) for name, _, _ in self.shards]
         return {path: PiecedFile(path, *self.shards[shard][1:], shard) for shard, path in enumerate(paths)}, table
-
-
-def piece_name(rank: int) -> str:
-    return f"rank-{rank:05d}"
-
-
-class FoundState(NamedTuple):
-    """A state in the folder of a host: which pieces lie there, and the names of the hosts that had each piece."""
-
-    name: str
-    steps: int
-    there: frozenset[int]
-    holders: Sequence[Sequence[str]]
-
-    @property
-    def number(self) -> int:
-        return int(self.name.removeprefix(_PREFIX).partition("-")[0])
 
 
 def own_folder(folder: Path) -> Path:
@@ -250,8 +258,7 @@ def states_in(folder: Path) -> list[FoundState]:
         except (OSError, SaveError, CheckpointError) as error:
             logger.warning(f"{place}: is not taken for a state: {error}")
             continue
-        holders = [[state.hosts[host] for host in piece.hosts] for piece in state.pieces]
-        found.append(FoundState(state.name, state.steps, there, holders))
+        found.append(state.found(there))
     return found
 
 
@@ -283,26 +290,6 @@ def _digest_of(path: Path, nbytes: int, inode: int, changed_ns: int) -> int:
     return digest_of_range(path, 0, nbytes)
 
 
-def whole_states(of_hosts: Sequence[Sequence[FoundState]]) -> tuple[list[FoundState], list[FoundState]]:
-    """The states of which the hosts together have all pieces, and the others; both with the newest first."""
-    joined: dict[str, FoundState] = {}
-    for state in (state for of_host in of_hosts for state in of_host):
-        before = joined.get(state.name)
-        joined[state.name] = state._replace(there=state.there | (before.there if before else frozenset()))
-    ordered = sorted(joined.values(), key=lambda state: (state.number, state.name), reverse=True)
-    whole = [state for state in ordered if len(state.there) == len(state.holders)]
-    return whole, [state for state in ordered if len(state.there) < len(state.holders)]
-
-
-def what_is_missing(state: FoundState) -> str:
-    """The pieces that no host has, and the hosts that had them."""
-    missing = [rank for rank in range(len(state.holders)) if rank not in state.there]
-    names = sorted({name for rank in missing for name in state.holders[rank]})
-    files = ", ".join(piece_name(rank) for rank in missing[:8])
-    count = f"{len(missing)} of {len(state.holders)} pieces"
-    return f"{state.name} (step {state.steps}) lacks {count}: {files}, which lie on {', '.join(names)}"
-
-
 def tree_of(place: Path) -> dict[str, bytes]:
     """All files in `place` but the pieces, by their names in there."""
     paths = [path for path in place.rglob("*") if path.is_file() and path.parent.name != PIECES and is_of_save(path)]
@@ -325,8 +312,25 @@ def begin_in(folder: Path, *, takes: bool = True) -> Publication:
     return publication
 
 
-def remove_states(folder: Path, keeps: Sequence[str] = ()) -> None:
-    """Remove all states in the folder of this host but those of these names."""
-    for place in folder.glob(f"{_PREFIX}*"):
-        if place.name not in keeps and not place.is_symlink():
-            shutil.rmtree(place)
+def remove_states(folder: Path, names: Iterable[str]) -> None:
+    """Remove the states of these names that are in the folder of this host.
+
+    Each goes as a whole: if the process ends meanwhile, the next save removes the rest.
+    """
+    for place in (folder / name for name in names):
+        left = folder / f"{UNFINISHED}{uuid.uuid4().hex[:12]}"
+        with suppress(FileNotFoundError):  # this host has nothing of it, or somebody else was faster
+            place.rename(left)
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def remove_states_of(folder: Path, training: str, steps: int) -> None:
+    """Remove the states in the folder of this host that a training had made by so many steps."""
+    with suppress(SaveError, OSError):  # it is gone, or of somebody else; or others are in there
+        refuse_foreign(folder, os.lstat(folder))
+        for place in folder.glob(f"{_PREFIX}*"):
+            with suppress(CheckpointError):  # another rank was faster
+                state = HostState.read(place)
+                if state.training == training and state.steps <= steps:
+                    remove_states(folder, [place.name])
+        folder.rmdir()

@@ -2,95 +2,129 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from transformers.utils import logging
 
 from ...errors import CheckpointError
+from ...holdings.training import Training
 from ...ranks.coordinator import Coordinator
 from ...sources.base import ByteSource, Retries, SourceFile
 from ...sources.by_path import mounted
 from ...sources.local import LocalFiles
 from ...sources.relay import RelayedFiles, RelayServer
+from .choice import Chosen, FoundState, TrainingMark, choose, joined, mark_of, piece_name
 from .folders import (
+    MANIFEST,
     PIECES,
-    FoundState,
     Hosts,
     HostState,
     begin_in,
     own_folder,
-    piece_name,
     pieces_in,
     states_in,
     tree_of,
-    what_is_missing,
-    whole_states,
     write_tree,
 )
 from .pieces import PiecedFiles
 
 
+if TYPE_CHECKING:
+    from .shared import SharedState
+
+
 logger = logging.get_logger(__name__)
 
 
-def newest_on_hosts(folder: Path, coordinator: Coordinator, *, raises: bool = True) -> FoundState | None:
-    """The newest state in the folders of the hosts that is whole (all ranks, in a meeting); None if there is no state.
+def newest_on_hosts(folder: Path, coordinator: Coordinator, training: Training) -> Path:
+    """The newest state in the folders of the hosts that is whole (all ranks, in a meeting), which all hosts have then.
 
-    Its folder lies on every host then. Newer ones that are not whole are named in a warning.
+    One of this very `training` if there is any; what is not taken, and ahead or of another one, a warning names.
 
     Raises:
-        CheckpointError: on all ranks: there are states, and none is whole. If not `raises`, a warning says that.
+        CheckpointError: on all ranks: there are no states, or none is whole.
     """
     hosts = Hosts.meet(coordinator)
-    is_leader = coordinator.rank == hosts.leader
-    mine = coordinator.run_on_all(lambda: states_in(own_folder(folder)) if is_leader else [])
-    of_ranks = coordinator.all_gather(mine)
-    whole, broken = whole_states(of_ranks)
-    if not whole:
-        why = (
-            f"{folder}: no state is whole on {', '.join(hosts.names)}: "
-            f"{'; '.join(what_is_missing(each) for each in broken[:4])}."
+    found = _look_for_states(folder, hosts, coordinator)
+    mark = coordinator.broadcast(lambda: mark_of(training))
+    choice = choose(found, mark)
+    if choice.taken is None and all(map(mark.differs_from, found)):  # the folder was named, so one of these is meant
+        whole = next((state for state in found if state.is_whole), None)
+        choice = Chosen(whole, choice.passed_over)
+    if not found:
+        raise CheckpointError(f"{folder}: no host has a state there. Start anew, or go on from another folder.")
+    if choice.taken is None:
+        raise CheckpointError(
+            f"{folder}: no state is whole on {', '.join(hosts.names)}: {'; '.join(choice.passed_over[:4])}. Start "
+            "these hosts too, or go on from another folder."
         )
-        if broken and raises:
-            raise CheckpointError(f"{why} Start these hosts too, or go on from another folder.")
-        if broken and coordinator.is_main:
-            logger.warning(why)
-        return None
-    chosen = whole[0]
-    newer = [each for each in broken if each.number > chosen.number]
-    if newer and coordinator.is_main:
-        logger.warning(
-            f"{folder}: {'; '.join(map(what_is_missing, newer))}. {chosen.name} (step {chosen.steps}) is taken."
-        )
-    has_it = [chosen.name in [each.name for each in of_rank] for of_rank in of_ranks]
-    if not all(has_it[ranks[0]] for ranks in hosts.ranks):
-        tree = coordinator.broadcast(lambda: tree_of(folder / chosen.name), has_it.index(True))
-
-        def add() -> None:
-            if is_leader and not has_it[coordinator.rank]:
-                publication = begin_in(folder, takes=False)  # a save that is under way goes on
-                write_tree(publication.temporary / chosen.name, tree)
-                (publication.temporary / chosen.name / PIECES).mkdir(mode=0o700)
-                publication.commit("", "")
-
-        coordinator.run_on_all(add)
-    return chosen
+    _say(folder, choice, f"{choice.taken.name} (step {choice.taken.steps})", coordinator)
+    place = folder / choice.taken.name
+    _spread(place, hosts, coordinator)
+    return place
 
 
 def newest_of_both(
-    folder: Path, coordinator: Coordinator, steps_of_shared: Callable[[], int]
-) -> tuple[FoundState | None, int]:
-    """The newest state on hosts, None if the shared disk has a newer one; and the steps of that one (all ranks).
+    folder: Path, coordinator: Coordinator, mark: Callable[[], TrainingMark], look: Callable[[], SharedState]
+) -> tuple[FoundState | None, SharedState]:
+    """The newest state on hosts, None if the shared disk has a newer one; and what is there (all ranks, in a meeting).
 
-    Rank 0 says by `steps_of_shared` which steps the newest on the shared disk has made; -1: there is none.
+    Rank 0 says what is on the shared disk by `look`, and by `mark` what training is going to go on. If there is a
+    state on the shared disk, the training is that one's. A warning names what is on hosts and is not taken, and ahead
+    of what is, or of another training.
     """
-    found = newest_on_hosts(folder, coordinator, raises=False)
-    steps = coordinator.broadcast(steps_of_shared)
-    return (found if found is not None and found.steps >= steps else None), steps
+    hosts = Hosts.meet(coordinator)
+    found = _look_for_states(folder, hosts, coordinator)
+    own, shared = coordinator.broadcast(lambda: (mark(), look()))
+    if shared.training:
+        own = own._replace(training=shared.training)
+    choice = choose(found, own, shared.steps)
+    taken = choice.taken
+    if taken is not None:
+        _spread(folder / taken.name, hosts, coordinator)
+        what = f"{taken.name} (step {taken.steps})"
+    else:
+        what = "no state on hosts" if shared.steps < 0 else f"that of the shared disk (step {shared.steps})"
+    _say(folder, choice, what, coordinator)
+    return taken, shared
+
+
+def _look_for_states(folder: Path, hosts: Hosts, coordinator: Coordinator) -> list[FoundState]:
+    """The states that all hosts have between them, the newest first (all ranks, in a meeting)."""
+    looks = coordinator.rank == hosts.leader and os.path.lexists(folder)
+    mine = coordinator.run_on_all(lambda: states_in(own_folder(folder)) if looks else [])
+    return joined(coordinator.all_gather(mine))
+
+
+def _say(folder: Path, choice: Chosen, what: str, coordinator: Coordinator) -> None:
+    if choice.passed_over and coordinator.is_main:
+        logger.warning(
+            f"{folder}: {what} is taken. Not taken: {'; '.join(choice.passed_over)}. These stay there: to go on from "
+            "a whole one, give its folder to load_state; else remove it."
+        )
+
+
+def _spread(place: Path, hosts: Hosts, coordinator: Coordinator) -> None:
+    """Write all files of a state but the pieces on hosts that lack them (all ranks, in a meeting)."""
+    has_it = coordinator.all_gather((place / MANIFEST).is_file())
+    if all(hosts.of_leaders(has_it)) or not any(has_it):
+        return
+    tree = coordinator.broadcast(lambda: tree_of(place), has_it.index(True))
+
+    def add() -> None:
+        if coordinator.rank == hosts.leader and not has_it[coordinator.rank]:
+            publication = begin_in(own_folder(place.parent), takes=False)  # a save that is under way goes on
+            write_tree(publication.temporary / place.name, tree)
+            (publication.temporary / place.name / PIECES).mkdir(mode=0o700)
+            publication.commit("", "")
+
+    coordinator.run_on_all(add)
 
 
 @contextmanager
@@ -101,9 +135,9 @@ def pieces_mounted(place: Path, coordinator: Coordinator) -> Iterator[None]:
         CheckpointError: on all ranks: the record of the state is not sound, or no host has one of the pieces.
     """
     hosts = Hosts.meet(coordinator)
+    _spread(place, hosts, coordinator)
     state, there = coordinator.run_on_all(partial(_look, place, coordinator.rank == hosts.leader))
-    of_ranks = coordinator.all_gather(there)
-    of_hosts = [of_ranks[ranks[0]] for ranks in hosts.ranks]
+    of_hosts = hosts.of_leaders(coordinator.all_gather(there))
     reader_of: dict[int, int] = {}
     for piece in range(len(state.pieces)):
         having = [number for number, of_host in enumerate(of_hosts) if piece in of_host]

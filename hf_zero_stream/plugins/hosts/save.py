@@ -13,22 +13,23 @@ import os
 import shutil
 import uuid
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
-import psutil
 import torch
 from transformers.utils import logging
 
 from ...accelerators import settle
+from ...bindings import history
 from ...checkpoint.file_digests import WORD
 from ...checkpoint.safetensors import ShardToWrite
 from ...errors import ConfigError, SaveError
 from ...holdings.own_names import parameters
+from ...holdings.training import STEPS, Training
 from ...saving.files import Comparison, ShardWriter
 from ...saving.preparation import Finalizer
 from ...saving.publication import Publication
@@ -36,6 +37,8 @@ from ...saving.save import Save
 from ...saving.targets import AnyPublication
 from ...saving.write import Put, bytes_of, execute_saves
 from ...sources.local import kind_of_file_system
+from ...sources.memory import free_memory
+from .choice import FoundState, facts_of, joined, next_number, piece_name, replaced_by
 from .copies import copy_pieces, holders_of
 from .folders import (
     MANIFEST,
@@ -45,12 +48,10 @@ from .folders import (
     HostState,
     PieceRecord,
     begin_in,
-    piece_name,
     refuse_shared,
     remove_states,
     states_in,
     tree_of,
-    whole_states,
     write_tree,
 )
 from .pieces import packed_runs
@@ -63,9 +64,11 @@ class HostSave(Save):
     """A save into the folder of each host, of which as many other hosts keep copies as `copies` says.
 
     Args:
-        steps: that the optimizer has made.
-        keep: states that stay, this one included.
+        training: what is saved.
+        keep: states of this training that stay, this one included.
         beside: files of this rank that belong to the state too, by their names.
+        facts: what the caller knows that tells this training from others, beside :func:`.choice.facts_of`.
+        told: called when all hosts have the state, with the id of the training and its steps.
         kwargs: those of :class:`.Save`.
     """
 
@@ -73,9 +76,11 @@ class HostSave(Save):
         self,
         *args: Any,
         copies: int,
-        steps: int,
+        training: Training,
         keep: int = 1,
         beside: Mapping[str, bytes] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        told: Callable[[str, int], object] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +88,9 @@ class HostSave(Save):
         for name, value, least in (("copies", copies, 0), ("keep", keep, 1)):
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}: expected a whole number from {least} on; got {value!r}")
-        self._copies, self._steps, self._keep, self._beside = copies, steps, keep, dict(beside or {})
+        self._copies, self._keep, self._beside = copies, keep, dict(beside or {})
+        self._training, self._facts = training, {**facts_of(training), **(facts or {})}
+        self._told = told
 
     def _together(self) -> AbstractContextManager[object]:
         stack = ExitStack()
@@ -123,7 +130,7 @@ class HostSave(Save):
             paths, of_hosts = zip(
                 *coordinator.all_gather((None if own is None else own.temporary, found)), strict=True
             )
-            state = self._write_pieces(paths[hosts.leader], hosts, [each for each in of_hosts if each])
+            state = self._write_pieces(paths[hosts.leader], hosts, joined(of_hosts))
             with self._clock("publish"):
                 tree = coordinator.broadcast(partial(self._tree, publication, finalizer))
                 for of_rank in coordinator.all_gather(self._beside):
@@ -136,12 +143,13 @@ class HostSave(Save):
         finally:
             if coordinator.is_main:
                 publication.abandon()
+        if self._told is not None:
+            self._told(state.training, state.steps)
         # Only now: until all hosts have the new state, the older one is what a resume may need.
-        whole, _ = whole_states([each for each in of_hosts if each])
-        keeps = [state.name, *[each.name for each in whole if each.number < state.number][: self._keep - 1]]
-        coordinator.run_on_all(lambda: remove_states(self._own_folder, keeps) if is_leader else None)
+        names = replaced_by(state.found(frozenset()), joined(of_hosts), self._keep)
+        coordinator.run_on_all(lambda: remove_states(self._own_folder, names) if is_leader else None)
 
-    def _write_pieces(self, temporary: Path, hosts: Hosts, of_hosts: Sequence[Any]) -> HostState:
+    def _write_pieces(self, temporary: Path, hosts: Hosts, found: Sequence[FoundState]) -> HostState:
         """Write this rank's piece, and the copies of others', into the `temporary` folder of this host."""
         coordinator = self._coordinator
         copies = min(self._copies, len(hosts.ranks) - 1)
@@ -151,7 +159,9 @@ class HostSave(Save):
                 f"{len(hosts.ranks)} host(s). If one is lost, so may be the state."
             )
         mine = _joined(self._extents())
-        identity, *_ = coordinator.all_gather(uuid.uuid4().hex[:12])
+        steps, training = self._training.counters[STEPS], history.id_of(self._training.optimizer)
+        own = uuid.uuid4().hex[:12], steps, training, self._facts if coordinator.is_main else {}
+        (identity, steps, training, facts), *_ = coordinator.all_gather(own)
         sizes = coordinator.all_gather(sum(stop - start for _, start, stop in mine))
         holders = holders_of(hosts, copies)
 
@@ -174,8 +184,10 @@ class HostSave(Save):
         self._table = self._packed_runs(mine, shards)
         return HostState(
             id=identity,
-            number=1 + max((each.number for of_host in of_hosts for each in of_host), default=0),
-            steps=self._steps,
+            steps=steps,
+            number=next_number(found, training, steps),
+            training=training,
+            facts=facts,
             hosts=hosts.names,
             shards=shards,
             pieces=[PieceRecord(*each) for each in zip(sizes, digests, holders, strict=True)],
@@ -275,7 +287,7 @@ def _refuse_too_large(folder: Path, nbytes: int) -> None:
     """Raise a SaveError if there is no room for `nbytes` in the `folder`, or in the memory that it lies in."""
     room, of_what = shutil.disk_usage(folder).free, "disk"
     if kind_of_file_system(str(folder)) in ("tmpfs", "ramfs"):
-        room, of_what = min(room, psutil.virtual_memory().available), "memory"
+        room, of_what = min(room, free_memory()), "memory"
     if nbytes > room:
         raise SaveError(
             f"{folder}: this host would keep {nbytes} bytes of a state there, copies of other hosts' included; "

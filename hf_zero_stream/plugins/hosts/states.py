@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
-from ...errors import CheckpointError, ConfigError, SaveError
-from ...holdings.training import STEPS
-from ...ranks.coordinator import Coordinator, meeting
+from ...bindings import history
+from ...errors import ConfigError, SaveError
+from ...holdings.training import STEPS, Training
+from ...ranks.coordinator import Coordinator, expected_at, meeting
 from ...ranks.rendezvous import LOAD
 from ...registry import import_object
 from ...reports.save import SaveReport
 from ...saving.pending import finish_pending
+from ...saving.whole import note_state, when_whole
+from ...seams.wrappers import unwrapped
 from ...settings.config import StreamingConfig
 from ...sources.base import is_plain_name
-from ...state.callers import look_for_state, name_in
 from ...state.load import Resumed, resume
-from ...state.record import CLIENT, FILE, StateRecord
+from ...state.record import CLIENT
+from ...state.refusals import training_of
 from ...state.save import save_state
-from .folders import own_folder
+from .choice import mark_of
+from .folders import own_folder, remove_states_of
 from .load import newest_of_both
+from .shared import SharedState, shared_state, state_in_place
 
 
 logger = logging.get_logger(__name__)
@@ -39,16 +44,25 @@ logger = logging.get_logger(__name__)
 _JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 
+class _Newest(NamedTuple):
+    """The newest state that a training has on hosts, or as new a one."""
+
+    model: ref[nn.Module]
+    training: str
+    steps: int
+
+
 class HostStates:
     """States of one job, in a folder of each host: on a disk of its own, or in its memory (``/dev/shm``).
 
-    What is left when a job has crashed has the job's name, and the next start of the same job goes on from it. After a
-    ``with`` block that ends without an error, and when a Trainer has come to its last step, nothing is left.
+    What is left when a job has crashed has the job's name, and the next start of the same training goes on from it.
+    After a ``with`` block that ends without an error, and when a Trainer has come to its last step, nothing is left
+    once the shared disk has what is as new: see :meth:`remove_when_saved`.
 
     Args:
         folder: where on each host; the job gets a folder in there, for its user alone.
         copies: of what a host writes, on as many other hosts. So many hosts may be lost at once.
-        keep: states that stay, the newest one included.
+        keep: states of a training that stay, the newest one included.
         job: the name of the job, the same on all hosts and at each start; default: torchrun's ``--rdzv-id``, or the id
             of the Slurm job.
 
@@ -78,31 +92,52 @@ class HostStates:
             )
         self.folder = Path(folder) / f"hf_zero_stream-{name}"
         self._copies, self._keep = copies, keep
+        self.facts: dict[str, Any] = {}
+        """What is known of the training beside its optimizer; see :mod:`.choice`."""
+        self._newest: _Newest | None = None
 
     def save(self, trained: Any, **kwargs: Any) -> SaveReport:
         """Save a state on the hosts (all ranks); for the arguments and errors see :func:`...state.save.save_state`."""
-        how = {"copies": self._copies, "keep": self._keep, **kwargs}
+        model = ref(unwrapped(trained))
+
+        def told(training: str, steps: int) -> None:
+            self._newest = _Newest(model, training, steps)
+
+        how = {"copies": self._copies, "keep": self._keep, "facts": self.facts, "told": told, **kwargs}
         report: SaveReport = save_state(trained, self.folder, hosts=True, **how)
         return report
 
     def load(self, trained: Any, shared: str | os.PathLike[str] | None = None, **kwargs: Any) -> Resumed | None:
         """Go on from the newest state that is whole: on the hosts, or in the `shared` folder of ``save_state``.
 
-        None, and nothing is loaded, if there is none. For further arguments and errors see
-        :func:`...state.load.load_state`.
+        None, and nothing is loaded, if there is none. What counts is how many steps a training had made. A state on
+        hosts is taken if it is of this very training: of the one of the shared state, and set up as this one is. For
+        what is not taken, and ahead of what is or of another training, there is a warning.
+
+        For further arguments and errors see :func:`...state.load.load_state`.
         """
         finish_pending()
+        with expected_at(LOAD):
+            training = _training_of(trained, kwargs)
+            self.facts = {} if shared is None else {"shared": os.path.realpath(shared)}
         with meeting(LOAD) as coordinator:
-            found, steps = newest_of_both(
-                self.folder, coordinator, lambda: -1 if shared is None else _steps_in(Path(shared))
+            found, there = newest_of_both(
+                self.folder,
+                coordinator,
+                lambda: mark_of(training, self.facts),
+                lambda: SharedState() if shared is None else shared_state(Path(shared)),
             )
-            if found is not None:
-                return resume(trained, self.folder / found.name, meeting=coordinator, **kwargs)
-            if shared is None or steps < 0:
+            if found is None and (shared is None or there.steps < 0):
                 return None
-            if coordinator.is_main:
-                logger.info(f"{shared}: its state of step {steps} is newer than those on hosts, and is taken.")
-            return resume(trained, Path(shared), meeting=coordinator, **kwargs)
+            if found is None and coordinator.is_main:
+                logger.info(f"{shared}: its state of step {there.steps} is newer than those on hosts, and is taken.")
+            place = Path(str(shared)) if found is None else self.folder / found.name
+            resumed = resume(trained, place, meeting=coordinator, **kwargs)
+        newest = _Newest(ref(training.model), history.id_of(training.optimizer), resumed.counters.get(STEPS, 0))
+        self._newest = newest
+        if found is None:
+            note_state(training.model, newest.training, newest.steps, resumed)
+        return resumed
 
     def attach(self, trainer: Any, every: int) -> str | None:
         """Have a Trainer save a state on the hosts every so many steps; returns the checkpoint to go on from.
@@ -119,10 +154,35 @@ class HostStates:
         return attach(self, trainer, every)
 
     def remove(self) -> None:
-        """Remove all that this job has on this host; each host must call it."""
+        """Remove all that this job has on this host, of whatever training; each host must call it."""
         if self.folder.exists():
             with suppress(SaveError, FileNotFoundError):  # it is somebody else's, or another rank was faster
                 shutil.rmtree(own_folder(self.folder), ignore_errors=True)
+
+    def note(self, trained: Any, **own: Any) -> None:
+        """Note how far what is `trained` has come, unless a state of it is known here; `own` as for ``save_state``."""
+        if self._newest is None:
+            training = _training_of(trained, own)
+            steps = training.counters[STEPS]
+            self._newest = _Newest(ref(training.model), history.id_of(training.optimizer), steps)
+
+    def remove_when_saved(self, *, or_weights: bool = False) -> None:
+        """Remove what the training has here once a state of it, as new as that, is whole on the shared disk.
+
+        For that, and for `or_weights`, see :func:`...saving.whole.when_whole`.
+        """
+        newest, self._newest = self._newest, None
+        model = None if newest is None else newest.model()
+        if newest is None or model is None:
+            return
+        remove = partial(remove_states_of, self.folder, newest.training, newest.steps)
+        is_done = when_whole(model, newest.training, newest.steps, remove, or_weights=or_weights)
+        if not is_done and Coordinator.of_default_group().is_main:
+            result = "a state of that step, or the saved model," if or_weights else "a state of that step"
+            logger.warning(
+                f"{self.folder}: the state of step {newest.steps} stays until {result} is whole on the shared disk. "
+                "If you need it no more, call HostStates.remove()."
+            )
 
     def __enter__(self) -> HostStates:
         return self
@@ -131,7 +191,7 @@ class HostStates:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.remove()
+            self.remove_when_saved()
 
 
 # ----------------------------------------------------------------------------------- by the setting host_states_every
@@ -163,20 +223,28 @@ def checkpoint_by_settings(trainer: Any, given: Any, settings: StreamingConfig) 
             f"{newest}: the training goes on from this state on hosts, which is newer than all in {output_dir}."
             if is_asked_for
             else f"{newest}: this state on hosts is newer than {given or 'the model'}, from which the training is to "
-            "begin, and goes when the next one is saved. resume_from_checkpoint=True goes on from the newest."
+            "begin. resume_from_checkpoint=True goes on from the newest."
         )
     return newest if is_asked_for else given
 
 
 def state_of_engine(
-    folder: Path, shared: tuple[Path, str | None] | None, settings: StreamingConfig, coordinator: Coordinator
+    engine: Any,
+    folder: Path,
+    shared: tuple[Path, str | None] | None,
+    settings: StreamingConfig,
+    coordinator: Coordinator,
 ) -> Path | None:
     """The state on hosts for ``engine.load_checkpoint(folder)``, if none there is newer (all ranks, in a meeting).
 
     `shared` is what is there: a folder, and the name of a state of ours in it.
     """
     states = states_of(folder, settings)
-    found, _ = newest_of_both(states.folder, coordinator, lambda: _steps_of(folder, shared))
+    with coordinator.reporting():
+        training = _training_of(engine, {})
+    found, _ = newest_of_both(
+        states.folder, coordinator, lambda: mark_of(training), lambda: state_in_place(folder, shared)
+    )
     if found is None:
         return None
     place = states.folder / found.name
@@ -207,7 +275,8 @@ def save_between_steps(engine: Any, folder: Path, settings: StreamingConfig, cli
     states = _on_hosts[engine]
     if client_state and states is not None:
         _on_hosts[engine] = None
-        states.remove()
+        states.note(engine)
+        states.remove_when_saved()
         if Coordinator.of_default_group().is_main:
             logger.warning(
                 f"{folder}: host_states_every saves nothing here, because this script has a client_state for each "
@@ -218,17 +287,7 @@ def save_between_steps(engine: Any, folder: Path, settings: StreamingConfig, cli
 _on_hosts: WeakKeyDictionary[Any, HostStates | None] = WeakKeyDictionary()
 
 
-def _steps_in(folder: Path) -> int:
-    return _steps_of(folder, look_for_state(folder, None))
-
-
-def _steps_of(folder: Path, state: tuple[Path, str | None] | None) -> int:
-    """The steps of a state of ours in a shared `folder`, or of what else is the newest there; -1 if nothing is."""
-    if state is not None and state[1] is not None:
-        try:
-            return StateRecord.read(state[0] / state[1] / FILE).counters.get(STEPS, 0)
-        except CheckpointError:
-            return 0  # what is wrong with it, loading it says
-    name = name_in(folder, None)
-    steps = re.fullmatch(r"global_step(\d+)", name)
-    return int(steps[1]) if steps else sys.maxsize if name else -1  # DeepSpeed's own, of a name that says no step
+def _training_of(trained: Any, given: Mapping[str, Any]) -> Training:
+    """The training of the arguments that ``save_state`` or ``load_state`` was `given`."""
+    own = {name: given.get(name) for name in ("optimizer", "scheduler", "scaler", "batch_size")}
+    return training_of(trained, coordinator=Coordinator.of_default_group(), **own)

@@ -19,9 +19,12 @@ from transformers.utils import logging
 from ...errors import UnsupportedError, require_names
 from ...ranks.coordinator import expected_at, meeting
 from ...ranks.rendezvous import LOAD
-from ...seams.wrappers import checkpoint_number, is_fsdp2
+from ...seams.wrappers import checkpoint_number, is_fsdp2, unwrapped
+from ...state.hooks import note_steps
 from ...state.record import CLIENT
+from .choice import TrainingMark, as_facts, facts_of_model
 from .load import newest_of_both
+from .shared import SharedState, shared_state
 
 
 logger = logging.get_logger(__name__)
@@ -74,7 +77,7 @@ def write_small_files(trainer: Any, folder: Path) -> None:
 
 
 class SaveOnHosts(TrainerCallback):
-    """Saves the training of a Trainer on the hosts, and removes what is there when it has come to its end.
+    """Saves the training of a Trainer on the hosts; what is there goes at its end, when the result is saved.
 
     As the Trainer's own checkpoints, a state has what was logged and evaluated in its step.
     """
@@ -98,14 +101,19 @@ class SaveOnHosts(TrainerCallback):
         self._save_after(self._awaited)  # what was awaited has not come: another callback has changed it
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps:
-            self.states.remove()
+        trainer = self._trainer()
+        if trainer is not None and state.global_step >= state.max_steps:
+            note_steps(trainer)
+            trained, own = trained_by(trainer)
+            self.states.note(trained, **own)
+            self.states.remove_when_saved(or_weights=True)
 
     def _save_after(self, event: str) -> None:
         trainer = self._trainer()
         if not self._awaited or event != self._awaited or trainer is None:
             return
         self._awaited = ""
+        note_steps(trainer)
         trained, own = trained_by(trainer)
         with tempfile.TemporaryDirectory() as folder:
             write_small_files(trainer, Path(folder))
@@ -117,13 +125,34 @@ def attach(states: Any, trainer: Any, every: int) -> str | None:
     """Do what :meth:`.states.HostStates.attach` says."""
     with expected_at(LOAD):
         _refuse_unsharded(trainer)
+        states.facts = _facts_of(trainer)
     trainer.remove_callback(SaveOnHosts)  # of an earlier call
     trainer.add_callback(SaveOnHosts(states, trainer, every))
     with meeting(LOAD) as coordinator:
         shared = coordinator.broadcast(lambda: last_checkpoint_in(trainer.args.output_dir))
-        steps = -1 if shared is None else checkpoint_number(Path(shared).name) or 0
-        found, _ = newest_of_both(states.folder, coordinator, lambda: steps)
+
+        def look() -> SharedState:
+            if shared is None:
+                return SharedState()
+            return SharedState(checkpoint_number(Path(shared).name) or 0, shared_state(Path(shared)).training)
+
+        # Neither the Trainer nor we know the id of a training that has no optimizer yet.
+        found, _ = newest_of_both(states.folder, coordinator, lambda: TrainingMark("", states.facts), look)
     return shared if found is None else str(states.folder / found.name)
+
+
+_OPTIONS = (
+    *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("lr_scheduler_type", "seed", "data_seed"),
+)
+"""The arguments of a Trainer by which its training differs from that of another one, whatever machines it runs on."""
+
+
+def _facts_of(trainer: Any) -> dict[str, Any]:
+    """What tells the training of a Trainer from others before there is an optimizer."""
+    options = {name: getattr(trainer.args, name, None) for name in _OPTIONS}
+    own = {"output_dir": os.path.realpath(trainer.args.output_dir), "model": facts_of_model(unwrapped(trainer.model))}
+    return as_facts({f"Trainer's {name}": getattr(value, "value", value) for name, value in (options | own).items()})
 
 
 def is_last(checkpoint: Any, output_dir: str) -> bool:
