@@ -55,7 +55,7 @@ _kept: WeakKeyDictionary[nn.Module, dict[str, _Kept]] = WeakKeyDictionary()
 
 
 @contextmanager
-def _as_save_error(place: Path) -> Iterator[None]:
+def as_save_error(place: Path) -> Iterator[None]:
     """Turn an error of the system inside, where a save is prepared in the folder `place`, into a SaveError."""
     try:
         yield
@@ -90,7 +90,7 @@ class SavePlanner:
     def plan(self, folder: Path, item: SaveItem) -> list[WritePlan]:
         """The plans of `item` and of its siblings; the `folder` is that of rank 0."""
         place = folder / item.folder
-        with _as_save_error(place):
+        with as_save_error(place):
             return self._plan(place, item)
 
     def _plan(self, place: Path, item: SaveItem) -> list[WritePlan]:
@@ -166,7 +166,7 @@ class SavePlanner:
             is_state=self.is_state,
             shares=not self.single_writer,
         )
-        with coordinator.reporting(), _as_save_error(place):
+        with coordinator.reporting(), as_save_error(place):
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):
                 noted = item.lay_out(place if coordinator.is_main else Path(elsewhere), parameters)
             shards = [*map(lay_out_shard, noted)]
@@ -340,7 +340,7 @@ class Finalizer:
                 }
             )
             total = sum(map(Counter, digests), headers if digests else Counter())
-            with _as_save_error(publication.temporary):
+            with as_save_error(publication.temporary):
                 self.write_rest(publication, {name: digest % WORD for name, digest in total.items()})
         weights = next((each for each in plans if not each.folder), None)
         name, index = ("", "") if weights is None else (_SUFFIX.sub("", weights.shards[0].name), weights.index_name)

@@ -49,7 +49,7 @@ def split_base(
 ) -> tuple[list[str], dict[str, Digest]]:
     """Split the base: what is not shown to be in its checkpoint, and the digests of the rest (all ranks).
 
-    Buffers that are `apart` are saved for each rank. Quantised values do not lie in a checkpoint as they do in memory:
+    Buffers that are `apart` differ between ranks. Quantised values do not lie in a checkpoint as they do in memory:
     they are left out, and a resume compares them.
     """
     model = training.model
@@ -68,7 +68,8 @@ def split_base(
             f"save_state: {len(left)} tensors that are not trained ({nbytes / 2**20:.1f} MiB) are saved with the "
             f"adapters, because {why}: {', '.join(left[:8])}."
         )
-    return left, {name: digest for name, digest in digests.items() if name not in left}
+    # Of what is apart, rank 0's values are for tools that read states, as those in weights are.
+    return sorted([*left, *apart]), {name: digest for name, digest in digests.items() if name not in left}
 
 
 def _refuse_unlike_replicas(model: nn.Module, names: Collection[str], coordinator: Coordinator) -> None:

@@ -43,7 +43,7 @@ from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.background import ALL
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
-from ..saving.preparation import Finalizer, LayOut, SaveItem
+from ..saving.preparation import Finalizer, LayOut, SaveItem, as_save_error
 from ..saving.publication import Publication, finish_interrupted
 from ..saving.readiness import make_ready
 from ..saving.save import Save
@@ -341,9 +341,15 @@ def _name(folder: Path | str, tag: str, keep_older: bool) -> tuple[str, list[str
 
     Raises:
         ConfigError: DeepSpeed's own checkpoint is in `folder` itself: which of the two is to be loaded later?
+        SaveError: what is in `folder` cannot be looked at, or what an earlier save has left cannot be finished.
     """
     if isinstance(folder, str):
         return _name_at(folder, tag, keep_older)
+    with as_save_error(folder):
+        return _name_in(folder, tag, keep_older)
+
+
+def _name_in(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]]:
     finish_interrupted(folder)
     of_deepspeed = entries_of_deepspeed(folder)
     if of_deepspeed and keep_older:
