@@ -77,7 +77,7 @@ def test_every_error_has_cause_and_cure() -> None:
     assert set(sections) == set(classes)
     for name, kind in classes.items():
         if kind is not errors.HfZeroStreamError:
-            assert sections[name].startswith(f" ({kind.__bases__[1].__name__})")
+            assert sections[name].startswith(f" ({kind.__bases__[-1].__name__})")
             assert "**Cause.**" in sections[name] and "**Cure.**" in sections[name]
 
 
