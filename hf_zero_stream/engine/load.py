@@ -153,7 +153,7 @@ class Load:
 
         def checked_map() -> CheckpointMap:
             if compares and self._compares_copy(folders):
-                refuse_other_shards(files, zip(*read()), zip(headers, samples))
+                refuse_other_shards(files, zip(*read()), zip(headers, samples), folders[0])
             return self.checkpoint.map_from_headers(files, headers, weight_map)
 
         # Where one rank reads for others, an error of one must be an error of all.
@@ -180,7 +180,7 @@ class Load:
 
         of_rank_0 = self.coordinator.broadcast(look)
         if self._compares_copy(folders):
-            refuse_other_shards(described, look(), of_rank_0)
+            refuse_other_shards(described, look(), of_rank_0, folders[0])
 
     def _compares_copy(self, folders: Sequence[str]) -> bool:
         """Whether this rank compares its files with rank 0's: the first of another host, and one of another folder."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ HeaderAndSample = tuple[ShardHeader, bytes]
 
 
 def refuse_other_shards(
-    paths: Sequence[str], own: Iterable[HeaderAndSample], of_rank_0: Iterable[HeaderAndSample]
+    paths: Sequence[str], own: Iterable[HeaderAndSample], of_rank_0: Iterable[HeaderAndSample], folder_of_rank_0: str
 ) -> None:
     """Raise a CheckpointError if a shard that this rank has read is not the one that rank 0 has read."""
     for path, (own_header, values), (header, values_of_rank_0) in zip(paths, own, of_rank_0, strict=True):
@@ -93,9 +94,13 @@ def refuse_other_shards(
             difference = "has the same header as rank 0's and other values"
         else:
             continue
-        raise CheckpointError(
-            f"{path}: the file on this host {difference}. Make the checkpoint the same on every node."
-        )
+        advice = "Make the checkpoint the same on every node."
+        if os.path.dirname(path) != folder_of_rank_0:
+            advice += (
+                f" Or, if {folder_of_rank_0}, from which rank 0 loads, is another model: ranks load different things "
+                "at this moment, perhaps in several threads; all must make the same loads in the same order."
+            )
+        raise CheckpointError(f"{path}: the file on this host {difference}. {advice}")
 
 
 def _version(library: str) -> str:

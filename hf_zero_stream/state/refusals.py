@@ -197,6 +197,11 @@ def refuse_ranks_apart(of_ranks: Sequence[SlotDigests]) -> None:
     """Raise an UnsupportedError if the optimizers of the ranks keep different numbers, by :func:`digests_of` them."""
     names = dict.fromkeys(key for of_rank in of_ranks for key in of_rank)
     different = [key for key in names if len({of_rank.get(key) for of_rank in of_ranks}) > 1]
+    if any(name == "step" for _, name in different):
+        raise UnsupportedError(
+            "The ranks have not made the same number of steps: what the optimizer keeps as `step` differs between "
+            "them. All ranks must save after the same step."
+        )
     if different:
         number, name = different[0]
         raise UnsupportedError(

@@ -124,7 +124,11 @@ def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> 
         (other_setting, "DisagreementError", ["rank 1", "the setting verify (full there, sizes on rank 0)"]),
         (other_zero, "DisagreementError", ["rank 1", "the DeepSpeed config"]),
         (other_library, "DisagreementError", ["rank 1", "the version of transformers (4.0.0 there"]),
-        (other_size, "CheckpointError", ["where rank 0 sees", "Make the checkpoint the same on every node"]),
+        (
+            other_size,
+            "CheckpointError",
+            ["where rank 0 sees", "Make the checkpoint the same on every node", "load different things"],
+        ),
         (other_header, "CheckpointError", ["another header than rank 0's"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),

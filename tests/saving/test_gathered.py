@@ -235,6 +235,24 @@ def test_moments_that_differ(cluster: None, tmp_path: Path) -> None:
     assert not (tmp_path / "different" / "latest").exists()
 
 
+def save_at_other_steps(folder: Path) -> str:
+    """One rank has made a step more."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 48)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(1 + dist.get_rank()):
+        model(torch.ones(2, 64)).square().sum().backward()
+        optimizer.step()
+    with pytest.raises(UnsupportedError) as refused:
+        hf_zero_stream.save_state(model, folder, optimizer=optimizer)
+    return str(refused.value)
+
+
+def test_other_steps(cluster: None, tmp_path: Path) -> None:
+    messages = run_ranks(2, save_at_other_steps, tmp_path)
+    assert all("not made the same number of steps" in message and "AdamW" not in message for message in messages)
+
+
 def save_engine_that_differs(checkpoint: Path, folder: Path) -> str:
     """After deepspeed.initialize, which makes ranks equal, code of some rank changes a parameter."""
     config = ds_config(torch.float32, stage=1)

@@ -169,7 +169,8 @@ class _Driver:
 
     def start(self) -> None:
         """All processes; each waits to be told."""
-        self._start(reader, ["reader"])
+        for name in ("reader", "loader", "last"):
+            self._start(reader, [name])
         names = ["first"] if self.situation.second == "none" else ["first", "second"]
         for each in [names] if self.situation.writers == "threads" else [[name] for name in names]:
             self._start(writers, each, [self.job(name) for name in each])
@@ -190,11 +191,12 @@ class _Driver:
             each.close()
 
     def ask(self, order: Any, who: str) -> dict[str, Any]:
-        """Have the reader do something."""
-        self._connections["reader"].send(order)
-        if not self._connections["reader"].poll(HANGS_S):
+        """Have a reader do something: each load has a process of its own, as a new start of a job has."""
+        connection = self._connections[{"a load": "loader", "the last load": "last"}.get(who, "reader")]
+        connection.send(order)
+        if not connection.poll(HANGS_S):
             raise _Hangs(who)
-        found: dict[str, Any] = self._connections["reader"].recv()
+        found: dict[str, Any] = connection.recv()
         return found
 
     def begin(self, name: str) -> None:

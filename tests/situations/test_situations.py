@@ -12,6 +12,7 @@ from tests.situations.axes import AXES, Situation, contradiction, draw, simpler
 from tests.situations.models import make
 from tests.situations.script import write_script
 from tests.situations.trial import Finding, Trial, _of_losses, _of_weights, shrunk, trial
+from tests.support.hosts import can_mount
 
 
 FOUND_BEFORE = [
@@ -127,7 +128,13 @@ OF_PLACES = [
     "place=folder,fault=io_error,at=list,number=3",
     "place=folder,what=state,fault=no_space,at=make,number=7",
     pytest.param("place=bucket,fault=cut,at=put,number=2,shape=fewer", marks=pytest.mark.plugin("remote")),
-    pytest.param("place=hosts,away=none,fault=killed,at=rename,number=2", marks=pytest.mark.plugin("hosts")),
+    pytest.param(
+        "place=hosts,away=none,fault=killed,at=rename,number=2",
+        marks=[
+            pytest.mark.plugin("hosts"),
+            pytest.mark.skipif(not can_mount(), reason="mounting in a namespace of its own is not allowed here"),
+        ],
+    ),
 ]
 
 
