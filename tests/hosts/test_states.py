@@ -199,7 +199,7 @@ def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str
     train_plain(model, optimizer, scheduler, [0])
     if fault == "a full container" and dist.get_rank() == 1:  # whose memory the folder is in
         place_in_container(folder.parent / "container", 1000)
-        host_save.kind_of_file_system = lambda path: "tmpfs"
+        vars(host_save)["kind_of_file_system"] = lambda path: "tmpfs"
     return message_of(lambda: hf_zero_stream.save_state(model, folder / "state", optimizer=optimizer, hosts=True))
 
 

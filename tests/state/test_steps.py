@@ -17,10 +17,10 @@ class Signs(torch.optim.Optimizer):
     """An optimizer that keeps nothing, as SGD and some Lions do."""
 
     def __init__(self, params: object, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})  # type: ignore[arg-type]
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 param.sub_(param.grad.sign(), alpha=group["lr"])
@@ -75,7 +75,7 @@ def test_a_step_that_a_scaler_skips(tmp_path: Path) -> None:
     for factor in (1.0, float("inf"), 1.0):
         backward(model, optimizer, factor)
         for param in model.parameters():
-            param.grad.mul_(scaler.get_scale())  # type: ignore[union-attr]
+            param.grad.mul_(scaler.get_scale())
         scaler.scale(torch.ones(()))  # makes its scale
         scaler.step(optimizer)
         scaler.update()
