@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from ..errors import HfZeroStreamError, SaveError
+from ..errors import HfZeroStreamError, PlaceTakenError, SaveError
 from ..reports.save import SaveReport
 
 
@@ -95,12 +95,13 @@ class PendingSave:
         work()
 
     def otherwise(self, work: Callable[[], object]) -> None:
-        """Do `work` when the save has failed: in the background, or at once if it has."""
+        """Do `work` when the save has failed, and still had its place: in the background, or at once if it has."""
         with self._lock:
             if self._error is None:
                 self._if_failed.append(work)
                 return
-        work()
+        if not isinstance(self._error, PlaceTakenError):
+            work()
 
     def _run(self, work: Callable[[], SaveReport]) -> None:
         try:
@@ -116,7 +117,7 @@ class PendingSave:
                 self._error = _without_frames(error)
             self._after.clear()
             while self._if_failed:
-                self._if_failed.pop(0)()
+                self.otherwise(self._if_failed.pop(0))
             logger.error(f"A save in the background has failed; what was there before still is. {self.place}: {error}")
 
 
