@@ -208,8 +208,16 @@ def finish_interrupted(folder: Path) -> list[str]:
     """
     if not any((temporary / _LIST).exists() for temporary in folder.glob(f"{UNFINISHED}*")):
         return []
-    with _locked(folder, folder):  # ranks that load alone may come here at the same time
-        return _finish_lists(folder)
+    try:
+        with _locked(folder, folder):  # ranks that load alone may come here at the same time
+            return _finish_lists(folder)
+    except OSError as error:
+        if isinstance(error, SaveError):
+            raise
+        raise SaveError(
+            f"{folder}: cannot finish a save that was interrupted there: {error.strerror or error}. Check that you "
+            "may write there; the next save or load tries again."
+        ) from error
 
 
 def _finish_lists(folder: Path) -> list[str]:
@@ -317,7 +325,8 @@ def _locked(path: Path, folder: Path) -> Iterator[None]:
         yield
     finally:
         if path == folder:
-            (folder / _LOCK).unlink(missing_ok=True)
+            with suppress(OSError):
+                (folder / _LOCK).unlink(missing_ok=True)
         _let_go(handle)
 
 

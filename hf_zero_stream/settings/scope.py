@@ -90,6 +90,12 @@ def resource(kind: type[Resource]) -> Resource:
     return resources[kind]
 
 
+def resource_around(kind: type[Resource]) -> Resource | None:
+    """The object of this kind that the innermost open block with one has; None if none has."""
+    blocks = reversed((*_process_blocks, *_open_blocks()))
+    return next((block.resources[kind] for block in blocks if kind in block.resources), None)
+
+
 @contextmanager
 def inside() -> Iterator[None]:
     """A block without settings of its own, in the running code alone."""

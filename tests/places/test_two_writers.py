@@ -85,11 +85,15 @@ def loaded_weights(layers: int) -> set[float]:
 
 
 def loaded_training(layers: int) -> set[float]:
+    return resumed(layers) | loaded_weights(layers)
+
+
+def resumed(layers: int = 1) -> set[float]:
     trained = model(0.0, layers)
     optimizer = torch.optim.AdamW(trained.parameters())
     resumed = hf_zero_stream.load_state(trained, URL, optimizer=optimizer)
     values = [*trained.parameters(), *(it["exp_avg"] for it in optimizer.state.values())]
-    return {resumed.data, *(float(it) for each in values for it in each.detach().unique())} | loaded_weights(layers)
+    return {resumed.data, *(float(it) for each in values for it in each.detach().unique())}
 
 
 def loaded_adapter(layers: int) -> set[float]:
@@ -242,6 +246,20 @@ def test_what_a_proxy_does(bucket: None, requests: Requests, has_earlier: bool) 
     save_weights(3.0)
     assert loaded_weights(1) == {3.0}
     assert len({name.split("-")[1] for name in RemoteFolder(URL).below("") if name.startswith("model-")}) == 1
+
+
+@pytest.mark.parametrize("name", ["training_state.json", "index.json"])
+def test_a_save_that_is_not_done_is_read_whole(bucket: None, requests: Requests, name: str) -> None:
+    """It has happened, and some of its small files are not there yet: a resume reads all of it."""
+    save_training(1.0)
+    requests.fault = lambda method, path: 403 if method == "PUT" and path.endswith(name) else 0
+    with pytest.raises(SaveError, match="This save is complete"):
+        save_training(2.0)
+    assert resumed() == {2.0}
+    requests.fault = lambda method, path: 0
+    assert resumed() == {2.0}
+    save_training(3.0)
+    assert loaded_training(1) == {3.0}
 
 
 def test_requests(bucket: None, requests: Requests) -> None:

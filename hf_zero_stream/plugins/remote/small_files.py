@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from ...settings.scope import resource_around
 from ...sources.base import RETRIES, ByteSource, Retries
 from .files import RemoteFiles
 from .response_cache import ResponseCache
@@ -33,7 +34,9 @@ class SmallFiles:
     def __init__(self) -> None:
         self._retries = Retries(RETRIES)
         self._remote = RemoteFiles(self._retries)
-        self._known: dict[str, bytes | None] = {}
+        around = resource_around(SmallFiles)
+        # A load inside another one reads the same save.
+        self._known: dict[str, bytes | None] = {} if around is None else dict(around._known)
         self._folder = tempfile.TemporaryDirectory(prefix="hf-zero-stream-")
 
     def fetch(self, url: str, folder: Path | None = None) -> Path:
