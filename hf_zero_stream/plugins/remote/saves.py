@@ -214,9 +214,10 @@ class BucketSave:
                 return
             self.place.remove(self.sizes)
             abort_uploads(self.place, self.sizes)
-            version = _refuse_lost(self.place, self.id)
+            guard = partial(_refuse_lost, self.place, self.id)
+            version = guard()
             self.place.remove(self.order.created)  # those of the save before, too: it has lost the place to this one
-            self.place.put(LIST, SaveList(id=self.id, stage="done").to_json(), over=version)
+            self.place.put(LIST, SaveList(id=self.id, stage="done").to_json(), over=version, guard=guard)
         except (ConflictError, PlaceTakenError) as error:
             raise taken_place(self.place.url) from error
         except HfZeroStreamError as error:  # there is an error already
