@@ -243,6 +243,14 @@ def test_what_a_proxy_does(bucket: None, requests: Requests, has_earlier: bool) 
         setattr(requests, name, usual)
         if has_earlier:
             assert loaded_weights(1) == {1.0}
+    cuts = iter([50])
+    requests.cut = lambda method, path: next(cuts, None) if method == "PUT" and path.endswith("index.json") else None
+    save_weights(2.5)  # it is sent once more
+    assert loaded_weights(1) == {2.5}
+    requests.cut = lambda method, path: 50 if method == "PUT" and path.endswith("index.json") else None
+    with pytest.raises(SaveError, match="a proxy between"):
+        save_weights(2.7)
+    requests.cut = lambda method, path: None
     save_weights(3.0)
     assert loaded_weights(1) == {3.0}
     assert len({name.split("-")[1] for name in RemoteFolder(URL).below("") if name.startswith("model-")}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,10 @@ class Version(NamedTuple):
 
     e_tag: str | None
     generation: str | None
+
+    def is_of(self, data: bytes) -> bool:
+        """Whether it is seen to be that of `data`: the ETag of many stores is the MD5 of a small object."""
+        return self.e_tag == f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
 @dataclass(frozen=True, kw_only=True)

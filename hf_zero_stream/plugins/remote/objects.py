@@ -34,6 +34,9 @@ is being finished, and what rounds of the exchange between ranks take, a rank ha
 
 _ADVICE = "A rule for the bucket's lifecycle that aborts incomplete multipart uploads removes their parts."
 
+_MOST_CUT = 3
+"""How often a small object is sent of which the store says that it has other bytes."""
+
 RETRY_S = 20.0
 """Seconds in which a request is tried again, up to 8 times: a rank that gives up must do so soon."""
 
@@ -92,6 +95,8 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._has_digests = False
+        """Whether the ETags of the store have been seen to be digests of what objects hold."""
 
     def _located(self, name: str) -> tuple[Any, str]:
         store, key = located(joined(self.url, name))
@@ -164,13 +169,21 @@ class RemoteFolder:
             if guard is not None:
                 guard()
             try:
-                return _version(obstore.put(store, key, data, use_multipart=False, mode=_mode(url, over)))
+                for _ in range(_MOST_CUT):
+                    over = _version(obstore.put(store, key, data, use_multipart=False, mode=_mode(url, over)))
+                    if over.is_of(data) or not self._has_digests:
+                        self._has_digests = over.is_of(data)
+                        return over
             except (AlreadyExistsError, PreconditionError) as error:
                 raise ConflictError(url) from error
             except FileNotFoundError as error:
                 if isinstance(over, Version):  # which is not there any more
                     raise ConflictError(url) from error
                 raise OSError(str(error)) from error
+            raise SaveError(
+                f"{url}: expected the {len(data)} bytes that were sent; the store has others, {_MOST_CUT} times. Look "
+                "for a proxy between that cuts what is sent."
+            )
 
     def copy(self, name: str, to: str, *, guard: Guard) -> None:
         """Have an object be there by another name too; nothing is done if it is not there itself."""
@@ -179,8 +192,12 @@ class RemoteFolder:
 
             store, key = self._located(name)
             guard()
+            target = self._located(to)[1]
             with suppress(FileNotFoundError):
-                obstore.copy(store, key, self._located(to)[1])
+                obstore.copy(store, key, target)
+                source, copied = (obstore.head(store, each)["size"] for each in (key, target))
+                if source != copied:  # Azure may still be at it
+                    raise SaveError(f"{joined(self.url, to)}: expected a copy of {source} bytes, found {copied}.")
 
     def remove(self, names: Collection[str], *, guard: Guard | None = None) -> None:
         """Remove objects, of which some may not be there."""

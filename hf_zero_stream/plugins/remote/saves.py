@@ -14,7 +14,6 @@ this save. Whoever does not own the place any more removes only what bears its o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -146,7 +145,7 @@ class BucketSave:
             removed += [folder, *(name for name in there if name.startswith(f"{folder}/"))]
         dead = [name for name in self.order.created if name not in self.sizes and name in there]
         files = {name: named[name].read_bytes() for name in small}
-        files = {name: data for name, data in files.items() if not _is_same(data, there.get(name))}
+        files = {name: data for name, data in files.items() if not (name in there and there[name].version.is_of(data))}
         order = SaveList(
             id=self.id,
             stage="happened",
@@ -279,11 +278,6 @@ def _write(place: RemoteFolder, order: SaveList, guard: Guard, name: str) -> Non
             if place.read(name) == data:
                 return
         place.put(name, data, guard=guard)  # somebody has changed it by other means
-
-
-def _is_same(data: bytes, there: ObjectStatus | None) -> bool:
-    """Whether an object is seen to hold these bytes: the ETag of many stores is their MD5."""
-    return there is not None and there.version.e_tag == f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
 def _is_in_place(name: str) -> bool:
