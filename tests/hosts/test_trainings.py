@@ -197,11 +197,15 @@ def test_a_save_in_the_background_fails_behind_the_block(
 
 
 def test_a_training_that_is_stopped_early(
-    tmp_path: Path, trained: tuple[nn.Module, torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    trained: tuple[nn.Module, torch.optim.Optimizer],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The state on the hosts is ahead of that on the disk: it stays, and a save of weights is no state."""
     model, optimizer = trained
-    logging.getLogger("hf_zero_stream").addHandler(caplog.handler)
+    logger = logging.getLogger("hf_zero_stream")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
     with HostStates(tmp_path / "own", copies=0, job="j") as states:
         for number in range(9):
             if number == 1:
