@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hf_zero_stream.plugins.remote.lists import LIST
 from tests.situations.trial import Finding, Trial
 from tests.situations.writers import ON_DISK, VALUES, Fault, Job, Proxy, reader, writers
 from tests.support.buckets import BUCKET, s3_bucket, s3_client
@@ -240,6 +239,8 @@ class _Driver:
         if self.situation.place == "folder":
             there = {str(path.relative_to(self.place)) for path in Path(self.place).rglob("*") if path.is_file()}
             return sorted(name for name in there if name.startswith("."))
+        from hf_zero_stream.plugins.remote.lists import LIST  # a plug-in, which may have been taken away
+
         listed = s3_client(self._bucket).list_objects_v2(Bucket=BUCKET).get("Contents", [])
         names = sorted(entry["Key"].removeprefix("run/") for entry in listed)
         uploads = s3_client(self._bucket).list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])

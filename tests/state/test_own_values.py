@@ -166,6 +166,7 @@ def load_small(source: Path, hosts: bool = False) -> Any:
     return own_of(model, scheduler), warnings
 
 
+@pytest.mark.plugin("hosts")
 def test_other_numbers_of_ranks(cluster: None, tmp_path: Path) -> None:
     """Each gets what the rank of its number had, and a new one what rank 0 had; the buffers are named."""
     own = run_ranks(2, save_small, tmp_path)

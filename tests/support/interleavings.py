@@ -13,10 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
-
-from hf_zero_stream.plugins.remote.lists import SaveList, Version
 
 
 class CrashedError(BaseException):
@@ -149,7 +147,11 @@ def _state(place: Any, turns: Sequence[Turn], way: Sequence[tuple[int, str]]) ->
     return place, str(stand), _failed(way)
 
 
-_PLAIN = (str, bytes, int, type(None), tuple, list, dict, SaveList, Version)
+def _is_plain(it: Any) -> bool:
+    """Whether a variable is a value, which is the same each time that a way is taken."""
+    if is_dataclass(it):
+        return bool(getattr(type(it), "__dataclass_params__").frozen)  # noqa: B009 - no part of its type
+    return it is None or isinstance(it, str | bytes | int | tuple | list | dict)
 
 
 def _frames() -> tuple[Any, ...]:
@@ -158,7 +160,7 @@ def _frames() -> tuple[Any, ...]:
     frame = sys._getframe(2)
     while frame is not None:
         if "hf_zero_stream" in frame.f_code.co_filename:
-            plain = [(name, repr(it)) for name, it in frame.f_locals.items() if type(it) in _PLAIN]
+            plain = [(name, repr(it)) for name, it in frame.f_locals.items() if _is_plain(it)]
             found.append((frame.f_code.co_name, frame.f_lineno, tuple(plain)))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
