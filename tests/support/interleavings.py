@@ -149,6 +149,8 @@ def _state(place: Any, turns: Sequence[Turn], way: Sequence[tuple[int, str]]) ->
 
 def _is_plain(it: Any) -> bool:
     """Whether a variable is a value, which is the same each time that a way is taken."""
+    if isinstance(it, type):
+        return False
     if is_dataclass(it):
         return bool(getattr(type(it), "__dataclass_params__").frozen)  # noqa: B009 - no part of its type
     return it is None or isinstance(it, str | bytes | int | tuple | list | dict)
