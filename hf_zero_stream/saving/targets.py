@@ -44,7 +44,7 @@ class ObjectWriter(Protocol):
 
 
 class RemotePublication(Protocol):
-    """A save to a URL, as :class:`.files.Publication` is one into a folder; made on rank 0, and ended there.
+    """A save to a URL, as :class:`.publication.Publication` is one into a folder; made on rank 0, and ended there.
 
     Until :meth:`commit`, whoever loads from the URL finds what was there before; so it is if a process dies.
     """
@@ -54,26 +54,32 @@ class RemotePublication(Protocol):
         """A folder of this host, for the small files and for shards with headers and no values."""
 
     def assign(self, planned: Sequence[PlannedShards]) -> list[list[str]]:
-        """The URLs of the objects that these shards become; before any of them is written."""
+        """Take the place over, and give the URLs of the objects that these shards become; before any is written.
+
+        What an earlier save has left is finished or removed. Raises a SaveError.
+        """
 
     def read(self, path: str, start: int, nbytes: int) -> bytes:
         """Some bytes of a shard of this save, by its path in :attr:`temporary`; raises an OSError."""
 
     def commit(self, weights_name: str, index_name: str, last_name: str = "", replaced: Sequence[str] = ()) -> None:
-        """See :meth:`.files.Publication.commit`."""
+        """See :meth:`.publication.Publication.commit`."""
 
     def abandon(self) -> None:
-        """Remove what has been written, as far as the server lets us."""
+        """Remove what has been written, as far as the server lets us.
+
+        Raises a PlaceTakenError if another save has taken the place: that is why this one failed.
+        """
 
 
 class UploadTarget(Protocol):
     """The functions of a plug-in's module for saves to URLs."""
 
     def begin(self, url: str) -> RemotePublication:
-        """Finish or remove what an earlier save to the same URL has left, then begin a new one; raises a SaveError."""
+        """Begin a save, which takes the place over in :meth:`RemotePublication.assign`; asks no server."""
 
     def finish_interrupted(self, url: str) -> None:
-        """Do the first half of :meth:`begin`."""
+        """Finish the save to `url` that has happened and died before all was done; raises a SaveError."""
 
     def names(self, url: str) -> set[str]:
         """The names of what lies directly below `url`, those of folders with a slash behind; raises a SaveError."""
