@@ -39,8 +39,10 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = _parser().parse_args()
     # After the environment is set, and not for --help.
-    from tests.situations import axes, hosts, places
+    from tests.situations.axes import Situation
+    from tests.situations.hosts import Hosts
     from tests.situations.models import make
+    from tests.situations.places import Place
     from tests.situations.script import module_of, write_script
     from tests.situations.trial import Trial, shrunk
 
@@ -57,12 +59,12 @@ def main() -> int:
             return module_of(situation).trial(situation, folder / "trial", folder / "checkpoints")
 
         def parse(text: str) -> Any:
-            of_places = hosts.Hosts if text.startswith("place=hosts") else places.Place
-            return (of_places if text.startswith("place=") else axes.Situation).parse(text)
+            of_places = Hosts if text.startswith("place=hosts") else Place
+            return (of_places if text.startswith("place=") else Situation).parse(text)
 
         given = iter([parse(text) for text in arguments.one or ()])
         while time.monotonic() < end:
-            kind = source.choice({None: [axes, places, hosts], "hosts": [hosts]}.get(wanted.get("place"), [places]))
+            kind = source.choice({None: [Situation, Place, Hosts], "hosts": [Hosts]}.get(wanted.get("place"), [Place]))
             situation = next(given, None) if arguments.one else kind.draw(source)
             if situation is None:
                 break
@@ -80,9 +82,7 @@ def main() -> int:
             if result.findings:
                 counts["findings"] += 1
                 kinds = {finding.kind for finding in result.findings}
-                simple = (
-                    shrunk(situation, kinds, try_one, module_of(situation).simpler) if arguments.shrink else situation
-                )
+                simple = shrunk(situation, kinds, try_one) if arguments.shrink else situation
                 entry |= {"simplest": str(simple), "findings": [vars(finding) for finding in result.findings]}
                 key = (str(simple), *sorted(kinds))
                 if arguments.scripts and key not in known:

@@ -1,10 +1,11 @@
-"""The axes of situations, which values go together, and how one is drawn and made simpler."""
+"""The axes of situations, and which values go together."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
+
+from tests.situations.drawn import Drawn
 
 
 AXES: dict[str, tuple[str, ...]] = {
@@ -101,7 +102,7 @@ AXES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Situation:
+class Situation(Drawn):
     """One training: a value of each axis of :data:`AXES`."""
 
     model: str = "llama"
@@ -119,20 +120,17 @@ class Situation:
     habit: str = "none"
     follows: str = "resume"
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value not in AXES[name]:
-                raise ValueError(f"{name} is one of {AXES[name]}, not {value!r}")
+    AXES = AXES
+    NAMED = "home"
 
     @classmethod
-    def parse(cls, text: str) -> Situation:
-        """Read what `str` has written: ``home=zero3,change=lora``; what is left out is the simplest."""
-        return cls(**dict(part.split("=") for part in text.split(",") if part))
+    def choice(cls, source: random.Random, name: str) -> str:
+        """About half of the axes have the simplest value, so that failures show."""
+        free = name in ("model", "change", "home", "optimizer", "wrapper", "saver", "follows", "weights")
+        return AXES[name][0] if not free and source.random() < 0.5 else source.choice(AXES[name])
 
-    def __str__(self) -> str:
-        simplest = Situation()
-        changed = (field.name for field in fields(self) if getattr(self, field.name) != getattr(simplest, field.name))
-        return ",".join(f"{name}={getattr(self, name)}" for name in changed) or "home=zero3"
+    def contradiction(self) -> str | None:
+        return contradiction(self)
 
     @property
     def stage(self) -> int | None:
@@ -286,24 +284,3 @@ def _can_save_weights(s: Situation) -> bool:
         "save_model": s.wrapper in ("accelerate", "trainer"),
     }
     return allowed[s.weights] and not (s.wrapper == "trainer" and s.weights in ("ours", "ours_shards", "stream"))
-
-
-def draw(source: random.Random) -> Situation:
-    """A situation without contradiction. About half of its axes have the simplest value, so that failures show."""
-    while True:
-        values = {}
-        for name, choices in AXES.items():
-            free = name in ("model", "change", "home", "optimizer", "wrapper", "saver", "follows", "weights")
-            values[name] = choices[0] if not free and source.random() < 0.5 else source.choice(choices)
-        situation = Situation(**values)
-        if contradiction(situation) is None:
-            return situation
-
-
-def simpler(situation: Situation) -> Iterator[Situation]:
-    """The situations that differ in one axis, by a simpler value."""
-    for name, choices in AXES.items():
-        for value in choices[: choices.index(getattr(situation, name))]:
-            candidate = replace(situation, **{name: value})
-            if contradiction(candidate) is None:
-                yield candidate

@@ -6,18 +6,18 @@ all are back. The rule: the last start goes on from the furthest step that was s
 
 from __future__ import annotations
 
-import random
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import torch.distributed as dist
 
+from tests.situations.drawn import Drawn
 from tests.situations.trial import Finding, Trial
 from tests.situations.writers import ON_DISK, Fault, faulty_disk, training
 from tests.support.cluster import RankTimeout, run_ranks_expecting_errors
@@ -45,7 +45,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Hosts:
+class Hosts(Drawn):
     """Three starts.
 
     Attributes:
@@ -67,32 +67,11 @@ class Hosts:
     at: str = "write"
     number: str = "1"
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value not in AXES[name]:
-                raise ValueError(f"{name} is one of {AXES[name]}, not {value!r}")
+    AXES = AXES
+    NAMED = "place"
 
-    @classmethod
-    def parse(cls, text: str) -> Hosts:
-        """Read what `str` has written."""
-        return cls(**dict(part.split("=") for part in text.split(",") if part))
-
-    def __str__(self) -> str:
-        changed = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
-        return ",".join(f"{name}={getattr(self, name)}" for name in ["place", *changed])
-
-
-def draw(source: random.Random) -> Hosts:
-    hosts = Hosts(**{name: source.choice(choices) for name, choices in AXES.items()})
-    return replace(hosts, at=Hosts.at, number=Hosts.number) if hosts.fault == "none" else hosts
-
-
-def simpler(hosts: Hosts) -> Iterator[Hosts]:
-    """The situations that differ in one axis, by a simpler value."""
-    for name, choices in AXES.items():
-        for value in choices[: choices.index(getattr(hosts, name))]:
-            without = {"at": Hosts.at, "number": Hosts.number} if (name, value) == ("fault", "none") else {}
-            yield replace(hosts, **{name: value, **without})
+    def settled(self) -> Hosts:
+        return replace(self, at=Hosts.at, number=Hosts.number) if self.fault == "none" else self
 
 
 def start(hosts: str, folder: Path, situation: Hosts, steps: int, saved_at: tuple[int, ...], clock_s: float) -> Any:

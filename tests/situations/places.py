@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import random
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.situations.drawn import Drawn
 from tests.situations.trial import Finding, Trial
 from tests.situations.writers import ON_DISK, VALUES, Fault, Job, Proxy, reader, writers
 from tests.support.buckets import BUCKET, s3_bucket, s3_client
@@ -50,7 +50,7 @@ AXES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(Drawn):
     """Two writers of one place.
 
     Attributes:
@@ -72,19 +72,16 @@ class Place:
     second_number: str = "1"
     shape: str = "same"
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value not in AXES[name]:
-                raise ValueError(f"{name} is one of {AXES[name]}, not {value!r}")
+    AXES = AXES
+    NAMED = "place"
 
-    @classmethod
-    def parse(cls, text: str) -> Place:
-        """Read what `str` has written."""
-        return cls(**dict(part.split("=") for part in text.split(",") if part))
+    def settled(self) -> Place:
+        """A second writer without a fault has no place of one."""
+        is_faulty = self.second in ("begun", "killed", "failed")
+        return self if is_faulty else replace(self, second_at=Place.second_at, second_number=Place.second_number)
 
-    def __str__(self) -> str:
-        changed = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
-        return ",".join(f"{name}={getattr(self, name)}" for name in dict.fromkeys(["place", *changed]))
+    def contradiction(self) -> str | None:
+        return contradiction(self)
 
     @property
     def faults(self) -> dict[str, Fault]:
@@ -106,8 +103,6 @@ def contradiction(place: Place) -> str | None:
         "a place has its own operations": place.at not in operations
         or (at_first and place.second_at not in operations),
         "a place has its own faults": (place.fault in _OF_PROXY) == on_disk and place.fault not in ("held", "killed"),
-        "what does not happen has no place": not at_first
-        and (place.second_at, place.second_number) != (AXES["second_at"][0], "1"),
         "a proxy cuts what is sent, and answers wrongly what is asked": (place.fault == "cut" and place.at != "put")
         or (place.fault in ("empty", "login") and place.at not in ("list", "get")),
         "threads die together": place.writers == "threads" and "killed" in (place.fault, place.second),
@@ -116,26 +111,6 @@ def contradiction(place: Place) -> str | None:
         "threads are several": place.writers == "threads" and place.second == "none",
     }
     return next((reason for reason, holds in rules.items() if holds), None)
-
-
-def draw(source: random.Random) -> Place:
-    """A situation without contradiction."""
-    while True:
-        place = Place(**{name: source.choice(choices) for name, choices in AXES.items()})
-        if place.second not in ("begun", "killed", "failed"):
-            place = replace(place, second_at=Place.second_at, second_number=Place.second_number)
-        if contradiction(place) is None:
-            return place
-
-
-def simpler(place: Place) -> Iterator[Place]:
-    """The situations that differ in one axis, by a simpler value; and those in which the second has no fault."""
-    for name, choices in AXES.items():
-        for value in choices[: choices.index(getattr(place, name))]:
-            other = {"second_at": Place.second_at, "second_number": Place.second_number} if value == "whole" else {}
-            candidate = replace(place, **{name: value, **other})
-            if contradiction(candidate) is None:
-                yield candidate
 
 
 class _Hangs(Exception):

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 
 def module_of(situation: Any) -> Any:
-    """What tries a situation, and makes it simpler."""
+    """What tries a situation."""
     return {Situation: trial, places.Place: places, hosts.Hosts: hosts}[type(situation)]
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.situations import hosts, places
-from tests.situations.axes import AXES, Situation, contradiction, draw, simpler
+from tests.situations.axes import Situation
+from tests.situations.drawn import Drawn
 from tests.situations.models import make
-from tests.situations.script import write_script
+from tests.situations.script import module_of, write_script
 from tests.situations.trial import Finding, Trial, _of_losses, _of_weights, shrunk, trial
 from tests.support.hosts import can_mount
 
@@ -30,7 +31,7 @@ FOUND_BEFORE = [
 
 OURS = {"error": "SaveError: lost", "kinds": ["SaveError", "HfZeroStreamError"], "frames": []}
 
-DRAWN = [str(draw(random.Random(seed))) for seed in range(100, 112)]
+DRAWN = [str(Situation.draw(random.Random(seed))) for seed in range(100, 112)]
 
 
 @pytest.fixture(scope="module")
@@ -72,36 +73,21 @@ def test_what_deepspeed_would_not_bring_back_is_not_left_to_it(
     assert not list((tmp_path / "ours").rglob("*.*"))
 
 
-def test_a_seed_draws_the_same() -> None:
-    """A situation can be written down and read again, and none contradicts itself."""
-    drawn = [draw(source) for source in (random.Random(3), random.Random(3)) for _ in range(200)]
-    assert drawn[:200] == drawn[200:]
-    assert all(contradiction(each) is None and Situation.parse(str(each)) == each for each in drawn)
-
-
-def test_each_value_is_drawn() -> None:
-    source = random.Random(1)
-    drawn = [draw(source) for _ in range(3000)]
-    for name, values in AXES.items():
-        assert {getattr(each, name) for each in drawn} == set(values), name
-
-
-@pytest.mark.parametrize("kind", [places, hosts])
-def test_places_are_drawn_and_written_down(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Situation, places.Place, hosts.Hosts])
+def test_situations_are_drawn_and_written_down(kind: type[Drawn], tmp_path: Path) -> None:
     """Each value of each axis, none that contradicts itself; what is simpler differs, and comes to an end."""
     source, again = random.Random(5), random.Random(5)
-    drawn = [kind.draw(source) for _ in range(1500)]
+    drawn = [kind.draw(source) for _ in range(3000)]
     assert drawn[:50] == [kind.draw(again) for _ in range(50)]
     for name, values in kind.AXES.items():
         assert {getattr(each, name) for each in drawn} == set(values), name
-    parse = type(drawn[0]).parse
-    assert all(parse(str(each)) == each for each in drawn)
-    assert all(each not in kind.simpler(each) for each in drawn[:50])
-    simplest = shrunk(drawn[0], {"x"}, lambda each: Trial(findings=(Finding("x", ""),)), kind.simpler)
-    assert not list(kind.simpler(simplest))
+    assert all(each.contradiction() is None and kind.parse(str(each)) == each for each in drawn)
+    assert all(each not in each.simpler() for each in drawn[:50])
+    simplest = shrunk(drawn[0], {"x"}, lambda each: Trial(findings=(Finding("x", ""),)))
+    assert not list(simplest.simpler())
     text = write_script(tmp_path, 4, drawn[0], ["lost"]).read_text()
     compile(text, "finding.py", "exec")
-    assert f"from {kind.__name__} import" in text
+    assert f"from {module_of(drawn[0]).__name__} import" in text
 
 
 @pytest.mark.parametrize(
@@ -162,7 +148,7 @@ def test_a_failure_is_made_simpler() -> None:
     found = shrunk(given, {"losses"}, _fails_if(lambda each: each.adapts and each.home == "zero2"))
     assert found == Situation.parse("change=lora,home=zero2")
     assert shrunk(given, {"an error"}, _fails_if(lambda each: each != given)) == given
-    assert not list(simpler(Situation()))
+    assert not list(Situation().simpler())
 
 
 def test_comparisons() -> None:

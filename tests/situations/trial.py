@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.situations.axes import Situation, simpler
+from tests.situations.axes import Situation
+from tests.situations.drawn import Drawn
 from tests.situations.training import first, resumed
 from tests.support.cluster import Outcome, RankTimeout, run_ranks_expecting_errors
 
@@ -244,14 +245,9 @@ def _difference(was: Any, now: Any) -> str:
     return "; ".join(pairs[:3])[:900] or f"{len(now or [])} entries, were {len(was or [])}"
 
 
-def shrunk(
-    situation: Any,
-    kinds: set[str],
-    try_one: Callable[[Any], Trial],
-    simpler: Callable[[Any], Iterable[Any]] = simpler,
-) -> Any:
+def shrunk(situation: Drawn, kinds: set[str], try_one: Callable[[Any], Trial]) -> Drawn:
     """The simplest situation that still has a finding of these kinds, one axis at a time."""
-    for candidate in simpler(situation):
+    for candidate in situation.simpler():
         if kinds & {finding.kind for finding in try_one(candidate).findings}:
-            return shrunk(candidate, kinds, try_one, simpler)
+            return shrunk(candidate, kinds, try_one)
     return situation
