@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 from ..bindings import history
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..checkpoint.formats import KnownHeaders
-from ..checkpoint.safetensors import NotedShard
-from ..errors import ConfigError, HfZeroStreamError, ReadError, SaveError, UnsupportedError
+from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
 from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names
 from ..holdings.slots import EXACT, Forms, elementwise_keys, forms_of, holdings_of
@@ -43,7 +42,7 @@ from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.background import ALL
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
-from ..saving.preparation import Finalizer, LayOut, SaveItem, as_save_error
+from ..saving.preparation import Finalizer, SaveItem, as_save_error
 from ..saving.publication import Publication, finish_interrupted
 from ..saving.readiness import make_ready
 from ..saving.save import Save
@@ -298,16 +297,7 @@ def _weights(
         return SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
     check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state, known)
     weights = save.weights()
-    return replace(weights, check=check, lay_out=partial(_laid_out, weights.lay_out))
-
-
-def _laid_out(lay_out: LayOut, folder: Path, parameters: Any) -> list[NotedShard]:
-    try:
-        return lay_out(folder, parameters)
-    except HfZeroStreamError:
-        raise
-    except RuntimeError as error:  # transformers', of tensors that share memory; DeepSpeed saves these
-        raise UnsupportedError(f"transformers does not save the weights of this model: {error}") from error
+    return replace(weights, check=check)
 
 
 def _record(
