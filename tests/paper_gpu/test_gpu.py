@@ -16,8 +16,8 @@ from scripts.gpu.calls import CALLS
 SITE = ROOT / "tests" / "paper_gpu" / "site"
 
 SAMPLE = {
-    "a": "facts,bus,files,loops,reader,lanes,FSDP2,exchange,dies in a collective",
-    "b": "pinned copies,load under ZeRO-3,plan,dies at a first send",
+    "a": "facts,bus,files,lanes,FSDP2",
+    "b": "pinned copies,plan",
 }
 
 

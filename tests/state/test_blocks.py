@@ -216,13 +216,26 @@ def check(found: dict[tuple[str, str], object]) -> None:
             assert said.startswith(ANY), (name, home, said)
 
 
-def test_in_engines(cluster: None, tmp_path: Path) -> None:
-    """With a ``state_dict`` of their own, by blocks, by matrices, and with numbers of a rank's own."""
-    muon, names = "Muon of DeepSpeed", ["bitsandbytes PagedAdamW32bit", "bitsandbytes AdamW8bit", "Adafactor"]
-    found = run([*names, muon], ["ZeRO-3", "ZeRO-2"], tmp_path)
-    said = verdict(found.pop((muon, "ZeRO-2")))
+@pytest.mark.parametrize(
+    ("names", "home"),
+    [
+        (["bitsandbytes AdamW8bit", "Adafactor"], "ZeRO-3"),
+        pytest.param(["bitsandbytes PagedAdamW32bit", "Muon of DeepSpeed"], "ZeRO-3", marks=pytest.mark.slow),
+        pytest.param(
+            ["bitsandbytes PagedAdamW32bit", "bitsandbytes AdamW8bit", "Adafactor"], "ZeRO-2", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_in_engines(cluster: None, tmp_path: Path, names: list[str], home: str) -> None:
+    """With a ``state_dict`` of their own, by blocks, and with numbers of a rank's own."""
+    check(run(names, [home], tmp_path))
+
+
+@pytest.mark.slow
+def test_whole_matrices(cluster: None, tmp_path: Path) -> None:
+    ((_, row),) = run(["Muon of DeepSpeed"], ["ZeRO-2"], tmp_path).items()
+    said = verdict(row)
     assert "momentum of whole matrices" in said and said.endswith("DeepSpeed's own: goes on")
-    check(found)
 
 
 @pytest.mark.slow
