@@ -65,11 +65,11 @@ def read_sources() -> bool:
 
 
 def grouped(found: dict[str, str]) -> str:
-    """Which names came to the same end, in a cell of a table."""
+    """Which names came to the same end, in a cell of a table; more than four are counted."""
     names: dict[str, list[str]] = {}
     for name, what in found.items():
-        names.setdefault(what.replace("|", "/"), []).append(name)
-    return "; ".join(f"{what}: {', '.join(each)}" for what, each in names.items())
+        names.setdefault(re.sub(r"(VersionError): .*", r"\1", what).replace("|", "/"), []).append(name)
+    return "; ".join(f"{what}: {', '.join(each) if len(each) < 5 else len(each)}" for what, each in names.items())
 
 
 def rows_of(page: str) -> dict[str, str]:

@@ -78,7 +78,7 @@ def test_attributes_that_are_read_of_a_class(sources: contracts.Sources) -> None
     [
         ("right", True),
         ("equal", True),
-        ("right, loaded by transformers itself", True),
+        ("right, by stock", True),
         ("cannot be built: needs a package: timm", True),
         ("fsdp2 refused", True),
         ("fsdp2 raises: VersionError: transformers 6 has no act", True),
@@ -97,7 +97,7 @@ def test_what_a_set_of_versions_may_come_to(what: str, is_allowed: bool) -> None
 def test_the_rows_of_sets_that_were_not_tried_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         "oldest": ({"ZeRO-3": "right", "ZeRO-2": "right"}, {"bert": "equal", "new": "cannot be built: a | b"}),
-        "newest": ({"ZeRO-3": "wrong values: head"}, {"bert": "equal"}),
+        "newest": ({"ZeRO-3": "wrong values: head", "TP": "VersionError: at length"}, dict.fromkeys("abcde", "equal")),
     }
     monkeypatch.setattr(command, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(command.stacks, "outcomes", outcomes.__getitem__)
@@ -106,7 +106,7 @@ def test_the_rows_of_sets_that_were_not_tried_stay(tmp_path: Path, monkeypatch: 
     command.PAGE.write_text("<!-- stacks -->\n<!-- end of stacks -->\n")
     assert not command.run_stacks(["newest"]) and command.run_stacks(["oldest"])
     oldest = "| oldest | 1 | 1 | 1 | 1 | 1 | right: ZeRO-3, ZeRO-2 | equal: bert; cannot be built: a / b: new |"
-    newest = "| newest | 1 | 1 | 1 | 1 | 1 | wrong values: head: ZeRO-3 | equal: bert |"
+    newest = "| newest | 1 | 1 | 1 | 1 | 1 | wrong values: head: ZeRO-3; VersionError: TP | equal: 5 |"
     assert command.PAGE.read_text().splitlines()[3:6] == ["| --- " * 8 + "|", oldest, newest]
 
 
