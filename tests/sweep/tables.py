@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,13 +123,33 @@ def _family(column: str) -> str:
 
 
 def _summary(found: Table) -> list[str]:
-    """How many models each run has of each outcome."""
-    lines = [f"| | models | {' | '.join(_OUTCOMES)} |", "| --- |" + " --: |" * (1 + len(_OUTCOMES))]
-    for column in found.columns[len(_FACTS) :]:
-        cells = [text for row in found.rows.values() if (text := row.get(column, ""))]
-        counts = Counter(text.partition(":")[0].partition(" (")[0] for text in cells)
-        lines.append(f"| {column} | {len(cells)} | {' | '.join(str(counts[it] or '') for it in _OUTCOMES)} |")
-    return lines
+    """How many models each run has of each outcome; then, folded, which types stock loads otherwise."""
+    runs = list(dict.fromkeys(name.removeprefix("stock ") for name in found.columns[len(_FACTS) :]))
+    lines = ["| | streamed | stock |", "| --- | --- | --- |"]
+    folded = []
+    for run in runs:
+        ours, stock = _types(found, run), _types(found, f"stock {run}")
+        lines.append(f"| {run} | {_counts(ours)} | {_counts(stock)} |")
+        for outcome in ("wrong values", "differs"):
+            if names := stock.get(outcome):
+                folded += ["", f"<details><summary>stock, {run}: {outcome} ({len(names)})</summary>"]
+                folded += [", ".join(sorted(names)), "</details>"]
+    return [*lines, *folded]
+
+
+def _types(found: Table, column: str) -> dict[str, list[str]]:
+    """The types of a column by their outcome."""
+    types: dict[str, list[str]] = {}
+    for name, row in found.rows.items():
+        if text := row.get(column, ""):
+            types.setdefault(text.partition(":")[0].partition(" (")[0], []).append(name)
+    return types
+
+
+def _counts(types: dict[str, list[str]]) -> str:
+    total = sum(map(len, types.values()))
+    texts = [f"{it} {len(types[it])}" + f" of {total}" * (it == "equal") for it in _OUTCOMES if it in types]
+    return ", ".join(texts)
 
 
 def _plain(text: str, limit: int) -> str:
