@@ -15,14 +15,13 @@ from ..registry import PatchScope, Row, plugins
 _HEAD = """\
 # Replaced functions
 
-Every function of another library that is replaced, or called though it is private, is a row of a table: those of the
-core are in `bindings/table.py`, those of a plug-in in its declaration. Nothing is replaced outside the table. This
-page is made from it; `hf-zero-stream doctor --replaced` shows it for what is installed.
+Every function of another library that is replaced, or called though it is private, is a row of a table, and nothing is
+replaced outside it. This page is made from it; `hf-zero-stream doctor --replaced` shows it for what is installed.
 
-- *Ours* is the function in its place, which is imported at its first call; a row without one is only called, or set.
-- *Essential*: if an installed version lacks it, that is a `VersionError`. *Feature*: what needs it is left to stock,
-  with a warning. *Partitions*: the same; and beside it loads under ZeRO-3 are refused, because it would take empty
-  partitions for weights. *Speed*: slower.
+- After the colon stands ours; what has none is only called, or set. The last word says what happens if an installed
+  version lacks it. *Essential*: a `VersionError`. *Feature*: what needs it is left to stock, with a warning.
+  *Partitions*: the same, and loads under ZeRO-3 are refused, because it would take empty partitions for weights.
+  *Speed*: slower.
 - Rows are in place for a while only, and those of a module once somebody imports it.
 """
 
@@ -44,16 +43,13 @@ def data() -> list[dict[str, Any]]:
 
 
 def blocks() -> Iterator[str]:
-    """The rows as text: for each patch scope a heading and a table."""
+    """The rows as text: for each patch scope a heading and a list."""
     for scope, rows in sections():
-        lines = ["| Library | Function | Ours | Weight |", "|---|---|---|---|"]
-        for name, row in rows:
-            ours = f"`{row.leads_to.removeprefix('.').removeprefix('hf_zero_stream.')}`" if row.leads_to else ""
-            versions = "".join(
-                f", {word} {version}" for word, version in (("from", row.since), ("before", row.until)) if version
-            )
-            of = f"{row.package}{versions}"
-            lines.append(f"| {of} | `{row.of.partition(':')[2]}` | {ours} | {row.weight.name.lower()} |")
+        lines = []
+        for _, row in rows:
+            versions = "".join(f", {word} {at}" for word, at in (("from", row.since), ("before", row.until)) if at)
+            ours = row.leads_to.removeprefix(".").removeprefix("hf_zero_stream.")
+            lines.append(f"- `{row.of}`{versions}{ours and f': `{ours}`'}, {row.weight.name.lower()}")
         yield f"## {scope.description[0].upper()}{scope.description[1:]}\n\n" + "\n".join(lines)
 
 
