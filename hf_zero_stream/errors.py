@@ -37,59 +37,101 @@ PACKAGE = "hf_zero_stream"
 
 
 class HfZeroStreamError(Exception):
-    """Base class of all errors that hf_zero_stream raises on purpose."""
+    """The base class of all errors that hf_zero_stream raises on purpose.
+
+    Catch it to catch them all.
+    """
 
 
 class ConfigError(HfZeroStreamError, ValueError):
-    """A setting has a name or a value that is not known."""
+    """A setting or an argument has a name or a value that is not allowed.
+
+    Correct it where the message says: in code, the DeepSpeed config or the environment.
+    """
 
 
 class UrlError(ConfigError, OSError):
-    """A URL that cannot be the address of a checkpoint. An OSError, because transformers replaces others."""
+    """A URL cannot be the address of a checkpoint, or nothing is saved to its kind.
+
+    Write it as the message says. (An OSError, because transformers replaces others.)
+    """
 
 
 class CheckpointError(HfZeroStreamError, ValueError):
-    """A checkpoint violates its format; names the file and the field or tensor."""
+    """A file is not what its format or the index says, was changed during the load, or differs between hosts.
+
+    Run `hf-zero-stream verify PATH`, which lists every fault; download or copy the named file again.
+    """
 
 
 class ReadError(HfZeroStreamError, OSError):
-    """Bytes of a shard could not be read; names the file and the byte range."""
+    """Bytes of a shard could not be read: it is missing, forbidden, or its disk or server has failed.
+
+    Look at the named file on the host of the named rank. Where hosts do not see it, set `read_from`.
+    """
 
 
 class DisagreementError(HfZeroStreamError, RuntimeError):
-    """Ranks would load different things together; names the rank and what differs."""
+    """Ranks were about to load or save different things together: another path, dtype, setting or version.
+
+    Make the named rank do what rank 0 does; often a path depends on the rank, or one skipped a load.
+    """
 
 
 class LoadError(HfZeroStreamError, RuntimeError):
-    """A parameter got no values or has the wrong shape, or a rank ran out of memory."""
+    """The checkpoint does not fit the model, a parameter got no or wrong values, or a rank ran out of memory.
+
+    Use the class and config of the checkpoint; for memory, more ranks or `offload_param` (`hf-zero-stream plan`).
+    """
 
 
 class SaveError(HfZeroStreamError, OSError):
-    """A checkpoint could not be written, or is not what was written; what was there before is still there."""
+    """A checkpoint could not be written, or is not what was written; what was there before is still there.
+
+    Free space, or mend the named folder; call the save on every rank.
+    """
 
 
 class PlaceTakenError(SaveError):
-    """Another save to the same folder or URL has begun since; this one is not published, and removes only its own."""
+    """Another save to the same folder or URL has begun since: this one is not published, and removes only its own.
+
+    End the job that is not to go on, or give it another place.
+    """
 
 
 class StreamError(HfZeroStreamError, RuntimeError):
-    """An update of weights was interrupted; discard a receiver that got some of them."""
+    """A weight stream does not fit its receiver, or a pass of it has not come to its end on all ranks.
+
+    Look for the error of the named rank. An engine that got a part of the weights is lost: start it anew.
+    """
 
 
 class PeerError(HfZeroStreamError, RuntimeError):
-    """Another rank died, or failed with an error that is not ours; names the rank and quotes its error."""
+    """Another rank died, did not come, or failed with an error that is not ours, which the message quotes.
+
+    Read the output of the named rank first. If it left none, the system may have killed it: see `dmesg`.
+    """
 
 
 class UnsupportedError(HfZeroStreamError, NotImplementedError):
-    """Settings that do not work together; raised before anything is loaded."""
+    """Settings, or a model and a setting, do not work together; raised before anything is read or written.
+
+    The message names the setting, and what to use instead.
+    """
 
 
 class VersionError(HfZeroStreamError, ImportError):
-    """transformers or DeepSpeed lacks something that this package relies on; names the version found."""
+    """An installed library lacks something that this package relies on.
+
+    Install the version that the message names; `hf-zero-stream doctor` shows those that are installed.
+    """
 
 
 class MissingPluginError(HfZeroStreamError, ImportError):
-    """A plug-in is needed that is not installed, or cannot be imported; names it, and what needs it."""
+    """A plug-in is needed that is not installed, or cannot be imported; a warning has named its error.
+
+    Install the package as a whole, mend or uninstall the plug-in, or leave out what the message names.
+    """
 
 
 def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = "") -> None:
