@@ -1,7 +1,7 @@
 """What docs/cli.md shows of the command line is what it prints.
 
-``python -m tests.cli.test_docs`` writes the present output into it, but for what is this machine's, and for blocks in
-which a line of dots stands for others: those are cut by hand.
+``python -m tests.cli.test_docs`` writes the present output into it, but for what is this machine's. A line of dots
+stands for others: it leaves out what the block has left out.
 """
 
 import contextlib
@@ -127,13 +127,31 @@ def test_documents_name_every_option() -> None:
     assert os.path.exists(ROOT / "docs" / "cli.md")
 
 
+def cut_as(block: str, output: str) -> str:
+    """`output` without the lines that `block` has dots for."""
+    if not DOTS.search(block):
+        return output
+    kept = set(keys(block))
+    lines = [line if key in kept else "..." for line, key in zip(output.splitlines(), keys(output), strict=True)]
+    return re.sub(r"\.\.\.\n(\n*\.\.\.\n)+", "...\n", "".join(f"{line}\n" for line in lines))
+
+
+def keys(text: str) -> list[str]:
+    """What each line is about: a table's row by its first cell, a rule by the row above, others by their words."""
+    found = [""]
+    for line in text.splitlines():
+        is_rule = line.startswith("|--")
+        found.append(f"{found[-1]} rule" if is_rule else line.split("|")[1].strip() if "|" in line else loosely(line))
+    return found[1:]
+
+
 def main() -> None:
     document = ROOT / "docs" / "cli.md"
     text = document.read_text()
-    for block in (each for each in blocks(text) if is_exact(each) and not DOTS.search(each)):
+    for block in filter(is_exact, blocks(text)):
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             make_workplace(Path(folder))
-            text = text.replace(block, regenerated(block))
+            text = text.replace(block, cut_as(block, regenerated(block)))
     document.write_text(text)
 
 
