@@ -108,10 +108,12 @@ def load(place: str, what: str) -> dict[str, Any]:
     try:
         # As a load of several ranks does: what has happened, and has not been carried out to its end, is.
         finish_saves_into(place, "all", Coordinator.of_this_rank())
+        layers = None
         if what != "weights":  # which does so at a URL too
             again, optimizer = training(0.0, 1)
             with contextlib.suppress(Exception):
                 hf_zero_stream.load_state(again, place, optimizer=optimizer)
+                layers = 1
         with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
             model = transformers.AutoModelForCausalLM.from_pretrained(place)
         tensors = [param.detach() for param in model.parameters()]
@@ -119,7 +121,7 @@ def load(place: str, what: str) -> dict[str, Any]:
             # Of a save to a URL that has happened and is not done, from_pretrained finds all of the earlier weights.
             if "://" in place and len({float(value) for tensor in tensors for value in tensor.unique()}) == 1:
                 tensors = []
-            again, optimizer = training(0.0, model.config.num_hidden_layers)
+            again, optimizer = training(0.0, layers or model.config.num_hidden_layers)
             resumed = hf_zero_stream.load_state(again, place, optimizer=optimizer)
             found.add(resumed.data["value"])
             states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
