@@ -218,6 +218,8 @@ def contradiction(situation: Situation) -> str | None:
         and (s.scheduler != "none" or s.wrapper == "trainer"),
         "stages have no model to enable checkpointing of": s.habit == "checkpointing"
         and s.home.startswith("pipeline"),
+        "blocks of 8 bits belong to a number of ranks": s.optimizer.endswith("8bit")
+        and s.resumed_world_size != s.world_size,
         "bitsandbytes does not step DTensors": s.optimizer.startswith("bnb") and (s.by_fsdp or s.home == "tp_at_load"),
         "weights are saved by a wrapper that can": not _can_save_weights(s),
         "adapters are saved in PEFT's way": s.adapts and s.weights != "none",
