@@ -153,7 +153,8 @@ class Load:
 
         def checked_map() -> CheckpointMap:
             if compares and self._compares_copy(folders):
-                refuse_other_shards(files, zip(*read()), zip(headers, samples), folders[0])
+                shares_host = 0 in self.coordinator.topology.ranks_of_host
+                refuse_other_shards(files, zip(*read()), zip(headers, samples), folders[0], shares_host=shares_host)
             return self.checkpoint.map_from_headers(files, headers, weight_map)
 
         # Where one rank reads for others, an error of one must be an error of all.
@@ -180,7 +181,8 @@ class Load:
 
         of_rank_0 = self.coordinator.broadcast(look)
         if self._compares_copy(folders):
-            refuse_other_shards(described, look(), of_rank_0, folders[0])
+            shares_host = 0 in self.coordinator.topology.ranks_of_host
+            refuse_other_shards(described, look(), of_rank_0, folders[0], shares_host=shares_host)
 
     def _compares_copy(self, folders: Sequence[str]) -> bool:
         """Whether this rank compares its files with rank 0's: the first of another host, and one of another folder."""
@@ -239,7 +241,7 @@ class Load:
                     self.destination.check(plan.targets)
                     self.checkpoint.open(read.shard for read in plan)
                 with self.clock("wait"):
-                    refuse_differences(self.coordinator.all_gather(described))
+                    refuse_differences(self.coordinator, described)
                     self.destination.allocate()
                 self.memory.sample()
                 self._reader.fill(batches, plan, leaves)

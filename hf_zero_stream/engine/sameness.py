@@ -19,6 +19,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import FileTensor, View
 from ..errors import CheckpointError, DisagreementError, installed_version
 from ..holdings.introspection import whole_shape
+from ..ranks.coordinator import Coordinator, shortened
 from ..settings.config import StreamingConfig
 
 
@@ -30,51 +31,71 @@ _MAY_DIFFER = {"_name_or_path", "nvme_path"}
 """Entries of configs that may differ between nodes."""
 
 
+Item = str | dict[str, str]
+"""A short text; or texts by what they describe, for instance the fields of a config."""
+
+_SHOWN, _SHOWN_CHARACTERS = 3, 80
+"""Of what differs: fields that a message shows, and characters of each value."""
+
+
 def describe_load(
     model: nn.Module,
     missing: Iterable[str],
     ds_config: Mapping[str, Any],
     settings: StreamingConfig,
     exchange_settings: Iterable[str],
-) -> dict[str, str]:
-    """Describe, item by item, what this rank will load into the lazy `model`: short texts, or digests of long ones.
+) -> dict[str, Item]:
+    """Describe, item by item, what this rank will load into the lazy `model`.
 
     `exchange_settings` are names of settings that decide what ranks exchange of what they read.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()]
-    shapes = [f"{name}{tuple(whole_shape(tensor))}" for name, tensor in tensors]
     config = model.config.to_dict() if hasattr(model, "config") else {}
-    items = {f"the version of {name}": _version(name) for name in LIBRARIES}
+    items: dict[str, Item] = {f"the version of {name}": _version(name) for name in LIBRARIES}
     items |= {f"the setting {name}": str(getattr(settings, name)) for name in (*_SETTINGS, *exchange_settings)}
     return items | {
         "the model's class": type(model).__name__,
-        "the model's config": _digest(_json(config)),
-        "the DeepSpeed config": _digest(_json({key: ds_config[key] for key in _DEEPSPEED if key in ds_config})),
-        "the parameters' names and shapes": _digest(*shapes),
-        "the parameters' dtypes": f"{', '.join(sorted(set(dtypes)))} [{_digest(*dtypes)}]",
-        "the keys that the checkpoint lacks": _digest(*sorted(missing)),
-        "the checkpoint's tensors that become parameters": _digest(*_sources(tensors)),
+        "the model's config": _fields(config),
+        "the DeepSpeed config": _fields({key: ds_config[key] for key in _DEEPSPEED if key in ds_config}),
+        "the parameters' names and shapes": {name: str(tuple(whole_shape(tensor))) for name, tensor in tensors},
+        "the parameters' dtypes": {
+            name: str(param.dtype).partition(".")[2] for name, param in model.named_parameters()
+        },
+        "the keys that the checkpoint lacks": dict.fromkeys(sorted(missing), "missing"),
+        "the checkpoint's tensors that become parameters": dict(_sources(tensors)),
     }
 
 
-def refuse_differences(descriptions: Sequence[Mapping[str, str]]) -> None:
-    """Raise a DisagreementError that names the ranks whose description is not rank 0's, and what differs."""
-    first = descriptions[0]
-    differing = {
-        rank: items
-        for rank, other in enumerate(descriptions)
-        if (items := [item for item in first if other.get(item) != first[item]])
-    }
+def refuse_differences(coordinator: Coordinator, described: Mapping[str, Item]) -> None:
+    """Raise a DisagreementError that names the ranks whose description is not rank 0's, and what differs (all ranks).
+
+    Ranks exchange digests, and the texts, which are long, only if something differs.
+    """
+    everyone = coordinator.all_gather([_digest(str(item)) for item in described.values()])
+    differing = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if not differing:
         return
-    rank, items = next(iter(differing.items()))
-    details = "; ".join(f"{item} ({descriptions[rank].get(item)} there, {first[item]} on rank 0)" for item in items)
-    others = "" if len(differing) == 1 else f" Others that differ: {', '.join(map(str, [*differing][1:9]))}."
+    pairs = zip(described, everyone[0], everyone[differing[0]], strict=True)
+    here = {name: described[name] for name, on_rank_0, there in pairs if on_rank_0 != there}
+    on_rank_0, there = (coordinator.broadcast(lambda: here, rank) for rank in (0, differing[0]))
+    details = "; ".join(f"{name} ({_difference(there[name], on_rank_0[name])})" for name in here)
+    others = "" if len(differing) == 1 else f" Others that differ: {', '.join(map(str, differing[1:9]))}."
     raise DisagreementError(
-        f"rank {rank} differs from rank 0 in {details}.{others} Nothing has been read. Make all nodes the same: the "
-        "checkpoint's folder, the environment, the installed packages."
+        f"rank {differing[0]} differs from rank 0 in {details}.{others} Nothing has been read. Make all nodes the "
+        "same: the checkpoint's folder, the environment, the installed packages."
     )
+
+
+def _difference(there: Item, on_rank_0: Item) -> str:
+    if isinstance(there, str) or isinstance(on_rank_0, str):
+        return f"{there} there, {on_rank_0} on rank 0"
+    fields = [name for name in {**on_rank_0, **there} if there.get(name) != on_rank_0.get(name)]
+    shown = []
+    for field in fields[:_SHOWN]:
+        values = (shortened(each.get(field, "nothing"), _SHOWN_CHARACTERS) for each in (there, on_rank_0))
+        shown.append("{}: {} there, {} on rank 0".format(field, *values))
+    more = [f"and {len(fields) - _SHOWN} more"] if len(fields) > _SHOWN else []
+    return "; ".join([*shown, *more]) or "in another order"
 
 
 HeaderAndSample = tuple[ShardHeader, bytes]
@@ -82,9 +103,17 @@ HeaderAndSample = tuple[ShardHeader, bytes]
 
 
 def refuse_other_shards(
-    paths: Sequence[str], own: Iterable[HeaderAndSample], of_rank_0: Iterable[HeaderAndSample], folder_of_rank_0: str
+    paths: Sequence[str],
+    own: Iterable[HeaderAndSample],
+    of_rank_0: Iterable[HeaderAndSample],
+    folder_of_rank_0: str,
+    *,
+    shares_host: bool,
 ) -> None:
-    """Raise a CheckpointError if a shard that this rank has read is not the one that rank 0 has read."""
+    """Raise a CheckpointError if a shard that this rank has read is not the one that rank 0 has read.
+
+    `shares_host`: this rank and rank 0 are on one host.
+    """
     for path, (own_header, values), (header, values_of_rank_0) in zip(paths, own, of_rank_0, strict=True):
         if own_header.size_bytes != header.size_bytes:
             difference = f"has {own_header.size_bytes} bytes where rank 0 sees {header.size_bytes}"
@@ -94,13 +123,15 @@ def refuse_other_shards(
             difference = "has the same header as rank 0's and other values"
         else:
             continue
-        advice = "Make the checkpoint the same on every node."
-        if os.path.dirname(path) != folder_of_rank_0:
+        other = os.path.join(folder_of_rank_0, os.path.basename(path))
+        advice = "Give all ranks the same folder." if shares_host else "Make the checkpoint the same on every node."
+        if path != other:
+            difference += f" (rank 0 loads {other})"
             advice += (
-                f" Or, if {folder_of_rank_0}, from which rank 0 loads, is another model: ranks load different things "
-                "at this moment, perhaps in several threads; all must make the same loads in the same order."
+                " Or, if that is another model: ranks load different things at this moment, perhaps in several "
+                "threads; all must make the same loads in the same order."
             )
-        raise CheckpointError(f"{path}: the file on this host {difference}. {advice}")
+        raise CheckpointError(f"{path}: the file on this {'rank' if shares_host else 'host'} {difference}. {advice}")
 
 
 def _version(library: str) -> str:
@@ -108,11 +139,11 @@ def _version(library: str) -> str:
     return installed_version(library).partition("+")[0]
 
 
-def _sources(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+def _sources(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, str]]:
     """Each tensor's name, and the first and last tensor of the checkpoint that it is made of: all take too long."""
     for name, tensor in tensors:
         if isinstance(tensor, LazyTensor):
-            yield from (name, *(_leaf(tensor.view_of_node, end) for end in (0, -1)))
+            yield name, " to ".join(_leaf(tensor.view_of_node, end) for end in (0, -1))
 
 
 def _leaf(view: View, end: int) -> str:
@@ -122,17 +153,19 @@ def _leaf(view: View, end: int) -> str:
     return node.entry.name if isinstance(node, FileTensor) else type(node).__name__
 
 
-def _digest(*texts: str) -> str:
-    state = hashlib.blake2b(digest_size=8)
-    for text in texts:
-        state.update(text.encode() + b"\0")
-    return state.hexdigest()
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _json(value: Any) -> str:
-    def kept(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(key): kept(inner) for key, inner in value.items() if key not in _MAY_DIFFER}
-        return [kept(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-    return json.dumps(kept(value), sort_keys=True, default=lambda other: type(other).__name__)
+def _fields(config: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+    """The values of a config by their names, those inside of others as ``outer.inner``."""
+    found: dict[str, str] = {}
+    for key in sorted(config.keys() - _MAY_DIFFER, key=str):
+        name, value = f"{prefix}{key}", config[key]
+        if isinstance(value, (list, tuple)) and any(isinstance(each, Mapping) for each in value):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping) and value:
+            found |= _fields(value, f"{name}.")
+        else:
+            found[name] = json.dumps(value, default=lambda other: type(other).__name__)
+    return found

@@ -139,8 +139,8 @@ class Coordinator:
         for rank, (found, _) in enumerate(everyone):
             if found != everyone[0][0]:
                 raise DisagreementError(
-                    f"rank {rank} differs from rank 0 in what it loads: {_shortened(found)} there, "
-                    f"{_shortened(everyone[0][0])} on rank 0. Nothing has been read. All ranks must load the same."
+                    f"rank {rank} differs from rank 0 in what it loads: {shortened(found)} there, "
+                    f"{shortened(everyone[0][0])} on rank 0. Nothing has been read. All ranks must load the same."
                 )
         return [each for _, each in everyone]
 
@@ -383,6 +383,7 @@ def expected_at(kind: MeetingKind) -> Iterator[None]:
         raise
 
 
-def _shortened(what: object) -> str:
+def shortened(what: object, characters: int = 200) -> str:
+    """The text of `what`, or its first `characters`."""
     text = str(what)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return text if len(text) <= characters else f"{text[:characters]}..."

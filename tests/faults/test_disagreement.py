@@ -13,6 +13,8 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks
 from tests.support.disk import disk, failing, replace_reads
 from tests.support.hosts import move_to_host
+from tests.support.messages import message_of
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
 
@@ -119,17 +122,32 @@ def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> 
 @pytest.mark.parametrize(
     ("change", "kind", "texts"),
     [
-        (other_config, "DisagreementError", ["rank 1", "the model's config"]),
-        (other_dtype, "DisagreementError", ["rank 1", "the parameters' dtypes (bfloat16", "the DeepSpeed config"]),
+        (
+            other_config,
+            "DisagreementError",
+            ["rank 1", "the model's config (rms_norm_eps: 0.5 there, 1e-06 on rank 0)"],
+        ),
+        (
+            other_dtype,
+            "DisagreementError",
+            ["the parameters' dtypes (model.embed_tokens.weight: bfloat16 there, float32 on rank 0; ", " more)"],
+        ),
         (other_setting, "DisagreementError", ["rank 1", "the setting verify (full there, sizes on rank 0)"]),
-        (other_zero, "DisagreementError", ["rank 1", "the DeepSpeed config"]),
+        (
+            other_zero,
+            "DisagreementError",
+            [
+                "rank 1",
+                'the DeepSpeed config (zero_optimization.offload_param.device: "cpu" there, nothing on rank 0)',
+            ],
+        ),
         (other_library, "DisagreementError", ["rank 1", "the version of transformers (4.0.0 there"]),
         (
             other_size,
             "CheckpointError",
-            ["where rank 0 sees", "Make the checkpoint the same on every node", "load different things"],
+            ["/copy/", "where rank 0 sees", "(rank 0 loads ", "Give all ranks the same folder", "different things"],
         ),
-        (other_header, "CheckpointError", ["another header than rank 0's"]),
+        (other_header, "CheckpointError", ["another header than rank 0's", "Make the checkpoint the same on every"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -368,3 +386,30 @@ def test_causes_and_contexts_are_kept(cluster: None, zoo_checkpoint: Checkpoint,
     for name, kind in (("read", "ReadError"), ("live read", "ReadError"), ("write", "SaveError")):
         assert [rank[name][0] for rank in ranks] == [kind] * 2
         assert ranks[1][name][1][0] == "OSError", ranks[1][name]
+
+
+def three_models_in_threads(folders: list[Path]) -> list[str]:
+    """Each thread loads a model of its own; ranks begin them in another order."""
+    found: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        load = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained
+        found[number] = message_of(lambda: load(folders[number], ds_config=ds_config()), "loaded")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in ((0, 1, 2), (1, 2, 0))[dist.get_rank()]]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    return [found[number] for number in range(3)]
+
+
+def test_three_models_in_threads(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Under ZeRO-3 all ranks must load the same, in the same order; else none waits for ever, and one says why."""
+    folders = [zoo_checkpoint("llama"), zoo_checkpoint("qwen3_moe"), tmp_path / "again"]
+    shutil.copytree(folders[0], folders[2])
+    add_one(folders[2])
+    found = run_ranks(2, three_models_in_threads, folders, timeout=60)
+    messages = {text for of_rank in found for text in of_rank} - {"loaded"}
+    assert messages and all("different things" in text or "what it loads" in text for text in messages), found
