@@ -230,8 +230,11 @@ class Rendezvous:
             if decision is not None:
                 return decision
             verdict = watchdog.verdict
-            if kind.is_optional and verdict is not None and verdict.kind == "Ended":
-                return self._decide(Decision("apart", verdict.message.partition(",")[0]))
+            if verdict is not None and verdict.kind == "Ended":  # by itself, somewhere else in the program
+                why = verdict.message.partition(",")[0]
+                if not kind.is_optional:
+                    why = f"{why[0].upper()}{why[1:]}, so it does not come here. {kind.advice}"
+                return self._decide(Decision("apart", why))
             watchdog.check(dead_only=True)
             if waited_s > limit_s:
                 break

@@ -189,9 +189,9 @@ def test_values_of_one_among_others(cluster: None, zoo_checkpoint: Checkpoint, t
 
 
 def different_saves(checkpoint: Path, folder: Path) -> list[tuple[str, float]]:
-    """Rank 0 saves alone, under ZeRO-3, while the others train on, or come to another save."""
+    """Rank 0 saves alone, under ZeRO-3, while the others train on, come to another save, or have ended."""
     rendezvous.STUCK_S = 1.0
-    _, engine = prepared(checkpoint)
+    accelerator, engine = prepared(checkpoint)
     rank, found = dist.get_rank(), []
 
     def errors_of(save: Callable[[], object]) -> None:
@@ -206,20 +206,27 @@ def different_saves(checkpoint: Path, folder: Path) -> list[tuple[str, float]]:
             errors_of(lambda: engine.module.save_pretrained(folder / "alone"))
         dist.barrier()
         if rank == 0:
+            errors_of(lambda: accelerator.save_model(engine, folder / "alone"))
+        dist.barrier()
+        if rank == 0:
             errors_of(lambda: engine.module.save_pretrained(folder / "alone"))
         else:
             errors_of(lambda: hf_zero_stream.save_state(engine, folder / "state"))
         dist.barrier()
         engine.module.save_pretrained(folder / "together")
+        if rank == 0:
+            errors_of(lambda: engine.module.save_pretrained(folder / "alone"))
     return found
 
 
 def test_saves_that_are_not_the_same(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A rank that waits for one that goes on elsewhere is told so in seconds."""
     found = run_ranks(3, different_saves, zoo_checkpoint("llama", torch.bfloat16), tmp_path, timeout=60)
-    assert [len(of_rank) for of_rank in found] == [2, 1, 1]
-    assert "has begun a collective without this rank" in found[0][0][0] and "take it out of" in found[0][0][0]
-    for message, _ in (found[0][1], found[1][0], found[2][0]):
+    assert [len(of_rank) for of_rank in found] == [4, 1, 1]
+    goes_on = "has begun a collective without this rank"
+    for (message, _), why in zip(found[0], (goes_on, goes_on, "different things", "has ended"), strict=True):
+        assert why in message and ("take it out of" in message), message
+    for message, _ in (found[0][2], found[1][0], found[2][0]):
         assert "Ranks came to save with different things" in message
         assert "a model" in message and "a training state" in message
     assert max(seconds for of_rank in found for _, seconds in of_rank) < 10
