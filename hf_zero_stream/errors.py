@@ -42,6 +42,8 @@ class HfZeroStreamError(Exception):
     Catch it to catch them all.
     """
 
+    is_of_another_rank = False  # which has died or failed, and says more about it
+
 
 class ConfigError(HfZeroStreamError, ValueError):
     """A setting or an argument has a name or a value that is not allowed.

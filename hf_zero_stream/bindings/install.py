@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import PACKAGE, installed_version, refuse_unknown_version
 from ..registry import PatchScope, Row, Weight, import_object
 from ..settings.scope import active_configs
+from .tracebacks import shorten
 
 
 logger = logging.getLogger(PACKAGE)
@@ -39,7 +40,11 @@ class LazyReplacement:
             if self._row.when and not import_object(self._row.when)(*args, **kwargs):
                 return original(*args, **kwargs)
             self._function = import_object(self._row.leads_to)
-        return self._function(original, *args, **kwargs)
+        try:
+            return self._function(original, *args, **kwargs)
+        except BaseException as error:
+            shorten(error)
+            raise
 
 
 class Installation:
@@ -161,7 +166,11 @@ def _patched(owner: Any, original: Any, replacement: Replacement) -> Any:
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
+        try:
+            return replacement(original, *args, **kwargs)
+        except BaseException as error:
+            shorten(error)
+            raise
 
     return function
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,9 +12,13 @@ from ..settings import scope
 from ..settings.config import StreamingConfig, announces_local_rank, check_environment
 from .install import PatchScope
 from .table import installed
+from .tracebacks import shorten
 
 
 Function = TypeVar("Function")
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables without which DeepSpeed asks MPI."""
 
 
 class streaming:  # noqa: N801 - used like a function
@@ -61,7 +66,9 @@ class streaming:  # noqa: N801 - used like a function
         self._open.append(scope.enter(self.config))
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
+        if error is not None:
+            shorten(error)
         scope.leave(self._open)
         installed(PatchScope.BLOCK).__exit__()
 
@@ -98,6 +105,21 @@ def enter_with_group(original: Callable[..., Any], group: Any) -> None:
     original(group)
     if group is not None:
         enter_for_process()
+
+
+def discover_ranks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed's question to MPI, where a launcher's variables are missing; a ConfigError where it has no mpi4py."""
+    try:
+        return original(*args, **kwargs)
+    except ModuleNotFoundError as error:
+        if error.name != "mpi4py":
+            raise
+        missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+        raise ConfigError(
+            "DeepSpeed trains on the ranks of a launcher, and none has started this process: "
+            f"{', '.join(missing)} are not set. Start it with `torchrun --nproc-per-node N`, `accelerate launch` "
+            "or `deepspeed`; one rank is enough. Under mpirun, install mpi4py."
+        ) from None
 
 
 def _has_group() -> bool:

@@ -140,11 +140,15 @@ class Verdict(NamedTuple):
 
     def error(self) -> HfZeroStreamError:
         """The error that other ranks raise; of the same class as the error of a rank that lives, if that is ours."""
+        error: HfZeroStreamError
         if self.is_dead:
-            return PeerError(self.message)
-        if self.kind in errors.__all__:
-            return getattr(errors, self.kind)(f"rank {self.rank}: {self.message}")
-        return PeerError(f"rank {self.rank} failed, so this rank gives up too: {self.kind}: {self.message}")
+            error = PeerError(self.message)
+        elif self.kind in errors.__all__:
+            error = getattr(errors, self.kind)(f"rank {self.rank}: {self.message}")
+        else:
+            error = PeerError(f"rank {self.rank} failed, so this rank gives up too: {self.kind}: {self.message}")
+        error.is_of_another_rank = self.rank >= 0
+        return error
 
 
 def pauses(longest_s: float, share: float = 0.5) -> Iterator[float]:
