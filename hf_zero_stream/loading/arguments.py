@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch.distributed as dist
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
+from transformers.utils import logging
 
 from ..bindings.table import refuse_lacking
 from ..holdings.introspection import accelerator_state
 from ..settings import scope
-from ..settings.config import announces_fsdp2
+from ..settings.config import announced_local_rank, announces_fsdp2
 from ..sources.base import is_url
 
+
+logger = logging.get_logger(__name__)
 
 StockFunction = Callable[..., Any]
 
@@ -58,8 +65,30 @@ def may_be_at_url(path: Any) -> bool:
 def load_with_prefetch(names: Sequence[str], original: StockFunction, *args: Any, **kwargs: Any) -> Any:
     """Call a ``from_pretrained``, with the class first; for the `names` see :func:`prefetching`."""
     path = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")  # the first one is the class
+    if isinstance(path, (str, os.PathLike)) and not is_url(path) and scope.active_configs():
+        _warn_of_absent_folder(os.fspath(path), kwargs.get("cache_dir"))
     with prefetching(path, kwargs, names):
         return original(*args, **kwargs)
+
+
+@functools.cache  # once
+def _warn_of_absent_folder(path: str, cache: Any) -> None:
+    """Say that there is no such folder, before transformers asks the Hub for a repository of that name.
+
+    Without a network it gives up after a minute. Of a path that cannot be an id it says so itself, at once; an id of
+    somebody's repository is hardly meant as a path.
+    """
+    parent = os.path.dirname(path)
+    if os.path.exists(path) or (parent and not os.path.isdir(parent)) or announced_local_rank():
+        return
+    with suppress(HFValidationError):
+        cached = os.path.join(cache or HF_HUB_CACHE, repo_folder_name(repo_id=path, repo_type="model"))
+        if not os.path.isdir(cached):
+            logger.warning(
+                "%s: there is no such folder in %s, and no such repository in the Hub's cache. transformers asks the "
+                "Hub for it, which takes a minute without a network.",
+                *(path, os.getcwd()),
+            )
 
 
 def prefetching(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> AbstractContextManager[None]:

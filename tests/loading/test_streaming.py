@@ -16,10 +16,12 @@ import hf_zero_stream
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.loading import arguments
 from hf_zero_stream.registry import PatchScope
 from hf_zero_stream.seams.ds_config import _ConfigReference
 from hf_zero_stream.settings import config, scope
 from tests.support.cluster import run_ranks
+from tests.support.messages import warnings_of
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
 
@@ -170,17 +172,34 @@ def test_a_variable_with_a_typo_is_named_once_per_host(
     assert all("Did you mean HF_ZERO_STREAM_READER_THREADS?" in text for text in said)
 
 
-@pytest.mark.parametrize(("flag", "text"), [("true", "Move the line"), ("false", "zero3_init_flag: true")])
-def test_warns_once_if_the_config_comes_too_late(
-    zoo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flag: str, text: str
+@pytest.mark.parametrize(
+    ("name", "is_told"), [("tiny-mo", True), ("runs/step-1", True), ("somebody/model", False), ("cached", False)]
+)
+def test_a_folder_that_is_not_there_is_named_before_the_hub_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_told: bool
 ) -> None:
-    for name, value in (("USE_DEEPSPEED", "true"), ("DEEPSPEED_ZERO_STAGE", "3"), ("DEEPSPEED_ZERO3_INIT", flag)):
-        monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    monkeypatch.setattr(transformers.utils.logging.get_logger("transformers"), "propagate", True)
-    with caplog.at_level("WARNING"), streaming():
-        for _ in range(2):
-            transformers.AutoModelForCausalLM.from_pretrained(zoo_checkpoint("llama"))
-    assert sum(text in record.getMessage() for record in caplog.records) == 1
+    """Once, by one rank of a host, of what may be meant as a path; and the error is transformers' own."""
+    for folder in ("runs", "cache/models--cached"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+    def load() -> None:
+        with pytest.raises(OSError, match=r"couldn't connect|does not appear|is not a"):
+            transformers.AutoModelForCausalLM.from_pretrained(name, cache_dir=str(tmp_path / "cache"))
+
+    with streaming(), warnings_of("hf_zero_stream") as said:
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        load()
+    assert said == []
+    arguments._warn_of_absent_folder.cache_clear()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with warnings_of("hf_zero_stream") as said:
+        load()
+        with streaming():
+            load()
+            load()
+    told = f"{name}: there is no such folder in {tmp_path}, and no such repository in the Hub's cache"
+    assert [text.startswith(told) for text in said] == [True] * is_told, said
 
 
 # ---------------------------------------------------------------------------------------------- how ZeRO-3 is found
