@@ -88,6 +88,7 @@ class PatchScope:
     DEFERRED: ClassVar[PatchScope]
     LAYOUT: ClassVar[PatchScope]
     FLAT: ClassVar[PatchScope]
+    WHOLE: ClassVar[PatchScope]
     EXPERTS: ClassVar[PatchScope]
     RECORDERS: ClassVar[PatchScope]
     SNAPSHOT: ClassVar[PatchScope]
@@ -112,6 +113,7 @@ PatchScope.SNAPSHOT = PatchScope(
     "SNAPSHOT", "while a save in the background reads from the memory of a training", PatchScope.MODELS
 )
 PatchScope.FLAT = PatchScope("FLAT", "while models live that stages 1 and 2 may flatten")
+PatchScope.WHOLE = PatchScope("WHOLE", "while models live that ranks have loaded whole")
 PatchScope.EXPERTS = PatchScope("EXPERTS", "from the first load of converted experts on")
 PatchScope.CALLED = PatchScope("CALLED", "never: they are only called")
 PatchScope.RECORDERS = PatchScope("RECORDERS", "while DeepSpeed converts experts")

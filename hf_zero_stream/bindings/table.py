@@ -38,6 +38,10 @@ def _trainer(name: str, leads_to: str, relies_on: str = "", *, since: str = "", 
     return Row(f"{_TRAINER}:{name}", leads_to, relies_on, feature=saves, since=since, until=until)
 
 
+_MPI = Row(
+    "deepspeed.comm.comm:mpi_discovery", ".bindings.streaming:discover_ranks", feature="an error that names launchers"
+)
+
 OURS: Mapping[PatchScope, Sequence[Row]] = {
     PatchScope.MODELS: [
         Row(
@@ -54,11 +58,13 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         ],
     ],
     PatchScope.REACHED: [
-        Row(_DEFAULT_GROUP, ".bindings.streaming:enter_with_group", feature="ranks that no launcher announces")
+        Row(_DEFAULT_GROUP, ".bindings.streaming:enter_with_group", feature="ranks that no launcher announces"),
+        _MPI,
     ],
     PatchScope.BLOCK: [
         # Ranks make contact as soon as there is a process group.
         Row(_DEFAULT_GROUP, ".ranks.presence:set_default_group"),
+        _MPI,
         # What waits for the lock of a process that compiles says so.
         Row("torch.utils.file_baton:FileBaton.wait", ".extensions:wait", feature="warnings of locks nobody holds"),
         # A load: an Auto class, the model's class, and what lies beside a model.
@@ -255,6 +261,14 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         # Set on one optimizer, while it is constructed.
         Row(f"{_ZERO_1_2}.flatten_dense_tensors_aligned", "", "tensor_list alignment use_cpu_data", weight=_ESSENTIAL),
         Row("deepspeed.accelerator:get_accelerator().available_memory", "", weight=_ESSENTIAL),
+    ],
+    PatchScope.WHOLE: [
+        Row(
+            f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload._convert_to_zero_parameters",
+            ".loading.whole:partition",
+            "ds_config module",
+            feature="warnings of configs that come after the load",
+        ),
     ],
     PatchScope.EXPERTS: [
         Row(

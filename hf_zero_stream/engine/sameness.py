@@ -31,7 +31,7 @@ _MAY_DIFFER = {"_name_or_path", "nvme_path"}
 """Entries of configs that may differ between nodes."""
 
 
-Item = str | dict[str, str]
+Described = str | dict[str, str]
 """A short text; or texts by what they describe, for instance the fields of a config."""
 
 _SHOWN, _SHOWN_CHARACTERS = 3, 80
@@ -44,14 +44,14 @@ def describe_load(
     ds_config: Mapping[str, Any],
     settings: StreamingConfig,
     exchange_settings: Iterable[str],
-) -> dict[str, Item]:
+) -> dict[str, Described]:
     """Describe, item by item, what this rank will load into the lazy `model`.
 
     `exchange_settings` are names of settings that decide what ranks exchange of what they read.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     config = model.config.to_dict() if hasattr(model, "config") else {}
-    items: dict[str, Item] = {f"the version of {name}": _version(name) for name in LIBRARIES}
+    items: dict[str, Described] = {f"the version of {name}": _version(name) for name in LIBRARIES}
     items |= {f"the setting {name}": str(getattr(settings, name)) for name in (*_SETTINGS, *exchange_settings)}
     return items | {
         "the model's class": type(model).__name__,
@@ -66,7 +66,7 @@ def describe_load(
     }
 
 
-def refuse_differences(coordinator: Coordinator, described: Mapping[str, Item]) -> None:
+def refuse_differences(coordinator: Coordinator, described: Mapping[str, Described]) -> None:
     """Raise a DisagreementError that names the ranks whose description is not rank 0's, and what differs (all ranks).
 
     Ranks exchange digests, and the texts, which are long, only if something differs.
@@ -86,7 +86,7 @@ def refuse_differences(coordinator: Coordinator, described: Mapping[str, Item]) 
     )
 
 
-def _difference(there: Item, on_rank_0: Item) -> str:
+def _difference(there: Described, on_rank_0: Described) -> str:
     if isinstance(there, str) or isinstance(on_rank_0, str):
         return f"{there} there, {on_rank_0} on rank 0"
     fields = [name for name in {**on_rank_0, **there} if there.get(name) != on_rank_0.get(name)]

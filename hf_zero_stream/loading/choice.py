@@ -24,12 +24,12 @@ from ..settings import scope
 from ..settings.config import (
     StreamingConfig,
     announced_local_rank,
-    announces_zero3,
-    announces_zero3_init,
+    announced_ranks,
     config_without_auto,
 )
 from ..sources.by_path import mount_of
 from .arguments import is_one_of_several, shards_by_fsdp2
+from .whole import warn_of_late_config, warn_of_stock_load, warn_without_group
 
 
 logger = logging.get_logger(__name__)
@@ -71,12 +71,12 @@ def choose(
         return Choice(LOAD, "", partial(_load_partitioned, ds_config, strict))
     from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed
 
-    _warn_if_zero3_comes_too_late()
+    warn_of_late_config()
     with expected_at(LOAD):
         sharding = distributed_config_of(kwargs)
         if sharding is not None:
             if is_pipeline(sharding):
-                _warn_of_pipeline(sharding)
+                warn_of_stock_load(f"with pp_size={sharding.pp_size} ranks hold different models")
                 return None
             because = cuts_matrices(sharding)
             return Choice(LOAD, "", partial(_load_sharded, ds_config, strict, init_distributed(), because))
@@ -91,7 +91,12 @@ def choose(
         # Ranks meet when the model is sharded. Until then they only need each other where one reads for others.
         meeting_kind = LOAD if mount_of(path) else None if settings.read_from == "all" else SHARED_LOAD
         return Choice(meeting_kind, subject, partial(load, settings), works_alone=True)
-    if _ranks_load_the_same(kwargs):
+    has_group = is_one_of_several()
+    if (has_group or announced_ranks() > 1) and (why := _stock_reason(kwargs)):
+        warn_of_stock_load(why)
+    elif not has_group:
+        warn_without_group(path)
+    else:
         with expected_at(SHARED_LOAD):
             settings = settings_for(ds_config, strict)
         if settings.share_reads:
@@ -160,15 +165,6 @@ def is_pipeline(distributed_config: Any) -> bool:
     return getattr(distributed_config, "pp_size", 1) not in (None, 1)
 
 
-def _warn_of_pipeline(distributed_config: Any) -> None:
-    if announced_local_rank() == 0:
-        logger.warning_once(
-            f"hf_zero_stream leaves this load to transformers, because with pp_size={distributed_config.pp_size} "
-            "ranks hold different models. Each rank reads the checkpoint by transformers' own code, and nothing is "
-            "shared."
-        )
-
-
 def _load_sharded(
     ds_config: dict[str, Any],
     strict: bool | None,
@@ -215,21 +211,16 @@ def settings_for(ds_config: Mapping[str, Any], strict: bool | None) -> Streaming
     return settings if strict is None else replace(settings, strict=strict)
 
 
-def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
-    """Whether there are several ranks, each of which would load all of the model into its host memory."""
-    if not is_one_of_several():
-        return False
-    sharding = _sharding_argument(kwargs)
-    if sharding and torch.distributed.get_rank() == 0:
+def _stock_reason(kwargs: Mapping[str, Any]) -> str:
+    """The reason why not each of several ranks would load all of the model into its host memory; "" if each would."""
+    if sharding := _sharding_argument(kwargs):
         from ..seams.sharding import is_known
 
         needs = "" if is_known() else ", which is streamed with transformers 5.17 or newer"
-        logger.warning(
-            f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model{needs}. Each rank "
-            "reads the checkpoint by transformers' own code, and nothing is shared."
-        )
-    # Where FSDP_CPU_RAM_EFFICIENT_LOADING is set, transformers loads on rank 0 alone.
-    return not _placement_argument(kwargs) and not is_fsdp_enabled()
+        return f"{sharding}= shards the model{needs}"
+    if placement := _placement_argument(kwargs):
+        return f"{placement} puts the model elsewhere than into host memory"
+    return "with FSDP_CPU_RAM_EFFICIENT_LOADING rank 0 of each host loads alone" if is_fsdp_enabled() else ""
 
 
 def _placement_argument(kwargs: Mapping[str, Any]) -> str:
@@ -237,7 +228,9 @@ def _placement_argument(kwargs: Mapping[str, Any]) -> str:
     for name in ("device_map", "state_dict"):
         if kwargs.get(name) is not None:
             return f"{name}="
-    is_elsewhere = torch.get_default_device().type != "cpu" or _builds_without_memory()
+    if _builds_without_memory():
+        return "accelerate's init_empty_weights()"
+    is_elsewhere = torch.get_default_device().type != "cpu"
     return _sharding_argument(kwargs) or ("another default device than the CPU" if is_elsewhere else "")
 
 
@@ -249,22 +242,6 @@ def warn_of_open_dtype(sections: list[str], advice: str) -> None:
         f'The DeepSpeed config has "{sections[0]}": {{"enabled": "auto"}}, and neither accelerate nor the Trainer has '
         f"filled it in. It counts as off, as in DeepSpeed: parameters are in fp32. {advice}"
     )
-
-
-def _warn_if_zero3_comes_too_late() -> None:
-    if announced_local_rank():  # the process group may not exist yet
-        return
-    if announces_zero3() and announces_zero3_init():
-        logger.warning_once(
-            "The launcher announces DeepSpeed ZeRO-3, but no DeepSpeed config object is alive yet, so this model is "
-            "loaded in full on every rank. Move the line that creates Accelerator() or TrainingArguments(...) above "
-            "from_pretrained(...)."
-        )
-    elif announces_zero3():
-        logger.warning_once(
-            "The launcher announces DeepSpeed ZeRO-3 with zero3_init_flag: false, so this model is loaded in full on "
-            "every rank. Set zero3_init_flag: true in the accelerate config to stream it."
-        )
 
 
 def _sharding_argument(kwargs: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from ..holdings.introspection import (
 from ..registry import has_tool, tool
 from ..seams.ds_config import active_config
 from ..settings import scope
-from ..settings.config import StreamingConfig, announces_zero3
+from ..settings.config import StreamingConfig, announced_ranks, announces_zero3
 from .arguments import (
     MODEL_FILES,
     PROCESSOR_FILES,
@@ -34,6 +34,7 @@ from .arguments import (
     may_be_at_url,
     shards_by_fsdp2,
 )
+from .whole import expect_zero3
 
 
 _OURS = frozenset({"ds_config", "strict", "distributed_config", "tp_plan", "tp_size", "device_mesh"})
@@ -60,7 +61,9 @@ def from_pretrained_hook(original: StockFunction, cls: Any, *args: Any, **kwargs
 
         result = from_pretrained(original, cls, *args, **kwargs)
     model = result[0] if isinstance(result, tuple) else result
-    note_source(model, args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
+    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    note_source(model, path, kwargs)
+    expect_zero3(model, path)
     if is_dequantised(model) and has_tool(FORGETS):  # without one, the save of it is an error
         tool(FORGETS, "packed")(model)
     return result
@@ -91,6 +94,7 @@ def _is_stock_load(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
     settings = StreamingConfig.resolve(scope.current_config(), {})
     path = kwargs.get("pretrained_model_name_or_path", path)
     asks = settings.strict or bool(settings.destination) or not _OURS.isdisjoint(kwargs) or may_be_at_url(path)
+    asks = asks or announced_ranks() > 1
     return not (asks or _may_stream() or announces_zero3() or shards_by_fsdp2() or active_config()[0])
 
 

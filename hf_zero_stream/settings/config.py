@@ -305,6 +305,9 @@ _MPI_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *_MPI_LOCAL_SIZES, "SLURM_NTASKS_PER_NODE")
 """Ranks on this host: torchrun and accelerate; deepspeed; Open MPI; Hydra; Slurm."""
 
+WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""All ranks: torch's launchers; Open MPI; Hydra; Slurm's srun. A batch script has SLURM_NTASKS too, and is no rank."""
+
 
 def announced_local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """This rank's number on its host; 0 if no launcher announces it."""
@@ -319,6 +322,11 @@ def announces_local_rank(environ: Mapping[str, str] = os.environ) -> bool:
 def announced_local_size(environ: Mapping[str, str] = os.environ) -> int:
     """The number of ranks on this host; 1 if no launcher announces it."""
     return _first_number(LOCAL_SIZES, environ, 1)
+
+
+def announced_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """The number of ranks; 1 if no launcher announces it."""
+    return _first_number(WORLD_SIZES, environ, 1)
 
 
 def announces_zero3() -> bool:

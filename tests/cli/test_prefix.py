@@ -146,6 +146,11 @@ model = AutoModel.from_pretrained(sys.argv[1])
 print(hasattr(model, "streaming_report"), "hf_zero_stream.settings.scope" in sys.modules)
 from hf_zero_stream.settings import scope
 print(scope.active_configs(), "hf_zero_stream.loading.entrance" in sys.modules)
+import deepspeed
+try:
+    deepspeed.init_distributed("gloo")
+except Exception as error:
+    print(type(error).__name__, error)
 """
 
 
@@ -156,13 +161,17 @@ def alone(tmp_path: Path) -> list[str]:
 
 
 def test_a_process_without_ranks_is_left_alone(alone: list[str]) -> None:
-    assert result(*PREFIX, *alone)[1] == "False True\n() False\n"
+    printed, said = result(*PREFIX, *alone)[1].split("False\n")
+    assert printed == "False True\n() " and said.startswith("ConfigError DeepSpeed trains on the ranks of a launcher")
+    assert "WORLD_SIZE" in said and "torchrun --nproc-per-node N" in said
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_told_to_be_is_left_alone(alone: list[str]) -> None:
     switched_off = (*PREFIX, "env", "HF_ZERO_STREAM_RUN=0", *alone)
-    assert result(*switched_off, LOCAL_RANK="0", RANK="0")[1] == "False False\n() False\n"
+    assert result(*switched_off, LOCAL_RANK="0", RANK="0")[1] == (
+        "False False\n() False\nModuleNotFoundError No module named 'mpi4py'\n"
+    )
 
 
 RANK = """\
@@ -180,11 +189,16 @@ from transformers.integrations import HfDeepSpeedConfig
 def main(number=None):
     if number is not None:
         os.environ |= dict(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2")
+    AutoModel.from_pretrained("tiny-moe")
     deepspeed.init_distributed("gloo")
     config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
     model = AutoModel.from_pretrained("tiny-moe")
     sys.stdout.write(f"rank {dist.get_rank()} of {model.streaming_report.world_size} streamed\\n")
     sys.stdout.flush()
+    try:
+        AutoModel.from_pretrained(["tiny-moe", "other-moe"][dist.get_rank()])
+    except ValueError:
+        sys.excepthook(*sys.exc_info())
     dist.barrier()
 
 
@@ -212,11 +226,21 @@ LAUNCHERS = {
     "launcher", [each if each == "torchrun" else pytest.param(each, marks=pytest.mark.slow) for each in LAUNCHERS]
 )
 def test_ranks_of_any_launcher_stream(launcher: str, tmp_path: Path) -> None:
-    """The script has no word of ours, and `mp.spawn` tells a rank its number when transformers is imported already."""
-    make_moe_checkpoint(tmp_path / "tiny-moe", 0.001 * 1e9, num_layers=1, num_experts=2)
+    """The script has no word of ours, and `mp.spawn` tells a rank its number when transformers is imported already.
+
+    A load that comes before the process group is spoken of. Of an error, where it is raised, the lines of others are
+    shown, and one line on the other rank.
+    """
+    for name, size in (("tiny-moe", 0.001), ("other-moe", 0.002)):
+        make_moe_checkpoint(tmp_path / name, size * 1e9, num_layers=1, num_experts=2)
     (tmp_path / "rank.py").write_text(RANK)
     printed = run_command(f"hf-zero-stream run {LAUNCHERS[launcher]}", tmp_path)
     assert sorted(re.findall(r"rank . of 2 streamed", printed)) == ["rank 0 of 2 streamed", "rank 1 of 2 streamed"]
+    assert printed.count("Move the line that creates") == (launcher != "mp.spawn")
+    shown = [re.findall(rf"^\[rank{rank}\]: (.*)", printed, re.MULTILINE) for rank in (0, 1)]
+    assert len(shown[0]) == 1 and "CheckpointError: rank 1: other-moe" in shown[0][0]
+    assert len(shown[1]) < 20 and "rank 0 loads tiny-moe" in shown[1][-1]
+    assert not [line for line in shown[1] if "/hf_zero_stream/" in line] and "rank.py" in shown[1][1]
 
 
 GLOO = """\

@@ -8,7 +8,6 @@ done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import nn
 
 from ... import accelerators
 from ...bindings.table import refuse_lacking
-from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
+from ...errors import UnsupportedError, refuse_unknown_version
 from ...holdings.deepspeed.partitions import own_range
 from ..base import allocating
 
@@ -37,8 +36,6 @@ from ..base import allocating
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}  # by section of a config
 _TRUE = ("true", "1", "on", "t", "y", "yes")  # to pydantic, with which DeepSpeed parses its config
 
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables without which DeepSpeed asks MPI."""
 
 refuse_lacking("ZeRO-3")
 
@@ -158,22 +155,9 @@ def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def init_distributed() -> None:
-    """Initialise torch.distributed as ``zero.Init`` would, if nobody has done it yet.
-
-    Raises a ConfigError if no launcher has said which ranks there are. DeepSpeed asks MPI then, but has no mpi4py.
-    """
+    """Initialise torch.distributed as ``zero.Init`` would, if nobody has done it yet."""
     if not dist.is_initialized() or not deepspeed.comm.is_initialized():
-        try:
-            deepspeed.init_distributed()
-        except ModuleNotFoundError as error:
-            if error.name != "mpi4py":
-                raise
-            missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
-            raise ConfigError(
-                "ZeRO-3 shards a model over the ranks of a launcher, and none has started this process: "
-                f"{', '.join(missing)} are not set. Start it with `torchrun --nproc-per-node N`, `accelerate launch` "
-                "or `deepspeed`; one rank is enough. Under mpirun, install mpi4py."
-            ) from error
+        deepspeed.init_distributed()
 
 
 def enabled_dtypes(ds_config: Mapping[str, Any]) -> list[torch.dtype]:
