@@ -46,23 +46,27 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def model_types() -> str:
-    """docs/models.csv in Markdown: what all runs of a family found, in one cell of each type."""
+    """docs/models.csv in Markdown: how all runs of a family ended, in one cell of each type; why is in the file."""
     with (ROOT / "docs" / "models.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = [row for row in rows if not row["cannot be built"]]
     families: dict[str, list[str]] = {}
     for column in [name for name in found[0] if re.search(r"(zero3x|fsdp|tp|ep)\d", name)]:
         kind = next(kind for kind in ("ep", "tp", "fsdp", "zero3x") if re.search(rf"{kind}\d", column))
-        title = {"zero3x": "ZeRO-3", "fsdp": "FSDP2", "tp": "TP", "ep": "EP"}[kind]
-        families.setdefault(f"stock: {title}" if column.startswith("stock ") else title, []).append(column)
-    heads = ["type", "class", "conversions", *families]
-    lines = [heads, ["---"] * len(heads)]
+        families.setdefault({"zero3x": "ZeRO-3", "fsdp": "FSDP2", "tp": "TP", "ep": "EP"}[kind], []).append(column)
+    lines = [["type", "conversions", *families], ["---"] * (len(families) + 2)]
     for row in found:
-        cells = ["; ".join(dict.fromkeys(filter(None, map(row.get, columns)))) for columns in families.values()]
-        lines.append([f"`{row['type']}`", row["class"], row["conversion ops"], *map(_escaped, cells)])
+        lines.append([f"`{row['type']}`", row["conversion ops"], *(_ends(row, each) for each in families.values())])
     cannot = [["type", "cannot be built"], ["---"] * 2]
     cannot += [[f"`{row['type']}`", _escaped(why)] for row in rows if (why := row["cannot be built"])]
     return "\n\n".join("\n".join(f"| {' | '.join(cells)} |" for cells in each) for each in (lines, cannot))
+
+
+def _ends(row: dict[str, str], columns: list[str]) -> str:
+    ends = {name: re.split(r"[:(]", row[name])[0].strip() for name in columns if row[name]}
+    ours = dict.fromkeys(end for name, end in ends.items() if not name.startswith("stock "))
+    stock = dict.fromkeys(f"stock {end}" for name, end in ends.items() if name.startswith("stock ") and end != "equal")
+    return ", ".join([*ours, *stock])
 
 
 def _escaped(text: str) -> str:

@@ -84,7 +84,7 @@ def run_stacks(only: list[str]) -> bool:
         homes, types = stacks.outcomes(name)
         print(name, grouped(homes), grouped(types), flush=True)
         is_right = is_right and all(ALLOWED.match(what) for what in {**homes, **types}.values())
-        versions = stacks.versions_in(stacks.python_of(name))
+        versions = {each: own.partition("+")[0] for each, own in stacks.versions_in(stacks.python_of(name)).items()}
         new = table(HEADER, [(name, *versions.values(), grouped(homes), grouped(types))])
         lines = {**rows_of(PAGE.read_text()), **rows_of(new)}
         write(
