@@ -101,13 +101,12 @@ def test_the_rows_of_sets_that_were_not_tried_stay(tmp_path: Path, monkeypatch: 
     }
     monkeypatch.setattr(command, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(command.stacks, "outcomes", outcomes.__getitem__)
-    monkeypatch.setattr(command.stacks, "python_of", Path)
-    monkeypatch.setattr(command.stacks, "versions_in", lambda python: dict.fromkeys(command.stacks.SHOWN, "1"))
+    monkeypatch.setattr(command.stacks, "STACKS", {"oldest": {"torch": "1", "peft": "2"}, "newest": {"torch": "3"}})
     command.PAGE.write_text("<!-- stacks -->\n<!-- end of stacks -->\n")
     assert not command.run_stacks(["newest"]) and command.run_stacks(["oldest"])
-    oldest = "| oldest | 1 | 1 | 1 | 1 | 1 | right: ZeRO-3, ZeRO-2 | equal: bert; cannot be built: a / b: new |"
-    newest = "| newest | 1 | 1 | 1 | 1 | 1 | wrong values: head: ZeRO-3; VersionError: TP | equal: 5 |"
-    assert command.PAGE.read_text().splitlines()[3:6] == ["| --- " * 8 + "|", oldest, newest]
+    oldest = "| oldest | torch 1, peft 2 | right: ZeRO-3, ZeRO-2 | equal: bert; cannot be built: a / b: new |"
+    newest = "| newest | torch 3 | wrong values: head: ZeRO-3; VersionError: TP | equal: 5 |"
+    assert command.PAGE.read_text().splitlines()[3:6] == ["| --- " * 4 + "|", oldest, newest]
 
 
 @pytest.mark.parametrize("name", ["_unsharded_dtensor_spec", "_tp_spec"])
