@@ -13,12 +13,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ..errors import PACKAGE, HfZeroStreamError
 
 
 logger = logging.getLogger(PACKAGE)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
@@ -35,6 +37,20 @@ def shorten(error: BaseException) -> None:
     if _is_of_another_rank(error) and getattr(sys.excepthook, "func", None) is not _show:
         # Only now: the script must find Python's own hook, and may have put another in its place.
         sys.excepthook = functools.partial(_show, sys.excepthook)
+
+
+def shortening(function: Function) -> Function:
+    """Decorate a function that scripts call, whose errors are to be shortened."""
+
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            shorten(error)
+            raise
+
+    return cast(Function, inner)
 
 
 def callers_line() -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..bindings.tracebacks import shortening
 from ..checkpoint.formats import KnownHeaders
 from ..destinations.base import Destination, fill_whole, refuse_wrapped
 from ..destinations.live import live_destination
@@ -41,6 +42,7 @@ from .integration import finish_saves_into
 logger = logging.get_logger(__name__)
 
 
+@shortening
 def load_into(model: Any, path: str, *, strict: bool = True, **kwargs: Any) -> LoadReport:
     """Stream the checkpoint at `path` into `model`. All ranks must call it together, between steps.
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ..bindings.table import installed
+from ..bindings.tracebacks import shortening
 from ..checkpoint.lazy import LazyTensor
 from ..errors import PeerError, SaveError, UnsupportedError
 from ..holdings.introspection import (
@@ -44,6 +45,7 @@ from ..sources.base import is_url
 from .arguments import SIGNATURE, SaveArguments, refuse_unknown, refuse_url
 
 
+@shortening
 def save_pretrained(
     model: Any,
     folder: str | os.PathLike[str],

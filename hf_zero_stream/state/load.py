@@ -14,6 +14,7 @@ from typing import Any, cast
 from transformers.utils import logging
 
 from ..bindings import history
+from ..bindings.tracebacks import shortening
 from ..checkpoint.format import excerpt
 from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.urls import UrlPath, checkpoints_at
@@ -74,6 +75,7 @@ class Resumed:
     world_size: int
 
 
+@shortening
 def load_state(
     trained: Any,
     folder: str | os.PathLike[str],

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..bindings import history
+from ..bindings.tracebacks import shortening
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..checkpoint.formats import KnownHeaders
 from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
@@ -91,6 +92,7 @@ def save_state(
 def save_state(
     trained: Any, folder: str | os.PathLike[str], *, asynchronous: bool, **kwargs: Any
 ) -> SaveReport | PendingSave: ...
+@shortening
 @fixed_names()
 @collector_paused()
 def save_state(

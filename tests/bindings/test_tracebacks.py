@@ -5,13 +5,15 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 import hf_zero_stream
 from hf_zero_stream.bindings import tracebacks
-from hf_zero_stream.errors import PACKAGE, PeerError
+from hf_zero_stream.errors import PACKAGE, HfZeroStreamError, PeerError
 from hf_zero_stream.ranks.transport import Verdict
 
 
@@ -32,6 +34,13 @@ def test_frames_of_ours_are_cut() -> None:
         assert len([each for each in files() if f"/{PACKAGE}/" in each]) > 2
     finally:
         logging.getLogger(PACKAGE).setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("name", ["load_into", "load_state", "save_pretrained", "save_state"])
+def test_nor_have_those_of_functions_that_scripts_call(name: str, tmp_path: Path) -> None:
+    with pytest.raises(HfZeroStreamError) as caught:
+        getattr(hf_zero_stream, name)(torch.nn.Linear(1, 1), str(tmp_path / "absent"))
+    assert [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)] == [__file__]
 
 
 @contextmanager
