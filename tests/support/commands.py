@@ -6,12 +6,15 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from tests.support.cluster import ENVIRONMENT, ROOT, free_port
 
 
+LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FSDP2_ON_CPU = ROOT / "tests" / "support" / "fsdp2_on_cpu"
 
 
@@ -48,7 +51,9 @@ def run_command(
     """
     link_repository(folder)
     words = [replace.get(word, word) for word in shlex.split(command)] + list(extra)
-    first = 2 if words[:2] == ["hf-zero-stream", "run"] else 0
+    variables = dict(word.split("=", 1) for word in takewhile(ASSIGNMENT.match, words))
+    words = words[len(variables) :]
+    first = next((place for place, word in enumerate(words) if word in LAUNCHERS), 0)
     if words[first : first + 2] == ["accelerate", "launch"]:
         words[first + 2 : first + 2] = ["--main_process_port", "0"]  # other tests may be launching at the same time
     elif words[first] == "torchrun":
@@ -58,7 +63,7 @@ def run_command(
     done = subprocess.run(
         words,
         cwd=folder,
-        env=command_environment(search_path),
+        env={**command_environment(search_path), **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
