@@ -32,7 +32,7 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test test-all nightly peers drift compat sweep situations fuzz core quality style demo docs package stranger bench scale ecosystem gpu azurite clean
+.PHONY: help system venv test test-all nightly peers drift compat sweep situations fuzz core quality style demo docs package stranger bench scale ecosystem gpu azurite pictures clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
@@ -51,6 +51,7 @@ help:
 	@echo "make style    fix what ruff can fix"
 	@echo "make demo     run hf-zero-stream demo: stock and streaming side by side"
 	@echo "make docs     build the documentation as a site, in build/site; broken links fail"
+	@echo "make pictures draw docs/who-reads.svg, and run the notebooks, whose outputs are committed"
 	@echo "make package  build wheel and sdist, check them, and try the wheel alone in a clean environment"
 	@echo "make stranger paste the commands of README.md, in a clone, with the newest versions that pip brings"
 	@echo "make bench    run the benchmarks"
@@ -150,6 +151,10 @@ docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	$(BIN)/python -m mkdocs build --strict
+
+pictures: $(STAMP) $(COMPILED)
+	$(BIN)/python -m benchmarks.pictures
+	$(BIN)/python -m scripts.notebooks
 
 package: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[package]"

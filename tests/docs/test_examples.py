@@ -1,14 +1,13 @@
 """Examples and notebooks run, and docs/fits.md is what is written.
 
 - The examples run exactly as their docstrings say, and give with streaming what they give without.
-- Every notebook runs from top to bottom, and is committed without outputs.
-- docs/fits.md is what `benchmarks.fits` writes.
+- Every notebook runs from top to bottom, and is committed with its outputs.
+- docs/fits.md is what `benchmarks.fits` writes, and docs/who-reads.svg what `benchmarks.pictures` draws.
 """
 
 import ast
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import fits
+from benchmarks import fits, pictures
 from benchmarks.sparse_checkpoint import make_sparse_checkpoint
 from hf_zero_stream.settings.config import announces_fsdp2
+from scripts.notebooks import NOTEBOOKS, execute
 from tests.support.cluster import ROOT
 from tests.support.commands import (
     FSDP2_ON_CPU,
@@ -179,7 +176,6 @@ def test_plugin_finds_zero3_in_gpu_configs(
         assert plugin.hf_ds_config.is_offload() == ("offload" in path.name)
 
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXPECTED = {
     "quickstart.ipynb": [
         r"STREAMING LOAD REPORT \(2 ranks",
@@ -197,21 +193,27 @@ EXPECTED = {
 }
 
 
-class ThisPython(AsyncKernelManager):
-    """Starts kernels with the Python that runs the tests, whatever kernels the user has installed."""
-
-    @property
-    def kernel_spec(self) -> KernelSpec:
-        return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+def printed_by(notebook: Any) -> str:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "the memory curves"
+    return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_is_committed_without_outputs(path: Path) -> None:
+def test_is_committed_with_outputs(path: Path) -> None:
+    """Of a whole run, in order, without what is this machine's."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == [*range(1, len(counts) + 1)]
+    for pattern in EXPECTED[path.name]:
+        assert re.search(pattern, printed_by(notebook)), pattern
+    mine = re.compile(r"/tmp/|/home/|/root/|/work/|\d{4}-\d\d-\d\d|stderr")
     for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == [] and cell.execution_count is None
+        for output in cell.get("outputs", ()):
+            output.get("data", {}).pop("image/png", None)
+            assert not mine.search(str(output)), output
+    assert all(cell.metadata.keys() <= {"id"} for cell in notebook.cells)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -222,22 +224,9 @@ def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name, value in command_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=180, kernel_manager_class=ThisPython, resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute()
-    printed = "".join(
-        output.text
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-        if output.output_type == "stream"
-    )
+    printed = printed_by(execute(path, str(tmp_path)))
     for pattern in EXPECTED[path.name]:
         assert re.search(pattern, printed), printed
-    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
-    assert any("image/png" in data for data in shown), "the memory curves"
 
 
 PAGE = (ROOT / "docs" / "fits.md").read_text()
@@ -275,3 +264,11 @@ def test_the_figures_of_one_model_are_planned_again() -> None:
     model = "Qwen/Qwen3-30B-A3B"
     folder = make_sparse_checkpoint(fits.CACHE / "qwen3-30b-a3b-bf16", fits.MODELS[model]())
     assert fits.section(model, list(fits.rows(str(folder)))) in PAGE
+
+
+@pytest.mark.slow
+def test_the_picture_of_who_reads_what_is_drawn_again() -> None:
+    """What `make pictures` draws: the file in docs/."""
+    picture = (ROOT / "docs" / "who-reads.svg").read_text()
+    assert pictures.as_svg(pictures.who_reads()) == picture
+    assert "each rank reads its own 7.1 GiB" in picture
