@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#\s]+)(#[^)\s]*)?\)")
 
 
 CODE = re.compile(r"<code>([^<]+)</code>")
