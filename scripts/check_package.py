@@ -64,7 +64,8 @@ def pasted() -> list[str]:
     """The commands that a reader pastes into a shell, in their order, each once."""
     text = "\n".join((ROOT / name).read_text() for name in SHOWN)
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    lines = dict.fromkeys(line for language, block in blocks if language != "python" for line in block.splitlines())
+    shown = [block for language, block in blocks if language not in ("python", "diff")]
+    lines = dict.fromkeys(line for block in shown for line in block.splitlines())
     return [line for line in lines if not line.startswith(NOT_PASTED)]
 
 
