@@ -75,8 +75,12 @@ def _home_of(name: str) -> Any:
 
 def _find(name: str) -> Any:
     if name == "__all__":  # with the classes that the installed transformers has
-        return __dir__()
+        from .auto import STREAMING_CLASSES
+
+        return [*__dir__(), *STREAMING_CLASSES]
     found = None
+    if name == "auto":
+        return importlib.import_module(".auto", __name__)
     if name in _HOMES:
         found = getattr(_home_of(name), name)
     elif name.startswith("StreamingAuto"):
@@ -100,7 +104,6 @@ def _is_there(home: str) -> bool:
 
 
 def __dir__() -> list[str]:
-    from .auto import STREAMING_CLASSES
-
+    """Without the StreamingAuto classes, which need transformers, and would hide the rest: `auto` has them."""
     there = [name for name, home in _HOMES.items() if _is_there(home)]
-    return sorted([*there, *STREAMING_CLASSES, "__version__", "errors"])
+    return sorted([*there, "__version__", "auto", "errors"])

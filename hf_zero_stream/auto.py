@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.models.auto import modeling_auto
@@ -20,6 +22,17 @@ def _target(cls: type, streaming_class: type, parent: type) -> Any:
     return parent if cls is streaming_class else super(streaming_class, cls)
 
 
+def _arguments(
+    cls: type,
+    pretrained_model_name_or_path: str | os.PathLike[str],
+    *model_args: Any,
+    ds_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    strict: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Show what `from_pretrained` takes, with what the parent's does not; nobody calls this."""
+
+
 def _make_streaming_class(parent: Any) -> type:
     @functools.wraps(parent.from_pretrained.__func__)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -28,6 +41,8 @@ def _make_streaming_class(parent: Any) -> type:
 
         with streaming():
             return _target(cls, streaming_class, parent).from_pretrained(*args, **kwargs)
+
+    vars(from_pretrained)["__signature__"] = inspect.signature(_arguments)
 
     @functools.wraps(parent.from_config.__func__)
     def from_config(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,7 @@ def save_tensors(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> SaveReport:
     """Save the parameters and persistent buffers of `model` as safetensors, under the model's own names (all ranks).
@@ -124,11 +124,13 @@ def save_tensors(
         SaveError: on all ranks, if a file cannot be written on any.
         UnsupportedError: values cannot be reached; the message says what to do.
     """
+    from .saving.arguments import dtype_of_argument
     from .saving.preparation import SaveItem
     from .saving.save import Save  # imports transformers, whose conversions a load of tensors does not need
     from .state.layout import index_name, lay_out
 
     save = Save(model, folder, takes_any=True)
+    dtype = dtype_of_argument(dtype)
     return save.run(SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None), dtype=dtype))
 
 

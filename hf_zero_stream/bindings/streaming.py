@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..settings import scope
-from ..settings.config import StreamingConfig, announces_local_rank, check_environment
+from ..settings.config import StreamingConfig, announces_local_rank, check_environment, with_settings
 from .install import PatchScope
 from .table import installed
 from .tracebacks import shorten
@@ -19,6 +20,12 @@ Function = TypeVar("Function")
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables without which DeepSpeed asks MPI."""
+
+
+def _signature() -> inspect.Signature:
+    """The settings by their names, for whoever asks at run time what `streaming` takes."""
+    config = inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+    return inspect.Signature([config, *inspect.signature(StreamingConfig).parameters.values()])
 
 
 class streaming:  # noqa: N801 - used like a function
@@ -40,22 +47,26 @@ class streaming:  # noqa: N801 - used like a function
 
     Args:
         config: our settings; default: those of the ``streaming(config)`` around it, else from the environment and from
-            the section ``"hf_zero_stream"`` of the DeepSpeed config (see :meth:`StreamingConfig.resolve`).
+            the section ``"hf_zero_stream"`` of the DeepSpeed config.
+        settings: fields of :class:`StreamingConfig`, in place of those of `config` or of the defaults:
+            ``streaming(verify="full")`` is ``streaming(StreamingConfig(verify="full"))``.
 
     Raises:
-        ConfigError: `config`, or a setting in the environment, has a value that is not allowed.
+        ConfigError: a setting, given or in the environment, is not known or has a value that is not allowed.
 
-    Example:
+    Examples:
         >>> with hf_zero_stream.streaming():
         ...     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", dtype="auto")
     """
 
-    def __init__(self, config: StreamingConfig | None = None) -> None:
+    __signature__ = _signature()
+
+    def __init__(self, config: StreamingConfig | None = None, **settings: Any) -> None:
         if config is not None and not isinstance(config, StreamingConfig):
             raise ConfigError(
                 f"streaming(config): expected a StreamingConfig; got {config!r}. A decorator is written @streaming()."
             )
-        self.config = config
+        self.config = with_settings(config, settings) if settings else config
         self._open: list[scope.Block] = []
 
     def __enter__(self) -> streaming:

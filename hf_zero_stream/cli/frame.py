@@ -20,11 +20,7 @@ from typing import Annotated, Any, Literal, TextIO
 import typer
 
 from ..reports.text import markdown_table, printable
-from ..settings.values import parse_size
-
-
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""torch's names of the dtypes that ``--dtype`` names."""
+from ..settings.values import SHORT_DTYPES, parse_size, torch_name
 
 
 def json_object(path: str) -> dict[str, Any]:
@@ -44,6 +40,13 @@ def size(text: str) -> int:
     if parsed is None or text.strip().isdigit():  # "80" is meant as gigabytes, and would be 80 bytes
         raise typer.BadParameter(f'expected a size such as "80GiB" or "80GB"; got {text!r}')
     return parsed
+
+
+def _training_dtype(text: str) -> str:
+    short = next((short for short, name in SHORT_DTYPES.items() if name == torch_name(text)), None)
+    if short is None:
+        raise typer.BadParameter(f"expected bfloat16, float16 or float32 (bf16, fp16, fp32); got {text!r}")
+    return short
 
 
 def file_to_write(*endings: str, draws: bool = False) -> Callable[[str], Path]:
@@ -100,7 +103,10 @@ PageOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Dtype to train in, whatever the config says.")
+    str | None,
+    typer.Option(
+        metavar="DTYPE", parser=_training_dtype, help="Dtype to train in, whatever the config says: bfloat16, ..."
+    ),
 ]
 
 

@@ -131,7 +131,7 @@ def run(
 
         how |= {"world_size": world_size, "ds_config": config or None, **arguments}
         if sharding:
-            how |= {"distributed_config": sharding, "dtype": frame.DTYPES[dtype] if dtype else None}
+            how |= {"distributed_config": sharding, "dtype": dtype}
         forecasts = {number: plan(place, rank=number, **how) for number in ranks}
         forecast = forecasts[rank]
         stock = None if sharding else stock_load(forecast, place, arguments, device)

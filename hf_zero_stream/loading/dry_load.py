@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of
 from ..settings import scope
 from ..settings.config import StreamingConfig, buildable_config, config_without_auto, refuse_settings
+from ..settings.values import floating_dtype
 from .arguments import MODEL_FILES, prefetching
 from .choice import is_pipeline, refuse_sharding, settings_for, shares_columns, warn_of_open_dtype
 from .integration import outside_zero_init
@@ -51,11 +53,11 @@ class Forecast:
 
 
 def plan(
-    path: str,
+    path: str | os.PathLike[str],
     *,
     world_size: int,
     rank: int = 0,
-    ds_config: Mapping[str, Any] | str | None = None,
+    ds_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     distributed_config: Any = None,
     dtype: torch.dtype | str | None = None,
     device: str | None = None,
@@ -102,11 +104,13 @@ def plan(
         ...     "deepseek-ai/DeepSeek-V3", world_size=512, rank=37, distributed_config={"fsdp_size": 64, "tp_size": 8}
         ... )
     """
+    path = os.fspath(path)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: expected 0 <= rank < world_size ({world_size}); got {rank}")
     if adamw is not None and adamw not in ADAMW_COPIES:
         raise ConfigError(f"adamw: expected one of {', '.join(ADAMW_COPIES)}; got {adamw!r}")
     refuse_settings(kwargs)
+    wanted = None if dtype == "auto" else floating_dtype(dtype)
     coordinator = Coordinator(rank, world_size, alone=True)
     if distributed_config is not None:
         kwargs["distributed_config"] = distributed_config
@@ -127,7 +131,7 @@ def plan(
             )
         training = {"trains_on": device or device_type(), "adamw": adamw}
         training["packing_unsupported_reason"] = cuts_matrices(sharding)
-        arguments = {"dtype": "auto" if dtype is None else dtype, **kwargs}
+        arguments = {"dtype": wanted or "auto", **kwargs}
         return _plan_of_shards(path, coordinator, training, arguments, lora)
     refuse_sharding(path, kwargs)
     if find_spec("deepspeed") is None:
@@ -137,13 +141,13 @@ def plan(
         )
     from ..destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds
 
-    found = {} if ds_config is None else _with_dtype(buildable_config(ds_config), dtype)
+    found = {} if ds_config is None else _with_dtype(buildable_config(ds_config), wanted)
     if (stage := (found.get("zero_optimization") or {}).get("stage", 3)) != 3:
         raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
     config = config_without_auto(found) if found else {}
     destination = Partitioned(config, coordinator, trains_on=device, adamw=adamw)
     load = Load(settings_for(found, None), config, coordinator, destination)
-    return _forecast(path, load, {"dtype": "auto" if dtype is None else dtype, **kwargs}, lora)
+    return _forecast(path, load, {"dtype": wanted or "auto", **kwargs}, lora)
 
 
 def _forecast(path: str, load: Load, arguments: Mapping[str, Any], lora: Any = None) -> Forecast:
@@ -189,15 +193,15 @@ def _check_world(sharding: Any, world_size: int) -> None:
         raise ConfigError(f"world_size: expected {prod(sizes.values())}, which is {product}; got {world_size}")
 
 
-def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:
+def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
     """The config with `dtype` in place of "auto"; without a `dtype`, "auto" counts as off, with a warning."""
     from ..destinations.deepspeed import zero3
 
     sections = zero3.undecided(ds_config)
-    if sections and dtype in (None, "auto"):
+    if sections and dtype is None:
         warn_of_open_dtype(sections, "Pass plan(dtype=...) for another.")
     enabled = {"torch.bfloat16": ("bf16", "bfloat16"), "torch.float16": ("fp16",)}
-    names = enabled.get(f"torch.{str(dtype).removeprefix('torch.')}", ())
+    names = enabled.get(str(dtype), ())
     return {**ds_config, **{name: {**ds_config[name], "enabled": name in names} for name in sections}}
 
 

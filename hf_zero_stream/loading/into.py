@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -43,7 +44,7 @@ logger = logging.get_logger(__name__)
 
 
 @shortening
-def load_into(model: Any, path: str, *, strict: bool = True, **kwargs: Any) -> LoadReport:
+def load_into(model: Any, path: str | os.PathLike[str], *, strict: bool = True, **kwargs: Any) -> LoadReport:
     """Stream the checkpoint at `path` into `model`. All ranks must call it together, between steps.
 
     Every rank reads only the bytes of its partitions or DTensor shards, straight into their memory. Where a DeepSpeed
@@ -78,6 +79,7 @@ def load_into(model: Any, path: str, *, strict: bool = True, **kwargs: Any) -> L
         >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)
         >>> hf_zero_stream.load_into(engine, "checkpoints/best")
     """
+    path = os.fspath(path)
     report = load_some_into(model, path, set(), strict=strict, **kwargs)
     note_source(_inside(model), path, kwargs)
     return report

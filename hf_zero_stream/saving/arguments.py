@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError, UnsupportedError, UrlError
 from ..settings.config import refuse_settings
+from ..settings.values import floating_dtype
 from ..sources.base import is_url
 
 
@@ -83,9 +84,7 @@ def refuse_values(state_dict: Mapping[str, Any] | None, variant: Any) -> None:
 
 def dtype_of_argument(dtype: Any) -> torch.dtype | None:
     """The dtype that `dtype` is or names; raises a ConfigError if weights cannot be cast to it."""
-    found = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
-    if found is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ConfigError(f'dtype: expected a floating-point torch dtype or its name ("float32"); got {dtype!r}')
+    found = floating_dtype(dtype)
     if found is not None and found.itemsize < 2:
         raise ConfigError(
             f"dtype: expected a dtype of at least 16 bits; got {dtype!r}. Weights in so few bits need scales, which a "

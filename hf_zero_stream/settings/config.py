@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..errors import ConfigError
@@ -45,8 +45,9 @@ class StreamingConfig:
         ConfigError: a value has the wrong type or lies outside its range.
     """
 
-    staging_bytes: int = 0
-    """Bound, in bytes, of all staging buffers of one rank together; a single read takes an eighth of it at most.
+    staging_bytes: int | str = 0
+    """Bound, in bytes or as in `"64MiB"`, of all staging buffers of one rank together; a single read takes an eighth
+    of it at most.
 
     0: 64 MiB, and 128 MiB of pinned memory where the rank's weights go to an accelerator.
     """
@@ -122,7 +123,7 @@ class StreamingConfig:
     asynchronous_save: bool = False
     """Have these states written in the background, while training goes on (`save_state(asynchronous=True)`)."""
 
-    snapshot_bytes: int | Literal["all"] = 0
+    snapshot_bytes: int | str = 0
     """The most host memory that copies for such a state take on each rank; 0: 1/8 of what the rank writes.
 
     Only what a step is about to change is copied; without room the step waits. `"all"`: copy everything at the call.
@@ -147,7 +148,7 @@ class StreamingConfig:
 
     def staging_on(self, device_type: str) -> int:
         """The bound of staging buffers, in bytes, for weights that go to a device of this type."""
-        return self.staging_bytes or (64 if device_type == "cpu" else 128) * 2**20
+        return int(self.staging_bytes) or (64 if device_type == "cpu" else 128) * 2**20
 
     def temporary_on(self, device_type: str) -> int:
         """Bytes on the device itself through which values pass that it casts or scatters: two reads."""
@@ -158,6 +159,9 @@ class StreamingConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name.endswith("_bytes") and isinstance(value, str):
+                value = parse(type(self), field.name, value, field.default, field.name)
+                object.__setattr__(self, field.name, value)
             if allowed := expected_instead(type(self), field.name, value, field.default):
                 raise ConfigError(f"{field.name}: expected {allowed}; got {value!r}")
 
@@ -173,9 +177,9 @@ class StreamingConfig:
         If settings are made in code (`explicit`), only they count. Else each field comes from the environment variable
         `HF_ZERO_STREAM_<FIELD>`, or else the section `"hf_zero_stream"` of the DeepSpeed config, or is the default.
 
-        There, fields in bytes also accept a size with a unit, in small letters or capitals: KB, MB, GB, TB (or K, M,
-        G, T) are powers of 1000 and KiB, MiB, GiB, TiB powers of 1024 (`"64MiB"`, `"1.5 GB"`). Booleans accept 1, 0,
-        true, false, yes, no.
+        Fields in bytes also accept a size with a unit, in small letters or capitals: KB, MB, GB, TB (or K, M, G, T)
+        are powers of 1000 and KiB, MiB, GiB, TiB powers of 1024 (`"64MiB"`, `"1.5 GB"`). Outside code, booleans accept
+        1, 0, true, false, yes, no.
 
         Variables with other names of this kind are ignored, with a warning (see :func:`unknown_variables`).
 
@@ -245,11 +249,19 @@ def refuse_settings(arguments: Mapping[str, Any]) -> None:
     known = {field.name for field in fields(StreamingConfig)}
     for name, value in arguments.items():
         if name in known or isinstance(value, StreamingConfig):
-            config = "config" if isinstance(value, StreamingConfig) else f"StreamingConfig({name}={value!r})"
+            config = "config" if isinstance(value, StreamingConfig) else f"{name}={value!r}"
             raise ConfigError(
                 f"{name}: expected an argument of this function; got a setting. Call it inside "
                 f"`with streaming({config}):`."
             )
+
+
+def with_settings(config: StreamingConfig | None, settings: Mapping[str, Any]) -> StreamingConfig:
+    """`config`, or the default settings, with these ones changed; a ConfigError if one is not known or not allowed."""
+    config = config or StreamingConfig()
+    for name in settings:
+        _check_known(name, [field.name for field in fields(config)], "setting")
+    return replace(config, **settings)
 
 
 def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:

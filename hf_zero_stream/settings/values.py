@@ -5,10 +5,16 @@ from __future__ import annotations
 import functools
 import re
 from fractions import Fraction
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from ..errors import ConfigError
 
+
+if TYPE_CHECKING:
+    import torch
+
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Names that launchers and DeepSpeed use, and torch's."""
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -64,6 +70,24 @@ def parse(settings: type, name: str, value: Any, default: Any, origin: str) -> A
     if allowed := expected_instead(settings, name, parsed, default):
         raise ConfigError(f"{origin}: expected {allowed}; got {value!r}")
     return parsed
+
+
+def torch_name(dtype: Any) -> str:
+    """torch's name of a dtype, which is given as such or by a name of it: ``"bf16"`` is ``"bfloat16"``."""
+    name = str(dtype).removeprefix("torch.")
+    return SHORT_DTYPES.get(name, name)
+
+
+def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that `dtype` is or names, if there is any; a ConfigError if it is none of floating-point numbers."""
+    import torch
+
+    found = dtype if dtype is None else getattr(torch, torch_name(dtype), None)
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ConfigError(
+            f'dtype: expected a floating-point dtype, such as "bfloat16", "float16" or "float32"; got {dtype!r}'
+        )
+    return found
 
 
 def parse_size(value: Any, units: bool = True) -> int | None:

@@ -40,7 +40,6 @@ from ..registry import tool
 from ..reports.measures import collector_paused
 from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown, refuse_url
-from ..saving.background import ALL
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Finalizer, SaveItem, as_save_error
@@ -51,6 +50,7 @@ from ..saving.shares import refuse_differing
 from ..saving.targets import AnyPublication, place_of_save, target_at
 from ..saving.whole import note_state
 from ..seams.ds_config import settings_in_force
+from ..settings.config import StreamingConfig
 from ..sources.base import is_url
 from . import rng, schedules
 from .base import adapter_weights, keys_with_trained, refuse_unreachable_masters, split_base
@@ -109,7 +109,7 @@ def save_state(
     keep_older: bool = True,
     exclude_frozen: bool = False,
     asynchronous: bool = False,
-    snapshot_bytes: int | Literal["all"] | None = None,
+    snapshot_bytes: int | str | None = None,
     hosts: bool = False,
     copies: int = 1,
     keep: int = 1,
@@ -138,9 +138,9 @@ def save_state(
             those values secured that it is going to change. The next save or load of a training waits until this one
             is complete, and so does the end of the interpreter. Before you change values in place by other means, call
             ``take_values()`` of what is returned.
-        snapshot_bytes: the most host memory, in bytes, that copies take on a rank if the save is `asynchronous`; a
-            step that needs more waits. ``"all"``: copy everything at the call. Default: the setting of this name, and
-            1/8 of what the rank writes.
+        snapshot_bytes: the most host memory, in bytes or as in ``"4GiB"``, that copies take on a rank if the save is
+            `asynchronous`; a step that needs more waits. ``"all"``: copy everything at the call. Default: the setting
+            of this name, and 1/8 of what the rank writes.
         hosts: `folder` is on a disk, or in the memory (``/dev/shm``), of each host: its ranks write there what they
             hold. :func:`load_state` with ``hosts=True`` reads it on any hosts that have all of it between them.
         copies: of what a host writes, on as many other hosts, if `hosts`.
@@ -189,8 +189,8 @@ def save_state(
         data = plain(data, "data", exactly=True, with_tensors=True)
         random_state = rng.of_this_rank()
         buffers = {} if coordinator.is_alone else digests_of_buffers(training.model)
-        if snapshot_bytes not in (None, ALL) and (type(snapshot_bytes) is not int or snapshot_bytes < 0):
-            raise ConfigError(f"snapshot_bytes: expected a number of bytes or {ALL!r}; got {snapshot_bytes!r}")
+        if snapshot_bytes is not None:
+            snapshot_bytes = StreamingConfig(snapshot_bytes=snapshot_bytes).snapshot_bytes
         record = _record(training, keys, exact, data, coordinator.world_size, forms)
         refuse_lost(training, record, Path(folder), is_new=True, forms=forms)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)

@@ -153,6 +153,8 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "2", "--suggest", "--device", "cpu"], "expected a GPU's --device-memory"),
         (["plan", ".", "--world-size", "64", "--fsdp", "16", "--tp", "2"], "--world-size: expected 32"),
         (["plan", ".", "--world-size", "2", "--fsdp", "0"], "fsdp"),
+        (["plan", ".", "--world-size", "2", "--dtype", "bf17"], "expected bfloat16, float16 or float32 (bf16,"),
+        pytest.param(["convert", ".", "x", "--dtype", "bf17"], '"bfloat16"', marks=pytest.mark.plugin("pickled")),
         pytest.param(["demo", "--nproc", "0"], "nproc", marks=pytest.mark.plugin("demo")),
         (["doctor", "--ds-config", "nowhere.json"], "nowhere.json"),
         (["doctor", "--report", "nowhere.json"], "nowhere.json"),
@@ -368,7 +370,7 @@ def test_plan_of_a_sharded_model(tiny_moe: str, tmp_path: Path) -> None:
     assert "expected ZeRO-3 alone" in re.sub(r"\s+", " ", both.stderr)
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("fp16", 2), ("fp32", 4)])
 def test_plan_in_another_dtype(tiny_moe: str, tmp_path: Path, dtype: str, itemsize: int) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(ds_config(torch.bfloat16)))
     with_config = run_json(

@@ -4,9 +4,12 @@ import dataclasses
 import inspect
 
 import pytest
+import torch
 
+from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.errors import ConfigError, HfZeroStreamError
 from hf_zero_stream.settings.config import StreamingConfig, unknown_variables, without_own_section
+from hf_zero_stream.settings.values import floating_dtype
 
 
 MIB = 2**20
@@ -14,6 +17,30 @@ MIB = 2**20
 
 def test_defaults():
     assert StreamingConfig.resolve(environ={}) == StreamingConfig(staging_bytes=0, reader_threads=0, progress=True)
+
+
+def test_settings_beside_a_config():
+    """``streaming(verify="full")``, by which the other settings are the defaults, or those of the config."""
+    assert streaming(verify="full").config == StreamingConfig(verify="full")
+    both = streaming(StreamingConfig(progress=False), staging_bytes="1MiB").config
+    assert both == StreamingConfig(progress=False, staging_bytes=MIB)
+    with pytest.raises(ConfigError, match="unknown setting: 'verfy'; did you mean verify?"):
+        streaming(verfy="full")
+    with pytest.raises(ConfigError, match="^verify: expected one of"):
+        streaming(verify="ful")
+    fields = [field.name for field in dataclasses.fields(StreamingConfig)]
+    assert [*inspect.signature(streaming).parameters] == ["config", *fields]
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_names_of_a_dtype(name):
+    assert floating_dtype(name) is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["bf17", "int8", "nn", torch.int8, 3])
+def test_what_is_no_dtype_of_weights(name):
+    with pytest.raises(ConfigError, match=r'^dtype: expected .*"bfloat16", "float16" or "float32"; got ' + repr(name)):
+        floating_dtype(name)
 
 
 def test_is_frozen_and_keyword_only():
@@ -33,7 +60,8 @@ def test_every_field_is_documented():
 @pytest.mark.parametrize(
     ("values", "field", "found"),
     [
-        ({"staging_bytes": "64MiB"}, "staging_bytes", "'64MiB'"),
+        ({"staging_bytes": "64 XB"}, "staging_bytes", "'64 XB'"),
+        ({"snapshot_bytes": "some"}, "snapshot_bytes", "'some'"),
         ({"staging_bytes": True}, "staging_bytes", "True"),
         ({"staging_bytes": 1.0}, "staging_bytes", "1.0"),
         ({"staging_bytes": -1}, "staging_bytes", "-1"),
@@ -96,6 +124,7 @@ def test_sizes(written, expected):
     assert StreamingConfig.resolve(None, {"hf_zero_stream": {"staging_bytes": written}}, {}).staging_bytes == expected
     environ = {"HF_ZERO_STREAM_STAGING_BYTES": str(written)}
     assert StreamingConfig.resolve(None, None, environ).staging_bytes == expected
+    assert StreamingConfig(staging_bytes=str(written)).staging_bytes == expected
 
 
 @pytest.mark.parametrize(

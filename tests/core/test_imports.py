@@ -320,3 +320,16 @@ def test_a_star_gives_what_is_public() -> None:
     exec("from hf_zero_stream import *", names)
     assert {"load_into", "plan", "save_pretrained", "streaming", "StreamingAutoModelForCausalLM"} <= set(names)
     assert not {"importlib", "Any", "annotations"} & set(names)
+
+
+def test_completion_imports_nothing() -> None:
+    """What a tab shows is short, and each name is there."""
+    code = (
+        "import sys, hf_zero_stream\n"
+        "names = dir(hf_zero_stream)\n"
+        "assert {'streaming', 'auto', 'plan'} <= set(names) and len(names) < 30, names\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert all(getattr(hf_zero_stream, name) for name in names)\n"
+        "assert 'StreamingAutoModel' in dir(hf_zero_stream.auto)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,6 +1,7 @@
 """Code of users that calls the public functions passes ``mypy --strict``, with the types that it expects."""
 
 import ast
+import inspect
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from tests.support.cluster import ROOT
 
 
 USES = """\
+from pathlib import Path
 from typing import Any
 import hf_zero_stream
 from hf_zero_stream import Forecast, PendingSave, SaveReport, StreamingConfig, load_into, load_state, plan, save_state
@@ -42,6 +44,12 @@ def use(model: Any, flag: bool) -> None:
         print(error, either)
     reveal_type(loaded)
     print(loaded.streaming_report.table(), loaded.config)
+    generator = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(Path("folder"))
+    generator.generate(max_new_tokens=3)
+    reveal_type(load_into(generator, Path("folder")))
+    reveal_type(StreamingConfig(staging_bytes="64MiB").verify)
+    with streaming(verify="full", staging_bytes="64MiB"):
+        plan(Path("folder"), world_size=2, dtype="bf16", ds_config=Path("ds.json"))
 """
 
 MISUSES = """\
@@ -71,8 +79,11 @@ def check(folder: Path, source: str) -> tuple[int, str]:
 
 def test_the_stub_names_what_there_is() -> None:
     stub = ast.parse((ROOT / "hf_zero_stream" / "auto.pyi").read_text())
-    named = {node.name for node in stub.body if isinstance(node, ast.ClassDef)} - {"StreamedModel", "_Streaming"}
-    assert named == set(STREAMING_CLASSES)
+    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
+    assert {name for name in classes if name.startswith("Streaming")} == set(STREAMING_CLASSES)
+    (written,) = (node for node in classes["_Streaming"].body if getattr(node, "name", "") == "from_pretrained")
+    shown = inspect.signature(STREAMING_CLASSES["StreamingAutoModel"].from_pretrained)
+    assert str(shown).partition(" ->")[0] == f"({ast.unparse(written.args).removeprefix('cls, ')})"
     taken = set(SIGNATURE.parameters) - {"self", "save_directory", "max_shard_size", "kwargs"}
     assert set(SaveArguments.__annotations__) == taken
 

@@ -34,7 +34,7 @@ def model(zoo_checkpoint: Checkpoint) -> Any:
     [
         ({"nonsense": 1}, ConfigError, "unknown argument nonsense; known are distributed_checkpoint, .*variant"),
         ({"repo_id": "a/b"}, ConfigError, "unknown argument repo_id"),
-        ({"verify": True}, ConfigError, r"verify: .*got a setting. .*streaming\(StreamingConfig\(verify=True\)\)"),
+        ({"verify": True}, ConfigError, r"verify: .*got a setting. .*streaming\(verify=True\)"),
         ({"config": StreamingConfig()}, ConfigError, r"config: .*got a setting. .*streaming\(config\)"),
         ({"max_shard_size": -1}, ConfigError, "max_shard_size: expected bytes, at least 1, .*; got -1"),
         ({"max_shard_size": "5 apples"}, ConfigError, "max_shard_size: .*got '5 apples'"),
@@ -65,9 +65,11 @@ def test_taken(model: Any, tmp_path: Path) -> None:
         max_shard_size="1 GB",
         variant="other",
         state_dict=given,
+        dtype="bf16",
     )
     found = load_file(tmp_path / "model.other.safetensors")
-    assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[name], given[name].bfloat16()) and found[name].dtype.itemsize == 2 for name in given)
 
 
 @pytest.mark.parametrize("url", ["hf://a/b", "https://host/x", "gcs://bucket/x", "S3://b", Path(URL)], ids=str)

@@ -244,7 +244,7 @@ def test_errors_let_steps_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("room", [-1, True, "some", 1.5])
 def test_wrong_rooms(tmp_path: Path, room: Any) -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="snapshot_bytes: expected a number of bytes or 'all'"):
+    with pytest.raises(ConfigError, match="^snapshot_bytes: expected .* got"):
         hf_zero_stream.save_state(
             model, tmp_path, optimizer=torch.optim.SGD(model.parameters()), asynchronous=True, snapshot_bytes=room
         )

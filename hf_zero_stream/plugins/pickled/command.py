@@ -9,19 +9,19 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ...cli import frame
+from ...errors import ConfigError
 from ...reports.text import bytes_text, count_text
+from ...settings.values import floating_dtype
 
 
 EXAMPLE = "hf-zero-stream convert ./checkpoint ./bf16 --dtype bfloat16 --max-shard-size 5GB"
 
 
 def _floating_dtype(name: str) -> Any:
-    import torch
-
-    dtype = getattr(torch, frame.DTYPES.get(name, name), None)
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch")
-    return dtype
+    try:
+        return floating_dtype(name)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error).removeprefix("dtype: ")) from error
 
 
 def run(
