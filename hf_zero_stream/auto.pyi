@@ -11,7 +11,9 @@ from .reports.load import LoadReport
 class StreamedModel(PreTrainedModel):
     streaming_report: LoadReport
 
-class StreamedGenerator(StreamedModel, GenerationMixin): ...
+class StreamedGenerator(StreamedModel, GenerationMixin):
+    # transformers annotates its own `self` with a private protocol, which its models are not for mypy.
+    def generate(self, *args: Any, **kwargs: Any) -> Any: ...
 
 Model = TypeVar("Model", bound=StreamedModel)
 

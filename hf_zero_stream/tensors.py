@@ -19,7 +19,7 @@ from torch import nn
 
 from .checkpoint import formats
 from .checkpoint.formats import Format
-from .checkpoint.map import AbsentSlice
+from .checkpoint.lazy import AbsentSlice
 from .checkpoint.soundness import shards_of
 from .destinations.base import Destination, fill_whole
 from .destinations.live import live_destination

@@ -7,47 +7,77 @@ as a character. The safetensors library (serde_json) does not do the last two, a
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import reprlib
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError
 from ..sources.base import SourceFile
 
 
+if TYPE_CHECKING:
+    import torch
+
 MAX_DIMENSIONS = 64
 """More than torch's kernels take."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "C64": "complex64",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The format's names of dtypes, and torch's."""
+
+
+class NamedDtype(NamedTuple):
+    """Stands for torch's dtype where headers are only looked at, and torch, which takes seconds, is not imported."""
+
+    name: str
+    itemsize: int
+
+
+def dtypes() -> Mapping[str, torch.dtype]:
+    """The dtypes by the format's names."""
+    return _dtypes("torch" in sys.modules)
+
+
+@functools.cache
+def _dtypes(of_torch: bool) -> dict[str, Any]:
+    if not of_torch:
+        bits = {name: re.search(r"\d+", dtype) for name, dtype in _TORCH_NAMES.items()}
+        return {name: NamedDtype(name, int(found[0]) // 8 if found else 1) for name, found in bits.items()}
+    import torch
+
+    return {name: getattr(torch, dtype) for name, dtype in _TORCH_NAMES.items()}
+
+
+@functools.cache
+def _names(of_torch: bool) -> dict[Any, str]:
+    return {dtype: name for name, dtype in _dtypes(of_torch).items()}
 
 
 def are_sizes(values: Sequence[Any], most: int = MAX_DIMENSIONS) -> bool:
@@ -57,7 +87,7 @@ def are_sizes(values: Sequence[Any], most: int = MAX_DIMENSIONS) -> bool:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The format's name of a dtype, for instance ``"BF16"``; ``""`` if it has none."""
-    return _NAMES.get(dtype, "")
+    return _names("torch" in sys.modules).get(dtype, "")
 
 
 class TensorEntry(NamedTuple):

@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from ..errors import CheckpointError
 from ..registry import (
     DISTRIBUTED_ENDING,
@@ -259,6 +257,8 @@ def fault_of_name(path: str, file: str) -> str:
 
 def _is_dtype(name: Any) -> bool:
     """Whether `name` is a torch dtype: transformers calls ``getattr(torch, metadata["dtype"])``."""
+    import torch
+
     return isinstance(name, str) and isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype)
 
 

@@ -21,8 +21,10 @@ import torch
 
 from ..errors import UnsupportedError
 from . import nodes
+from .format import dtype_name
 from .nodes import (
     Address,
+    HostTensor,
     Node,
     NodeStorage,
     View,
@@ -278,3 +280,36 @@ def materialise_written(params: Iterable[torch.Tensor]) -> None:
             and param.node.memory is not None
         ):
             param.become(param.in_memory())
+
+
+class CheckpointSlice:
+    """One tensor, like ``safetensors.safe_open(...).get_slice``; indexing it gives a :class:`LazyTensor`."""
+
+    __slots__ = ("_materialise", "_view")
+
+    def __init__(self, view: View, materialise: Materialise) -> None:
+        self._view = view
+        self._materialise = materialise
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = LazyTensor.of(self._view, self._materialise)
+        return tensor if index is Ellipsis else tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._view.sizes)
+
+    def get_dtype(self) -> str:
+        return dtype_name(self._view.node.dtype)
+
+
+class AbsentSlice(CheckpointSlice):
+    """A tensor that the checkpoint's index promises and no shard holds; `is_wanted` once somebody indexed it."""
+
+    def __init__(self) -> None:
+        nothing = HostTensor.of(torch.empty(0, dtype=torch.float32))
+        super().__init__(View.whole(nothing), lambda view: torch.empty(0))
+        self.is_wanted = False
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self.is_wanted = True
+        return super().__getitem__(...)  # empty: the load reports the missing tensor before the model is used

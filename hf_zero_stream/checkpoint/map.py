@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from .format import Shard, TensorEntry, dtype_name, excerpt
-from .lazy import LazyTensor, Materialise
-from .nodes import FileTensor, HostTensor, View
+from .format import Shard, TensorEntry, excerpt
+from .nodes import FileTensor, View
+
+
+if TYPE_CHECKING:
+    from .lazy import CheckpointSlice, Materialise
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class CheckpointMap:
 
     def slices(self, materialise: Materialise) -> dict[str, CheckpointSlice]:
         """A state dict of lazy slices."""
+        from .lazy import CheckpointSlice  # imports torch, which a look at headers can do without
+
         return {name: CheckpointSlice(view, materialise) for name, view in self.views.items()}
 
     def refuse_absent(self, wanted: Iterable[str]) -> None:
@@ -130,36 +133,3 @@ def _counted_names(names: Iterable[str]) -> str:
 def view_of(entry: TensorEntry) -> View:
     """The elements of `entry`."""
     return View.whole(FileTensor(entry.shape, entry.dtype, entry))
-
-
-class CheckpointSlice:
-    """One tensor, like ``safetensors.safe_open(...).get_slice``; indexing it gives a :class:`LazyTensor`."""
-
-    __slots__ = ("_materialise", "_view")
-
-    def __init__(self, view: View, materialise: Materialise) -> None:
-        self._view = view
-        self._materialise = materialise
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = LazyTensor.of(self._view, self._materialise)
-        return tensor if index is Ellipsis else tensor[index]
-
-    def get_shape(self) -> list[int]:
-        return list(self._view.sizes)
-
-    def get_dtype(self) -> str:
-        return dtype_name(self._view.node.dtype)
-
-
-class AbsentSlice(CheckpointSlice):
-    """A tensor that the checkpoint's index promises and no shard holds; `is_wanted` once somebody indexed it."""
-
-    def __init__(self) -> None:
-        nothing = HostTensor.of(torch.empty(0, dtype=torch.float32))
-        super().__init__(View.whole(nothing), lambda view: torch.empty(0))
-        self.is_wanted = False
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        self.is_wanted = True
-        return super().__getitem__(...)  # empty: the load reports the missing tensor before the model is used

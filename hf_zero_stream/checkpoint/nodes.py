@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, chain
 from math import prod
-from typing import Any, ClassVar
-
-import torch
-from torch.utils._pytree import tree_map
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UnsupportedError
 from .format import TensorEntry
+
+
+if TYPE_CHECKING:
+    import torch
 
 
 def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -197,6 +198,7 @@ class Computed(Node):
 
     def result(self, value_of: Callable[[View], torch.Tensor]) -> Any:
         """Call `function` with the values that `value_of` gives for the views among its arguments."""
+        from torch.utils._pytree import tree_map  # headers are looked at without torch
 
         def value(argument: Any) -> Any:
             return value_of(argument) if isinstance(argument, View) else argument

@@ -14,18 +14,17 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
-
-import torch
-from safetensors.torch import save
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from ..sources.base import ByteSource, as_read_error
-from .format import DTYPES, MAX_DIMENSIONS, Shard, ShardHeader, TensorEntry, are_sizes, excerpt, parse_object
-from .lazy import LazyTensor
+from .format import MAX_DIMENSIONS, Shard, ShardHeader, TensorEntry, are_sizes, dtypes, excerpt, parse_object
 from .map import CheckpointMap
 from .nodes import HostTensor, View
 
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own cap on the length of a header."""
@@ -88,8 +87,9 @@ def parse_entry(path: str, number: int, data_start: int, name: str, field: Any) 
     if not isinstance(field, dict) or field.keys() != _FIELDS:
         raise _entry_error(path, name, "expected exactly the fields dtype, shape and data_offsets")
     dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        fault = f"unknown dtype {excerpt(dtype)}; known are {', '.join(DTYPES)}"
+    known = dtypes()
+    if not isinstance(dtype, str) or dtype not in known:
+        fault = f"unknown dtype {excerpt(dtype)}; known are {', '.join(known)}"
         if isinstance(dtype, str) and dtype in _PACKED:
             fault = f"dtype {dtype} packs several values into a byte, and is not streamed; load it without streaming()"
         raise _entry_error(path, name, fault)
@@ -100,7 +100,7 @@ def parse_entry(path: str, number: int, data_start: int, name: str, field: Any) 
     if not isinstance(offsets, list) or len(offsets) != 2 or not are_sizes(offsets):
         raise _entry_error(path, name, f"data_offsets: expected two offsets >= 0, found {excerpt(offsets)}")
     begin, end = offsets
-    item_bytes = DTYPES[dtype].itemsize
+    item_bytes = known[dtype].itemsize
     expected = prod(shape) * item_bytes
     if end - begin != expected:
         held = f"data_offsets [{begin}, {end}] hold {end - begin} bytes"
@@ -109,7 +109,7 @@ def parse_entry(path: str, number: int, data_start: int, name: str, field: Any) 
     # A size of 0 hides an overflow from the check above, but not from whoever multiplies in another order.
     if not expected and prod(size for size in shape if size) * item_bytes >= _INT64_END:
         raise _entry_error(path, name, f"shape: the sizes of {excerpt(shape)} overflow 64 bits")
-    return TensorEntry(name, number, DTYPES[dtype], tuple(shape), data_start + begin, data_start + end)
+    return TensorEntry(name, number, known[dtype], tuple(shape), data_start + begin, data_start + end)
 
 
 def _entry_error(path: str, name: str, text: str) -> CheckpointError:
@@ -160,6 +160,11 @@ class ShardToWrite:
 
 def lay_out_shard(noted: NotedShard) -> ShardToWrite:
     """A file with the header that ``safetensors.torch.save_file`` would write, from names, dtypes and shapes alone."""
+    import torch
+    from safetensors.torch import save
+
+    from .lazy import LazyTensor
+
     # The library writes a header for tensors without elements; sizes and offsets are then filled in.
     as_written: dict[str, TensorEntry | torch.Tensor] = {**noted.tensors, **noted.packed}
     empty = {each.dtype: torch.empty(0, dtype=each.dtype) for each in as_written.values()}

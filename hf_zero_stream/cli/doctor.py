@@ -16,7 +16,7 @@ from warnings import catch_warnings
 
 import typer
 
-from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError, requirements
+from ..errors import PACKAGE, ConfigError, HfZeroStreamError, ReadError, UnsupportedError, requirements
 from ..registry import tool
 from ..reports.text import count_text
 from ..settings.config import (
@@ -49,7 +49,10 @@ class Check(NamedTuple):
 
 def run(
     path: Annotated[
-        str | None, typer.Argument(metavar="PATH", help="A folder or file whose storage is looked at, and read.")
+        str | None,
+        typer.Argument(
+            metavar="PATH", help="A folder or file, or an id in the Hub's cache: its storage is looked at, and read."
+        ),
     ] = None,
     ds_config: Annotated[
         dict[str, Any] | None,
@@ -90,10 +93,11 @@ def run(
     if report is not None and bundle is None:
         raise typer.BadParameter("--report: expected --bundle, which it goes into")
     ops: dict[str, bool] = {}
+    folder, missing = _folder_of(path)
     checks: dict[str, tuple[str, Callable[[], Iterable[Check]]]] = {
         "versions": ("Versions", _check_versions),
-        "storage": ("Storage", lambda: () if path is None else _check_storage(path)),
-        "checkpoint": ("Checkpoint", lambda: () if path is None else _check_checkpoint(Path(path))),
+        "storage": ("Storage", lambda: missing or (() if folder is None else _check_storage(folder))),
+        "checkpoint": ("Checkpoint", lambda: () if folder is None else _check_checkpoint(folder)),
         "settings": ("Settings", lambda: _check_settings(accelerate_config, ds_config)),
         # The last: it takes seconds, or ends the process where a library is broken.
         "features": ("What works here", lambda: _check_features(ops)),
@@ -179,16 +183,23 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     yield Check("NCCL", "ok" if built and accelerator == "cuda" else "no", f"communication between GPUs: {nccl}")
     yield from _check_table()
     yield from (Check("lock", "problem", stale_lock_advice(lock)) for lock in stale_locks())
+    yield _imports("FSDP2 by accelerate", "problem", "destinations.deferred", "destinations.dtensor")
+    from ..seams.sharding import is_known
+
+    why = "" if is_known() else ", which this transformers does not have"
+    yield Check("distributed_config", "no" if why else "ok", f"FSDP2 and tensor parallelism by transformers{why}")
     if find_spec("deepspeed"):
         from ..destinations.deepspeed.zero3 import compatible_ops
 
         ops |= compatible_ops()
         rooms = "destinations.deepspeed.partitioned", "loading.integration"
         yield _imports("streaming under ZeRO-3", "problem", *rooms)
+        yield _imports("saves and training states", "problem", "saving.save", "state.save")
         yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
         for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
             yield Check(what, "ok" if ops.get(op) else "no", f"DeepSpeed's op {op}")
     uses = {
+        "obstore": "buckets and servers (s3://, hf://)",
         "compressed_tensors": "compressed-tensors checkpoints",
         "gguf": "GGUF checkpoints",
         "matplotlib": "plan --plot",
@@ -206,8 +217,10 @@ def _check_table() -> Iterator[Check]:
     from ..bindings.table import TABLE
     from ..registry import Weight
     from ..reports.measures import collector_paused
+    from .replaced import replaced
 
-    rows = [row for rows in TABLE.values() for row in rows if find_spec(row.package)]
+    every = [row for rows in TABLE.values() for row in rows]
+    rows = [row for row in every if find_spec(row.package)]
     lost: dict[tuple[str, Weight, str], list[str]] = {}
     for row in rows:
         try:
@@ -220,7 +233,11 @@ def _check_table() -> Iterator[Check]:
         if lacking:
             lost.setdefault((row.package, row.weight, row.feature), []).append(lacking)
     if not lost:
-        yield Check("replaced functions", "ok", f"all {len(rows)} are as expected, in what is installed")
+        here, called = replaced(rows), {row.of for row in rows if not row.leads_to}
+        text = (
+            f"{len(here)} of {len(replaced(every))}, in what is installed: as expected, and so are {len(called)} that"
+        )
+        yield Check("replaced functions", "ok", f"{text} are only called or set")
     for (package, weight, feature), names in lost.items():
         means = {
             Weight.ESSENTIAL: f"{feature or 'each load or save that needs it'} ends in a VersionError",
@@ -242,14 +259,21 @@ def _imports(what: str, otherwise: str, *modules: str) -> Check:
     return Check(what, "ok", "everything it needs is there")
 
 
-def _check_storage(path: str) -> Iterator[Check]:
+def _folder_of(path: str | None) -> tuple[Path | None, list[Check]]:
+    """The folder or file that is meant, also by the id of a repository in the Hub's cache; or that there is none."""
+    from ..engine.places import cached_folder
+
+    try:
+        return None if path is None else cached_folder(path, None), []
+    except ReadError as error:
+        return None, [Check("path", "problem", str(error))]
+
+
+def _check_storage(path: Path) -> Iterator[Check]:
     """Tell the kind of file system of `path`, and measure how fast one thread reads the largest file there."""
-    if not os.path.exists(path):
-        yield Check("path", "problem", f"there is no {path}")
-        return
-    where = "on another machine: more and smaller reads at once" if is_on_network(path) else "on this machine"
-    yield Check("file system", "ok", f"{kind_of_file_system(path) or 'unknown'}, {where}")
-    files = [entry for entry in (Path(path), *Path(path).glob("*")) if entry.is_file()]
+    where = "on another machine: more and smaller reads at once" if is_on_network(str(path)) else "on this machine"
+    yield Check("file system", "ok", f"{kind_of_file_system(str(path)) or 'unknown'}, {where}")
+    files = [entry for entry in (path, *path.glob("*")) if entry.is_file()]
     largest = max(files, key=os.path.getsize, default=None)
     if largest is None or not largest.stat().st_size:
         yield Check("speed", "no", "there is no file to read")

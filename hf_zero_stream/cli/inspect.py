@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -38,11 +38,17 @@ def run(
     """
     from ..engine.places import place_of
 
-    with frame.quiet(), place_of(path, revision) as place:
-        data = {"path": path, **_checkpoint(place)}
-        made = _model(place, trust_remote_code, dequantize) if model else "it was not asked for"
-    data |= {"model": None, "no_model_because": made} if isinstance(made, str) else {"model": made}
-    frame.emit(data, _blocks(data, every), form)
+    with place_of(path, revision) as place:
+        with frame.quiet():
+            data = {"path": path, **_checkpoint(place)}
+
+        def made() -> dict[str, Any]:
+            with frame.quiet():
+                made = _model(place, trust_remote_code, dequantize) if model else "it was not asked for"
+            return {"model": None, "no_model_because": made} if isinstance(made, str) else {"model": made}
+
+        # As a table, the files stand there before transformers, which takes seconds, is imported for the model.
+        frame.emit(data | made() if form == "json" else data, _blocks(data, made, every), form)
 
 
 def _checkpoint(place: str) -> dict[str, Any]:
@@ -126,8 +132,8 @@ def _shard_rows(shards: Sequence[Mapping[str, Any]], every: bool) -> Iterator[tu
         yield shard["file"], f"{shard['tensors']:,}", bytes_text(shard["bytes"])
 
 
-def _blocks(data: Mapping[str, Any], every: bool) -> Iterator[str]:
-    shards, model = data["shards"], data["model"]
+def _blocks(data: Mapping[str, Any], made: Callable[[], Mapping[str, Any]], every: bool) -> Iterator[str]:
+    shards = data["shards"]
     dtypes = ", ".join(f"{name} {bytes_text(found['bytes'])}" for name, found in data["dtypes"].items())
     kind = "" if data["format"] == "safetensors" else f"{data['format']}, "
     held = f"{count_text(len(shards), 'shard')}, {count_text(data['count'], 'tensor')}, {bytes_text(data['bytes'])}"
@@ -137,8 +143,9 @@ def _blocks(data: Mapping[str, Any], every: bool) -> Iterator[str]:
     if data["promised_in_vain"]:
         yield f"Promised by the index, but in no shard: {', '.join(data['promised_in_vain'])}"
     yield from data["notes"]
+    model = (found := made())["model"]
     if model is None:
-        yield f"No model: {data['no_model_because'].removesuffix('.')}."
+        yield f"No model: {found['no_model_because'].removesuffix('.')}."
         return
     yield f"As a {model['class']}, it has {bytes_text(model['bytes'])} of parameters:"
     yield _families("Parameter", model["parameters"])

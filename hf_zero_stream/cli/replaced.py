@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from ..bindings.table import OURS, TABLE
@@ -53,11 +54,14 @@ def blocks() -> Iterator[str]:
         yield f"## {scope.description[0].upper()}{scope.description[1:]}\n\n" + "\n".join(lines)
 
 
+def replaced(rows: Iterable[Row]) -> set[str]:
+    """The functions in whose place `rows` put ours; two rows for one, for different times, are one function."""
+    return {row.of for row in rows if row.leads_to}
+
+
 def page() -> str:
-    replaced, core = (
-        {row.of for rows in table.values() for row in rows if row.leads_to} for table in (TABLE, OURS)
-    )  # of two rows for one function, in place at different times, there is one function
-    count = f"{len(replaced)} functions are replaced, {len(core)} of them by the core.\n"
+    every, core = (replaced(chain.from_iterable(table.values())) for table in (TABLE, OURS))
+    count = f"{len(every)} functions are replaced, {len(core)} of them by the core.\n"
     return "\n".join([_HEAD, count, *(f"{block}\n" for block in blocks())])
 
 

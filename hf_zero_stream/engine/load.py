@@ -18,8 +18,8 @@ from torch import nn
 from ..accelerators import peak_bytes, reserved_bytes, used_bytes
 from ..checkpoint.format import ShardHeader, TensorEntry
 from ..checkpoint.formats import KnownHeaders
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.map import AbsentSlice, CheckpointMap, CheckpointSlice
+from ..checkpoint.lazy import AbsentSlice, CheckpointSlice, LazyTensor
+from ..checkpoint.map import CheckpointMap
 from ..checkpoint.nodes import HostTensor, Leaf, View
 from ..destinations.base import Batch, Destination, is_out_of_memory, lacks_values, refuse_wrapped
 from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError

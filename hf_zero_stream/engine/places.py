@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoint.soundness import shards_of
 from ..checkpoint.urls import checkpoints_at
 from ..errors import HfZeroStreamError, ReadError
 from ..settings import scope
@@ -49,18 +50,23 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
             if os.path.exists(path):
                 yield path
                 return
-            if not path.startswith(("/", ".", "~")) and _is_cached_whole(path, revision):
-                yield str(cached_folder(path, revision))
-                return
             if not _is_id(path):
                 raise ReadError(
-                    f"{path}: there is no such file or folder, and no repository on the Hub has such an id."
+                    f"{path}: there is no such file or folder, and it is no id of a repository on the Hub."
                 )
-            path = f"hf://{path}"
-        known = checkpoints_at(path)
-        url = known.canonical(path, revision)
-        with known.prefetching(url, ()):
-            yield url
+            if _is_cached_whole(path, revision):
+                yield str(cached_folder(path, revision))
+                return
+        url = path if is_url(path) else f"hf://{path}"
+        known = checkpoints_at(url)
+        url = known.canonical(url, revision)
+        try:
+            with known.prefetching(url, ()):
+                yield url
+        except ReadError as error:
+            if is_url(path):
+                raise
+            raise ReadError(f"{path}: there is no such file or folder, and on the Hub: {error}") from error
 
 
 def read_checkpoint_map(place: str) -> CheckpointMap:
@@ -80,15 +86,13 @@ def read_checkpoint_map(place: str) -> CheckpointMap:
 
 def _is_id(path: str) -> bool:
     """Whether `path` may be the id of a repository on the Hub; "/name" and "~/name" are paths."""
-    return re.fullmatch(r"\b[\w.-]+\b/\b[\w.-]+\b", path, re.ASCII) is not None
+    return re.fullmatch(r"\b[\w.-]+\b(/\b[\w.-]+\b)?", path, re.ASCII) is not None
 
 
 def _is_cached_whole(repository: str, revision: str | None) -> bool:
     """Whether the Hub's cache has all shards; after an inspection it has only the small files."""
     try:
         folder = cached_folder(repository, revision)
-        from ..checkpoint.soundness import shards_of  # imports torch, which a misspelt path can do without
-
         return all(map(os.path.exists, shards_of(folder)[0]))
     except HfZeroStreamError:
         return False

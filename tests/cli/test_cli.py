@@ -100,12 +100,11 @@ LIGHT = """\
 import sys
 from typer.testing import CliRunner
 from hf_zero_stream.cli import app
-for path in ("/nowhere", "nowhere"):
+for path in ("/nowhere", "./nowhere"):
     assert CliRunner().invoke(app, ["plan", path, "--world-size", "2"]).exit_code == 1 and "torch" not in sys.modules
-for arguments, absent in ((["--version"], "torch"), (["inspect", PATH, "--no-model"], "transformers"), \\
-                          (["verify", PATH], "transformers")):
+for arguments in (["--version"], ["inspect", PATH, "--no-model"], ["verify", PATH]):
     assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert absent not in sys.modules, (arguments, absent)
+    assert "torch" not in sys.modules, arguments
 """
 
 

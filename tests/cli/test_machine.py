@@ -74,7 +74,11 @@ def test_doctor_of_this_machine(no_accelerate: list[str]) -> None:
     assert found["healthy"] is True and found["storage"] == []
     texts = {check["what"]: check["text"] for check in found["versions"]}
     assert texts["deepspeed"] == deepspeed.__version__ and texts["transformers"] == transformers.__version__
-    assert statuses(found["features"])["streaming under ZeRO-3"] == "ok"
+    features = {check["what"]: check for check in found["features"]}
+    whats = ("streaming under ZeRO-3", "FSDP2 by accelerate", "distributed_config", "saves and training states")
+    assert {features[what]["status"] for what in (*whats, "buckets and servers (s3://, hf://)")} == {"ok"}
+    count = re.search(r"^(\d+) functions are replaced", (ROOT / "docs" / "replaced.md").read_text(), re.MULTILINE)
+    assert count and f" of {count[1]}, in what is installed" in features["replaced functions"]["text"]
     assert found["ops"]["cpu_adam"] is True
     text = run("doctor", *no_accelerate).stdout
     assert "must be made before from_pretrained" in text and text.endswith("No problem found.\n")
@@ -137,7 +141,7 @@ def test_versions_are_there_before_anything_heavy_is_imported() -> None:
     code = "import sys\nfrom hf_zero_stream.cli import main\nsys.modules['torch'] = None\nmain()"
     done = subprocess.run([sys.executable, "-c", code, "doctor", "/nowhere"], capture_output=True, text=True)
     assert done.returncode == 1 and "torch" in done.stderr and "importing all libraries" in done.stderr
-    assert "| transformers " in done.stdout and "there is no /nowhere" in done.stdout
+    assert "| transformers " in done.stdout and "/nowhere: there is no such file or folder" in done.stdout
 
 
 def test_without_accelerates_own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +207,7 @@ def test_doctor_survives_ops_that_raise(monkeypatch: pytest.MonkeyPatch, no_acce
     assert "and that do not: fused_adam" in run("doctor", *no_accelerate).stdout
 
 
-def test_doctor_reads_a_path(tmp_path: Path, no_accelerate: list[str]) -> None:
+def test_doctor_reads_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str]) -> None:
     (tmp_path / "small").write_bytes(b"x")
     (tmp_path / "large").write_bytes(bytes(3_000_001))
     found = run_json("doctor", str(tmp_path), *no_accelerate)
@@ -214,6 +218,16 @@ def test_doctor_reads_a_path(tmp_path: Path, no_accelerate: list[str]) -> None:
     assert statuses(run_json("doctor", str(tmp_path / "empty"), *no_accelerate)["storage"])["speed"] == "no"
     missing = run_json("doctor", str(tmp_path / "nowhere"), *no_accelerate, code=1)
     assert statuses(missing["storage"]) == {"path": PROBLEM}
+    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_bytes(b"{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached = run_json("doctor", "someone/tiny", *no_accelerate, code=1)
+    assert "config.json" in cached["storage"][1]["text"]
+    assert statuses(cached["checkpoint"]) == {"files": PROBLEM}, "there are no weights"
     (tmp_path / "config.json").write_text("{")
     (tmp_path / "model.safetensors").write_bytes(b"")
     (check,) = run_json("doctor", str(tmp_path), *no_accelerate, code=1)["checkpoint"]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fuzz.seeds import CORPUS, files
 from fuzz.targets import STRICTER, read_file
-from hf_zero_stream.checkpoint.format import DTYPES, ShardHeader
+from hf_zero_stream.checkpoint.format import ShardHeader, dtypes
 from hf_zero_stream.checkpoint.formats import map_from_headers, parse_index, read_map
 from hf_zero_stream.errors import CheckpointError
 from tests.sampling import examples as examples_of
@@ -44,10 +44,10 @@ def headers(draw: st.DrawFn) -> tuple[Fields, int]:
     fields: Fields = {}
     stop = 0
     for name in draw(st.lists(names.filter(lambda name: name != "__metadata__"), unique=True, max_size=4)):
-        dtype, shape, begin = draw(st.sampled_from(sorted(DTYPES))), draw(shapes), stop
+        dtype, shape, begin = draw(st.sampled_from(sorted(dtypes()))), draw(shapes), stop
         if 0 in shape:  # then the others may be large, as long as their product is no more than 64 bits
             shape = [extent and draw(st.sampled_from([extent, 2**14])) for extent in shape]
-        size = DTYPES[dtype].itemsize
+        size = dtypes()[dtype].itemsize
         for extent in shape:
             size *= extent
         stop += size
@@ -78,7 +78,7 @@ def test_sound_files_are_read_as_the_library_reads_them(data: st.DataObject) -> 
 
 odd_numbers = st.sampled_from([-1, 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**400])
 odd_floats = st.sampled_from([0.0, -0.0, 1.0, 4.0, 1e300, float("nan"), float("inf")])
-odd_text = st.text(max_size=3) | st.sampled_from([*DTYPES, "F4", "F6_E2M3", "\ud800", "\udfff\ud800", "x" * 1100])
+odd_text = st.text(max_size=3) | st.sampled_from([*dtypes(), "F4", "F6_E2M3", "\ud800", "\udfff\ud800", "x" * 1100])
 scalars = odd_numbers | odd_floats | st.integers(-3, 9) | odd_text | st.booleans() | st.none()
 anything = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(odd_text, inner, max_size=3), max_leaves=6

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_zero_stream.checkpoint.format import DTYPES
+from hf_zero_stream.checkpoint.format import dtypes
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.errors import CheckpointError, ReadError
 
@@ -23,9 +23,9 @@ def entry(begin: int = 0, end: int = 16, dtype: str = "F32", shape: list[int] | 
     return {"dtype": dtype, "shape": [4] if shape is None else shape, "data_offsets": [begin, end]}
 
 
-@pytest.mark.parametrize("name", list(DTYPES))
+@pytest.mark.parametrize("name", list(dtypes()))
 def test_every_dtype_lies_where_the_library_writes_it(tmp_path: Path, name: str) -> None:
-    dtype = DTYPES[name]
+    dtype = dtypes()[name]
     tensor = torch.arange(6, dtype=torch.uint8).repeat_interleave(dtype.itemsize)
     if dtype == torch.bool:
         tensor = tensor % 2

@@ -31,7 +31,7 @@ for path, more in (
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
         model = AutoModelForCausalLM.from_pretrained(path, ds_config=ds_config(torch.bfloat16), **how, **more)
     found += [f"{path}: {each}" for each in differences(model, plain, torch.bfloat16)]
-for path, more in ((f"hf://{repository}@main", {"revision": "v2"}), ("hf://name", {})):
+for path, more in ((f"hf://{repository}@main", {"revision": "v2"}), ("hf://a b", {})):
     try:
         hf_zero_stream.plan(path, world_size=2, **more)
     except hf_zero_stream.errors.ConfigError as error:

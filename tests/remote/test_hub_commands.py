@@ -26,6 +26,8 @@ from tests.support.cli import run, run_json
 
 Store = Callable[[], str]
 REPOSITORY, COMMIT = "someone/tiny-moe", "a" * 40
+ITS_PATH = "(?:someone/)?tiny-moe"
+"""In requests; the one without an organisation has the same files."""
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -45,8 +47,8 @@ class Hub(BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body: bool) -> None:
-        resolved = re.fullmatch(rf"/{REPOSITORY}/resolve/[^/]+/(.+)", self.path)
-        if re.match(rf"/api/models/{REPOSITORY}(/revision/[^/]+)?(\?.*)?$", self.path):
+        resolved = re.fullmatch(rf"/{ITS_PATH}/resolve/[^/]+/(.+)", self.path)
+        if re.match(rf"/api/models/{ITS_PATH}(/revision/[^/]+)?(\?.*)?$", self.path):
             files = [{"rfilename": path.name} for path in sorted(self.folder.iterdir())]
             text = json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": files}).encode()
             self.reply(200, text, {"Content-Type": "application/json"}, body)
@@ -182,8 +184,17 @@ def test_server_without_ranges(tmp_path: Path, on_the_hub: Callable[..., Any]) -
 
 def test_repository_that_is_not_there(tmp_path: Path, on_the_hub: Callable[..., Any]) -> None:
     with hub(tmp_path) as (address, _):
-        done = on_the_hub(address, "inspect", "nobody/nothing", code=1)
-    assert "nobody/nothing" in done.stderr and "Traceback" not in done.stderr
+        for name in ("nobody/nothing", "nothing"):
+            done = on_the_hub(address, "inspect", name, code=1)
+            assert f"ReadError: {name}: there is no such file or folder, and on the Hub: " in done.stderr
+
+
+@pytest.mark.parametrize("path", ["tiny-moe", "hf://tiny-moe"])
+def test_an_id_without_an_organisation(path: str, tmp_path: Path, on_the_hub: Callable[..., Any]) -> None:
+    folder = make_moe_checkpoint(tmp_path / "moe", 1e6, num_layers=1, num_experts=2)
+    with hub(folder) as (address, _):
+        found = json.loads(on_the_hub(address, "inspect", path, "--format", "json").stdout)
+    assert found["model"]["class"] == "Qwen3MoeForCausalLM" and found["path"] == path
 
 
 def test_what_the_cache_holds_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

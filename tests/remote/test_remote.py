@@ -358,8 +358,10 @@ def test_urls_of_the_hub() -> None:
     assert repository_of("HF://org/name@refs/pr/1/x.json") == ("org/name", "refs/pr/1", "x.json")
     assert repository_of("hf://org/name@refs/convert/parquet") == ("org/name", "refs/convert/parquet", "")
     assert repository_of("hf://org/name@refs/x") == ("org/name", "refs", "x")
+    assert repository_of("hf://gpt2").url == "hf://gpt2@main"
+    assert repository_of("hf://gpt2@main/x.json") == ("gpt2", "main", "x.json")
     with pytest.raises(ConfigError, match="hf://organisation/name"):
-        repository_of("hf://name")
+        repository_of("hf://a b")
 
 
 def test_headers_of_many_shards_at_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.format import DTYPES, NotAMap, Shard, ShardHeader, dtype_name, excerpt, parse_object
+from ...checkpoint.format import NotAMap, Shard, ShardHeader, dtype_name, dtypes, excerpt, parse_object
 from ...checkpoint.formats import fault_of_name, read_map
 from ...checkpoint.map import CheckpointMap
 from ...checkpoint.nodes import HostTensor, View
@@ -98,7 +98,7 @@ def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
             shard, box = shards[position], CheckpointBox(tuple(offsets), tuple(field["shape"]))
             boxes.append((box, view_of_field(shard.path, number + position, name, field, shard.size_bytes)))
         if 0 in shape:
-            views[name] = View.whole(HostTensor.of(torch.empty(shape, dtype=DTYPES[dtype])))
+            views[name] = View.whole(HostTensor.of(torch.empty(shape, dtype=dtypes()[dtype])))
             continue
         view = _assembled(CheckpointBox((0,) * len(shape), tuple(shape)), boxes, 0)
         if view is None:

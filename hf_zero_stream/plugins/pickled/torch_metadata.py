@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...checkpoint.format import DTYPES, MAX_DIMENSIONS, are_sizes, excerpt
+from ...checkpoint.format import MAX_DIMENSIONS, are_sizes, dtypes, excerpt
 from ...errors import CheckpointError, UnsupportedError
 from .pickles import Call, Global, Pickle, object_kind
 
@@ -33,7 +33,7 @@ _FIELDS = {
 _MOST_PARTS = 256
 """Most parts of the path in a StorageMeta."""
 _SIZE = Global("torch", "Size")
-_DTYPES = {Global("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()}
+_DTYPES = {Global("torch", str(dtype).removeprefix("torch.")): dtype for dtype in dtypes().values()}
 
 
 OPCODES = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.format import DTYPES, MAX_DIMENSIONS, NotAMap, TensorEntry, are_sizes, excerpt
+from ...checkpoint.format import MAX_DIMENSIONS, NotAMap, TensorEntry, are_sizes, dtypes, excerpt
 from ...errors import CheckpointError
 from ...sources.base import ReadableFile
 from .pickles import Call, Global, object_kind
@@ -141,7 +141,7 @@ class TorchObjects:
             raise CheckpointError(f"{self.path}: {reason}.") from reason
         if "strides" in field:
             raise CheckpointError(f"{self.path}: {what}: expected a tensor that is stored row by row.")
-        return TensorEntry(what, 0, DTYPES[field["dtype"]], tuple(field["shape"]), *field["data_offsets"])
+        return TensorEntry(what, 0, dtypes()[field["dtype"]], tuple(field["shape"]), *field["data_offsets"])
 
     def number(self, value: Any, what: str) -> bool | int | float:
         """A number, or that in a tensor of one, which is read."""

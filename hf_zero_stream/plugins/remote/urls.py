@@ -5,7 +5,7 @@
 ``gs://bucket/prefix``                    Google Cloud Storage
 ``az://account/container/prefix``         Azure Blob Storage
 ``https://host/path``, ``http://...``     a web server that answers requests for ranges
-``hf://organisation/name@revision``       a repository of the Hugging Face Hub
+``hf://organisation/name@revision``       a repository of the Hugging Face Hub; some, as gpt2, have no organisation
 ========================================  ============================================
 """
 
@@ -20,7 +20,7 @@ from ...errors import UrlError
 from . import PLUGIN
 
 
-_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(?:@(refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(.*))?")
+_REPOSITORY = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?:@(refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(.*))?")
 _NO_ORGANISATIONS = ("datasets", "spaces", "buckets", "models")
 """What ``hf://`` URLs of huggingface_hub begin with where they name something else than a model."""
 
@@ -43,7 +43,8 @@ class Repository(NamedTuple):
 
     @property
     def url(self) -> str:
-        revision = f"@{quote(self.revision, safe='')}" if self.revision else ""
+        revision = self.revision or ("" if "/" in self.name else "main")  # or a file would look like a second part
+        revision = revision and f"@{quote(revision, safe='')}"
         return "/".join(filter(None, (f"hf://{self.name}{revision}", self.file)))
 
 
