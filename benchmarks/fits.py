@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.scale import CACHE, deepseek_v3, kimi_k2, qwen3_30b_a3b, qwen3_235b_a22b
-from hf_zero_stream.cli.plan import needs_of_node, phases_of
+from hf_zero_stream.cli.needs import is_tight, needs_of_node, phases_of
 from hf_zero_stream.plugins.demo.suggest import OFFLOADS, ds_config_of
 
 
 GIB = 2**30
 CARDS = {"80 GB": 79, "141 GB": 140}
 """GiB that nvidia-smi shows of an H100 (81559 MiB) and of an H200 (143771 MiB), whole ones."""
+
+COMMON_HOST = 2000
+"""GiB that hosts commonly have."""
 
 GPUS = (8, 16, 64)
 GPUS_PER_NODE = 8
@@ -71,8 +74,12 @@ class Row(NamedTuple):
     step: int
     host: int
 
+    @property
+    def peak(self) -> int:
+        return max(self.load, self.start, self.step)
+
     def fits(self, card: str) -> bool:
-        return max(self.load, self.start, self.step) <= CARDS[card] * GIB
+        return self.peak <= CARDS[card] * GIB
 
 
 def rows(place: str) -> Iterator[Row]:
@@ -98,18 +105,30 @@ def planned(place: str, gpus: int, trains: str, engine: str, on_host: str, **how
     return Row(gpus, trains, engine, on_host, load, start, max(step), host)
 
 
+OFFLOADED = dict(zip(OFFLOADS, ("", ", optimizer offloaded", ", all offloaded"), strict=True))
+
+
+def left_of(size: int, peak: int, host: int) -> str:
+    """What a GPU of `size` has left for activations, or that it is too small; all in GiB."""
+    if peak > size:
+        return "no"
+    tight = ", tight" if is_tight(peak, size) else ""
+    return f"{size - peak}{tight}{f', if a host has {host}' if host > COMMON_HOST else ''}"
+
+
 def section(model: str, found: list[Row]) -> str:
     """Of the page."""
     lines = [
         f"## {model}",
         "",
-        "| GPUs | trains | with | in host memory | load | start | step | host of a node | 80 GB | 141 GB |",
-        "|--:|---|---|---|--:|--:|--:|--:|---|---|",
+        "| GPUs | trains | with | a GPU | a host | left of 80 GB | left of 141 GB |",
+        "|--:|---|---|--:|--:|---|---|",
     ]
     for row in found:
-        sizes = " | ".join(f"{size / GIB:.0f}" for size in (row.load, row.start, row.step, row.host))
-        verdicts = " | ".join("fits" if row.fits(card) else "-" for card in CARDS)
-        lines.append(f"| {row.gpus} | {row.trains} | {row.engine} | {row.on_host} | {sizes} | {verdicts} |")
+        engine = row.engine + OFFLOADED[row.on_host]
+        peak, host = (round(size / GIB) for size in (row.peak, row.host))
+        left = " | ".join(left_of(size, peak, host) for size in CARDS.values())
+        lines.append(f"| {row.gpus} | {row.trains} | {engine} | {peak} | {host} | {left} |")
     command = f"hf-zero-stream plan {model} --world-size {GPUS[-1]} --device-memory 79GiB --suggest --write zero3.yaml"
     return "\n".join([*lines, "", "```", command, "```", ""])
 
@@ -120,14 +139,14 @@ HEAD = f"""\
 Memory of training published models in bf16, in GiB, computed from headers of their true size before anything is
 loaded. Activations are not counted: leave room for them. Nothing here was run on GPUs.
 
-- *Load*, *start* (`deepspeed.initialize`) and *step* are what a GPU needs in these phases. *Host of a node* is what a
-  node with {GPUS_PER_NODE} GPUs needs.
+- *A GPU* is what each needs at its peak, of the load, `deepspeed.initialize` and a step. *A host* is what a node with
+  {GPUS_PER_NODE} GPUs needs.
 - *All* trains all parameters with AdamW. *LoRA* trains adapters of rank {LORA["r"]} (PEFT's `all-linear`); on a model
   that `distributed_config` has sharded, these are whole on every rank.
 - ZeRO-3 has DeepSpeed's own defaults, and keeps fp32 copies. FSDP2, by `distributed_config`, trains in bf16 alone, as
   transformers does. Rows with offload are there where 80 GB are too small without it.
-- The last two columns are for GPUs: one of 80 GB has {CARDS["80 GB"]} GiB, one of 141 GB {CARDS["141 GB"]}.
-  Whether a host has what its column says is for you to see: nodes with 2000 GiB are common.
+- The last two columns are what is left for activations: a GPU of 80 GB has {CARDS["80 GB"]} GiB, one of 141 GB
+  {CARDS["141 GB"]}. *Tight* is less than a fifth; *no* is too small. Hosts with more than {COMMON_HOST} GiB are rare.
 
 `python -m benchmarks.fits` writes this page. Checkpoints that are published in FP8 or MXFP4 are counted in bf16. For
 your own model, `hf-zero-stream plan` computes the same ([command line](cli.md#plan)).

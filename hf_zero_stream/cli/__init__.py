@@ -16,6 +16,7 @@ from .. import __version__
 from ..errors import HfZeroStreamError, MissingPluginError
 from ..registry import broken_plugins, import_named, missing_plugin_error, plugins
 from ..reports.text import printable
+from .frame import has_colours
 
 
 OURS = ("run", "inspect", "plan", "verify", "doctor")
@@ -60,7 +61,13 @@ class _CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except HfZeroStreamError as error:
-            print(printable(f"{type(error).__name__}: {error}", "\n"), file=sys.stderr)
+            name = type(error).__name__
+            print(
+                typer.style(name, fg="red") if has_colours(sys.stderr) else name,
+                printable(str(error), "\n"),
+                sep=": ",
+                file=sys.stderr,
+            )
             raise typer.Exit(1) from error
 
 

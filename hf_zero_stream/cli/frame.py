@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -21,6 +24,14 @@ import typer
 
 from ..reports.text import markdown_table, printable
 from ..settings.values import SHORT_DTYPES, parse_size, torch_name
+
+
+_COLOURS = {
+    "red": r"DOES NOT FIT|DIFFERENT|✗|^\d+ (faults?|problems? found)\b|(?<=\| )(problem|no)(?= +\|)",
+    "yellow": r"tight: fits|^Warning:|^Note:|(?<=\| )(note|tight)(?= +\|)",
+    "green": r"(?<!tight: )fits into|✓|^No (fault|problem) found|(?<=\| )(ok|yes)(?= +\|)",
+}
+"""The words that have a colour on a terminal."""
 
 
 def json_object(path: str) -> dict[str, Any]:
@@ -137,7 +148,20 @@ def show(block: str, *, first: bool) -> None:
     if width:
         wrap = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         lines = [line if line[:1] == "|" else wrap.fill(line) for line in lines]
+    if has_colours(sys.stdout):
+        lines = [_coloured(line) for line in lines]
     print(*([] if first else [""]), *lines, sep="\n", flush=True)
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal whose user wants colours (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _coloured(line: str) -> str:
+    for colour, words in _COLOURS.items():
+        line = re.sub(words, lambda found, colour=colour: typer.style(found[0], fg=colour), line)  # type: ignore[misc]
+    return line
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -151,13 +175,18 @@ def _terminal_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
-def quiet() -> redirect_stdout[TextIO]:
-    """Send what libraries write to stdout to stderr, inside; DeepSpeed logs errors only.
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Send what libraries write to stdout to stderr, inside; some log errors only.
 
-    Its warnings are of this machine's accelerator, which need not be the one that will train.
+    Their warnings are of this machine's accelerator, which need not be the one that will train, or of patterns that
+    PEFT itself has put into a config.
     """
-    logging.getLogger("DeepSpeed").addFilter(_errors_only)
-    return redirect_stdout(sys.stderr)
+    for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(name).addFilter(_errors_only)
+    with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="peft")
+        yield
 
 
 def _errors_only(record: logging.LogRecord) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import prod
@@ -15,6 +14,8 @@ from ..registry import tool
 from ..reports.text import bytes_text, count_text, folded_names
 from . import frame
 from .checkpoints import loadable
+from .needs import HOST, fit, needs_of_node, verdict
+from .worlds import WORLDS, show_worlds
 
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "hf-zero-stream plan Qwen/Qwen3-30B-A3B --world-size 64 --ds-config ds.json --device-memory 80GiB"
 
-HOST = "cpu"
 MOST_RANKS = 8
 MOST_BARS = 64
 _UNEVEN = 2.0
@@ -43,7 +43,7 @@ def _size_option(what: str) -> Any:
 def run(
     path: frame.CheckpointArgument,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks; not needed with --replicate, --fsdp or --tp.")
+        int | None, typer.Option(min=1, help="Number of ranks; default: those of --fsdp, --tp, ..., or 1 to 64.")
     ] = None,
     ds_config: frame.DsConfigOption = None,
     dtype: frame.DtypeOption = None,
@@ -77,7 +77,7 @@ def run(
     html: frame.PageOption = None,
     suggested: Annotated[
         bool,
-        typer.Option("--suggest", help="Find the smallest set-up that fits; --world-size is the most ranks."),
+        typer.Option("--suggest", help="Find the smallest set-up that fits; --world-size is the most ranks (64)."),
     ] = False,
     write: Annotated[
         Path | None,
@@ -94,12 +94,15 @@ def run(
 ) -> None:
     """Compute what a load reads, and what memory it and training need.
 
-    Shows the same of stock's load. Without --fsdp, --tp, --ep or --replicate the load is under ZeRO-3; with one of
-    them, it is that of transformers' distributed_config. Works for any number of ranks on any machine: it reads
-    headers only, also from a repository on the Hub. Activations are not counted.
+    Shows the same of stock's load; without a number of ranks, a line for each of 1 to 64. Without --fsdp, --tp, --ep
+    or --replicate the load is under ZeRO-3; with one of them, it is that of transformers' distributed_config. Works
+    for any number of ranks on any machine: it reads headers only, also from a repository on the Hub. Activations are
+    not counted.
     """
     sharding, world_size = _sharding(world_size, fsdp=fsdp, tp=tp, ep=ep, replicate=replicate)
-    if rank >= world_size:
+    if world_size is None and (rank or plot or html):
+        raise typer.BadParameter("--world-size: expected the number of ranks, for --rank, --plot and --html; got none")
+    if world_size is not None and rank >= world_size:
         raise typer.BadParameter(f"--rank: expected a rank below --world-size ({world_size}); got {rank}")
     if device == HOST and device_memory is not None:
         raise typer.BadParameter("--device-memory: a CPU's memory is the host's; give --host-memory")
@@ -120,9 +123,13 @@ def run(
     how: dict[str, Any] = {"device": device, "adamw": adamw, "lora": lora}
     if suggested:
         suggest = tool("plan --suggest", "demo")
-        suggest(path, checkpoint, how, world_size, ranks_per_node, limits, dtype or "bf16", write, form)
+        most = world_size or WORLDS[-1]
+        suggest(path, checkpoint, how, most, ranks_per_node, limits, dtype or "bf16", write, form)
         return
     config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
+    if world_size is None:
+        show_worlds(path, checkpoint, {**how, "ds_config": config or None}, ranks_per_node, limits, form)
+        return
     most = MOST_BARS if html else MOST_RANKS if plot else 1
     ranks = ranks_to_draw(world_size, rank, most)
     with checkpoint as (place, arguments):
@@ -136,7 +143,7 @@ def run(
         forecast = forecasts[rank]
         stock = None if sharding else stock_load(forecast, place, arguments, device)
     needs = needs_of_node(forecast.memory, device, min(ranks_per_node, world_size))
-    fits = all(needs[place] <= limit for place, limit in limits.items())
+    fits = fit(needs, limits)
     data = {
         "path": path,
         "world_size": world_size,
@@ -167,23 +174,6 @@ def run(
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
 
 
-def phases_of(footprint: MemoryFootprint, device: str) -> tuple[Mapping[str, int], ...]:
-    """Bytes by place in the load, the engine's start, the passes through the model and the optimizer's step."""
-    passes = Counter(footprint.held) + Counter({device: footprint.largest_gather})
-    return footprint.load_peak, footprint.start_peak, passes, footprint.step_peak
-
-
-def needs_of_node(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
-    """The memory that a device and the host of a node with `ranks_per_node` ranks need, without activations."""
-    phases = phases_of(footprint, device)
-    most = {place: max(phase.get(place, 0) for phase in phases) for place in {device, "cpu"}}
-    return {
-        "device": 0 if device == "cpu" else most[device],
-        "host": most["cpu"] * ranks_per_node,
-        "ranks_per_node": ranks_per_node,
-    }
-
-
 def _lora(rank: int | None, targets: str | None) -> dict[str, Any] | None:
     if (rank is None) != (targets is None):
         raise typer.BadParameter("expected both or neither of --lora-rank and --lora-targets; got one")
@@ -193,20 +183,18 @@ def _lora(rank: int | None, targets: str | None) -> dict[str, Any] | None:
     return {"r": rank, "target_modules": names[0] if names == ["all-linear"] else names}
 
 
-def _sharding(world_size: int | None, **sizes: int | None) -> tuple[dict[str, int], int]:
-    """(the fields of a DistributedConfig for these options, empty without any of them; the number of ranks)."""
+def _sharding(world_size: int | None, **sizes: int | None) -> tuple[dict[str, int], int | None]:
+    """(the fields of a DistributedConfig for these options, empty without any; the number of ranks, if given)."""
     names = {"fsdp": "fsdp_size", "tp": "tp_size", "ep": "ep_size", "replicate": "dp_replicate_size"}
     given = {names[option]: size for option, size in sizes.items() if size is not None}
-    if not given and world_size is None:
-        raise typer.BadParameter("--world-size: expected the number of ranks; got nothing")
+    if not given:
+        return given, world_size
     ranks = prod(size for name, size in given.items() if name != "ep_size")
-    if world_size is None:
-        world_size = ranks
-    if given and ranks != world_size:
+    if world_size not in (None, ranks):
         raise typer.BadParameter(
             f"--world-size: expected {ranks}, which is --replicate * --fsdp * --tp; got {world_size}"
         )
-    return given, world_size
+    return given, ranks
 
 
 def ranks_to_draw(world_size: int, rank: int, most: int = MOST_RANKS) -> list[int]:
@@ -256,24 +244,28 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
     sharding = "".join(f", {name} {size}" for name, size in data["sharding"].items())
     ranks = f"Rank {data['rank']} of {data['world_size']}{sharding}"
     yield f"{ranks}: {data['path']}, {count_text(data['shards'], 'shard')}"
-    partitions = _places(memory.partitions)
     titles = ["Load", "streaming"]
+    held = "local shards" if data["sharding"] else "partitions"
+    partitions = _by_place(held, memory.partitions)
+    peaks = _by_place("peak", memory.load_peak)
     rows = [
-        ["read from files", f"{bytes_text(load['bytes_read'])} in {count_text(load['reads'], 'read')}"],
+        ["read from files", bytes_text(load["bytes_read"])],
         ["needed", bytes_text(load["bytes_needed"])],
+        ["reads", f"{load['reads']:,}"],
         ["contiguous ranges", f"{load['seeks']:,}"],
-        ["received from other ranks", "nothing"],
-        ["local shards, with padding" if data["sharding"] else "partitions", partitions],
-        ["staging buffers", f"up to {bytes_text(memory.staging)}"],
-        ["files mapped into memory", "nothing"],
-        ["peak of the load", _places(memory.load_peak)],
+        ["received", "nothing"],
+        *([name, text] for name, text in partitions.items()),
+        ["staging buffers", bytes_text(memory.staging)],
+        ["mapped files", "nothing"],
+        *([name, text] for name, text in peaks.items()),
     ]
     if stock is not None:
         read, received = bytes_text(stock["rank0_read"]), bytes_text(stock["other_received"])
         titles += ["stock, rank 0", "stock, others"]
-        first = (read, "", "", "nothing", partitions, "", read, _places(stock["rank0_peak"]))
-        others = ("headers", "", "", received, partitions, "", "headers", _places(stock["other_peak"]))
-        rows = [[*row, *columns] for row, *columns in zip(rows, first, others, strict=True)]
+        first = {"read from files": read, "received": "nothing", **partitions, "mapped files": read}
+        others = {"read from files": "headers", "received": received, **partitions, "mapped files": "headers"}
+        columns = first | _by_place("peak", stock["rank0_peak"]), others | _by_place("peak", stock["other_peak"])
+        rows = [[name, text, *(column.get(name, "") for column in columns)] for name, text in rows]
     yield frame.table(titles, rows)
     if memory.engine == "deepspeed":
         starts = [[f"deepspeed.initialize adds {what}", _places(places)] for what, places in memory.started.items()]
@@ -295,21 +287,17 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
     yield frame.table(("Training", "streaming and stock" if is_both else "streaming"), rows)
     if warnings:
         yield "\n".join(f"Warning: {warning}" for warning in warnings)
-    yield "\n".join(_verdict(data["needs"], data["limits"], data["device"]))
+    yield "\n".join(verdict(data["needs"], data["limits"], data["device"]))
 
 
-def _verdict(needs: Mapping[str, int], limits: Mapping[str, int], device: str) -> Iterator[str]:
-    places = {"host": f"The host of a node with {count_text(needs['ranks_per_node'], 'rank')}"}
-    if device != HOST:
-        places = {"device": f"A {device} device", **places}
-    for place, name in places.items():
-        line = f"{name} needs {bytes_text(needs[place])} or more, activations not counted"
-        if place in limits:
-            verdict = "fits" if needs[place] <= limits[place] else "DOES NOT FIT"
-            line += f": {verdict} into {bytes_text(limits[place])}"
-        yield f"{line}."
+def _by_place(name: str, places: Mapping[str, int]) -> dict[str, str]:
+    """A row of a table for each place, the host's last."""
+    return {f"{name}, {place}": bytes_text(places[place]) for place in _ordered(places)}
 
 
 def _places(places: Mapping[str, int]) -> str:
-    ordered = sorted(places, key=lambda place: (place == HOST, place))
-    return " + ".join(f"{bytes_text(places[place])} {place}" for place in ordered if places[place])
+    return " + ".join(f"{bytes_text(places[place])} {place}" for place in _ordered(places))
+
+
+def _ordered(places: Mapping[str, int]) -> list[str]:
+    return sorted((place for place in places if places[place]), key=lambda place: (place == HOST, place))

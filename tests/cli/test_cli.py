@@ -1,14 +1,17 @@
-"""The command line: its frame, `inspect` and `plan`. Exit codes: 0 ok, 1 the check failed, 2 wrong usage."""
+"""The command line: its frame and `inspect`. Exit codes: 0 ok, 1 the check failed, 2 wrong usage."""
 
 import importlib
 import itertools
 import json
+import logging
+import os
+import pty
 import random
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,6 @@ import torch
 import typer.main
 from safetensors.torch import save_file
 
-import hf_zero_stream
-from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.cli import app, commands, frame
 from hf_zero_stream.reports.text import fold, folded_names
 from tests.support.checkpoint_files import rewritten, tensors_of
@@ -31,12 +32,6 @@ from tests.support.zoo import ZOO, Checkpoint, build_model
 
 
 NAMES = list(commands())
-
-
-@pytest.fixture(scope="module")
-def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The checkpoint of the documentation: two layers of eight experts, four shards."""
-    return str(make_moe_checkpoint(tmp_path_factory.mktemp("cli") / "tiny-moe", 1e7, num_layers=2, num_experts=8))
 
 
 # --------------------------------------------------------------------------------------------------- the frame
@@ -68,6 +63,27 @@ def test_lines_fit_the_terminal(arguments: tuple[str, ...], tiny_moe: str, monke
     monkeypatch.setattr(frame, "_terminal_width", lambda: 80)
     folded = run(name, "tiny-moe", *options).stdout
     assert max(map(len, whole.splitlines())) > 80 >= max(map(len, folded.splitlines()))
+    if name == "plan":
+        rows, as_folded = ([line for line in text.splitlines() if line[:1] == "|"] for text in (whole, folded))
+        assert rows == as_folded, "no cell needs a second line"
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_terminal_has_colours(tiny_moe: str, no_color: bool) -> None:
+    environment = command_environment() | {"TERM": "xterm"} | ({"NO_COLOR": "1"} if no_color else {})
+    ours, theirs = pty.openpty()
+    for path, code, text, colour in ((tiny_moe, 0, "No fault found", 32), ("./nowhere", 1, "ReadError", 31)):
+        done = subprocess.run(["hf-zero-stream", "verify", path], env=environment, stdout=theirs, stderr=theirs)
+        shown = os.read(ours, 100_000).decode()
+        assert done.returncode == code and (f"\x1b[{colour}m{text}\x1b[0m" in shown) is not no_color, shown
+        assert ("\x1b" in shown) is not no_color and text in shown
+
+
+def test_what_libraries_say_stays_out(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> None:
+    with frame.quiet():
+        logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load CPU gemm_4bit_forward")
+        warnings.warn_explicit("pattern", RuntimeWarning, "tuners_utils.py", 1, module="peft.tuners.tuners_utils")
+    assert not caplog.records and not recwarn.list
 
 
 def test_a_size_needs_a_unit() -> None:
@@ -138,7 +154,7 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["inspect"], "PATH"),
         (["frobnicate"], "frobnicate"),
         (["inspect", ".", "--format", "xml"], "xml"),
-        (["plan", "."], "world-size"),
+        (["plan", ".", "--rank", "1"], "--world-size: expected the number of ranks"),
         (["plan", ".", "--world-size", "0"], "world-size"),
         (["plan", ".", "--world-size", "2", "--rank", "2"], "below --world-size"),
         (["plan", ".", "--world-size", "2", "--device-memory", "much"], "much"),
@@ -333,145 +349,3 @@ def test_inspect_of_what_is_not_sound(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"nonsense" * 9)
     result = run("inspect", str(tmp_path), code=1)
     assert result.stderr.startswith("CheckpointError: ") and "model.safetensors" in result.stderr
-
-
-# -------------------------------------------------------------------------------------------------------- plan
-
-
-def test_plan_is_the_librarys(tiny_moe: str, tmp_path: Path) -> None:
-    config = ds_config(torch.bfloat16, offload_optimizer={"device": "cpu"})
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    options = ["--world-size", "5", "--rank", "3", "--ds-config", str(tmp_path / "ds.json")]
-    found = run_json("plan", tiny_moe, *options)
-    expected = hf_zero_stream.plan(tiny_moe, world_size=5, rank=3, ds_config=config, device="cuda")
-    assert found["load"]["bytes_read"] == expected.load.cost.bytes_read
-    assert found["memory"] == asdict(expected.memory)
-    assert found["memory"]["largest_gather_of"] == "model.layers.0.mlp" and found["fits"] is None
-    text = run("plan", tiny_moe, *options).stdout
-    assert text.startswith("Rank 3 of 5: ") and "largest gather of the forward pass" in text
-
-
-def test_plan_of_a_sharded_model(tiny_moe: str, tmp_path: Path) -> None:
-    options = ["--world-size", "16", "--rank", "5", "--fsdp", "4", "--tp", "2", "--ep", "4", "--replicate", "2"]
-    sizes = {"fsdp_size": 4, "tp_size": 2, "ep_size": 4, "dp_replicate_size": 2}
-    found = run_json("plan", tiny_moe, *options, "--dtype", "fp32")
-    expected = hf_zero_stream.plan(
-        tiny_moe, world_size=16, rank=5, distributed_config=sizes, dtype="float32", device="cuda"
-    )
-    assert found["load"] == expected.load.cost._asdict() and found["memory"] == asdict(expected.memory)
-    assert found["sharding"] == sizes and found["stock"] is None and found["fits"] is None
-    assert found["needs"]["device"] == most_in_training(asdict(expected.memory), "cuda")
-    text = run("plan", tiny_moe, *options).stdout
-    assert text.startswith("Rank 5 of 16, fsdp_size 4, tp_size 2, ep_size 4, dp_replicate_size 2: ")
-    assert "first backward pass adds gradients" in text and "deepspeed" not in text and "ZeRO" not in text
-    (tmp_path / "ds.json").write_text(json.dumps(ds_config()))
-    both = run("plan", tiny_moe, *options, "--ds-config", str(tmp_path / "ds.json"), code=USAGE)
-    assert "expected ZeRO-3 alone" in re.sub(r"\s+", " ", both.stderr)
-
-
-@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("fp16", 2), ("fp32", 4)])
-def test_plan_in_another_dtype(tiny_moe: str, tmp_path: Path, dtype: str, itemsize: int) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(ds_config(torch.bfloat16)))
-    with_config = run_json(
-        "plan", tiny_moe, "--world-size", "2", "--dtype", dtype, "--ds-config", f"{tmp_path}/ds.json"
-    )
-    without = run_json("plan", tiny_moe, "--world-size", "2", "--dtype", dtype)
-    numel = sum(param.numel() for param in tensors_of(tiny_moe).values())
-    for found in (with_config, without):
-        assert found["memory"]["partitions"]["cuda"] == numel * itemsize // 2
-    assert any("fp32" in warning for warning in with_config["warnings"]) == (dtype == "fp32")
-
-
-def test_stocks_peaks(tiny_moe: str) -> None:
-    """The formulas of `stock_load` in hf_zero_stream/cli/models.py, from the tensors themselves."""
-    found = run_json("plan", tiny_moe, "--world-size", "4")
-    tensors = tensors_of(tiny_moe)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    experts = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers.0.mlp.experts." in name)
-    gate_up = experts * 2 // 3
-    assert max(tensor.nbytes for tensor in tensors.values()) < gate_up, "the largest parameter is a fused one"
-    stock, memory = found["stock"], found["memory"]
-    held = total // 4 + memory["buffers"]["cuda"]
-    assert stock["other_received"] == total
-    assert stock["rank0_read"] == sum(shard.stat().st_size for shard in Path(tiny_moe).glob("*.safetensors"))
-    assert stock["other_peak"] == {"cuda": held + experts}
-    assert stock["rank0_peak"] == {"cuda": held + experts, "cpu": gate_up}
-    passing = min(2 * 2**23, total // 4)  # what is cast or scattered passes through the device
-    assert memory["load_peak"] == {"cuda": held + passing, "cpu": memory["staging"]}
-
-
-def most_in_training(memory: dict[str, Any], place: str) -> int:
-    """In passes with the largest module gathered, or in the optimizer's step."""
-    return int(max(memory["held"][place] + memory["largest_gather"], memory["step_peak"][place]))
-
-
-def test_plan_says_whether_it_fits(tiny_moe: str) -> None:
-    options = ["--world-size", "4", "--ranks-per-node", "2"]
-    needs = run_json("plan", tiny_moe, *options)["needs"]
-    memory = run_json("plan", tiny_moe, *options)["memory"]
-    assert needs["device"] == most_in_training(memory, "cuda")
-    assert needs["host"] == 2 * memory["load_peak"]["cpu"] and needs["ranks_per_node"] == 2
-    enough = [f"--device-memory={needs['device']}B", f"--host-memory={needs['host']}B"]
-    assert run_json("plan", tiny_moe, *options, *enough)["fits"] is True
-    for too_little in (f"--device-memory={needs['device'] - 1}B", f"--host-memory={needs['host'] - 1}B"):
-        assert run_json("plan", tiny_moe, *options, *enough, too_little, code=1)["fits"] is False
-        assert run("plan", tiny_moe, *options, *enough, too_little, code=1).stdout.count("DOES NOT FIT") == 1
-
-
-def test_plan_for_a_cpu_counts_all_as_the_hosts(tiny_moe: str) -> None:
-    found = run_json("plan", tiny_moe, "--world-size", "4", "--device", "cpu", "--host-memory", "1TiB")
-    assert found["needs"]["host"] == 4 * most_in_training(found["memory"], "cpu")
-    assert found["needs"]["device"] == 0 and found["fits"] is True
-    assert "device needs" not in run("plan", tiny_moe, "--world-size", "4", "--device", "cpu").stdout
-
-
-def test_plan_counts_adapters(tiny_moe: str) -> None:
-    def memory(*lora: str) -> dict[str, Any]:
-        found: dict[str, Any] = run_json("plan", tiny_moe, "--world-size", "4", *lora)["memory"]
-        return found
-
-    whole, narrow, wide = (
-        memory(),
-        *(memory("--lora-rank", rank, "--lora-targets", "q_proj,o_proj") for rank in ("4", "8")),
-    )
-    adapters = [each["partitions"]["cuda"] - whole["partitions"]["cuda"] for each in (narrow, wide)]
-    assert 0 < 2 * adapters[0] == adapters[1]
-    assert [each["optimizer_states"]["cuda"] for each in (narrow, wide)] == [2 * nbytes for nbytes in adapters]
-
-
-def test_warnings(tiny_moe: str, tmp_path: Path) -> None:
-    def warnings(*options: str) -> str:
-        return "\n".join(run_json("plan", tiny_moe, "--world-size", *options)["warnings"])
-
-    (tmp_path / "ds.json").write_text(json.dumps({**ds_config(), "bf16": {"enabled": "auto"}}))
-    assert "gathers model.layers.0.mlp whole" in warnings("64")
-    assert "No --ds-config" in warnings("1") and "gathers" not in warnings("1")
-    given = warnings("1", "--ds-config", str(tmp_path / "ds.json"))
-    assert "--dtype bf16" in given and "No --ds-config" not in given
-
-
-def test_warning_of_uneven_shards(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    tensors = tensors_of(str(zoo_checkpoint("llama")))
-    sizes = sorted(tensors, key=lambda name: tensors[name].nbytes)
-    shards = {"big": sizes[4:], **{f"small-{number}": [name] for number, name in enumerate(sizes[:4])}}
-    for shard, names in shards.items():
-        save_file({name: tensors[name] for name in names}, tmp_path / f"{shard}.safetensors", {"format": "pt"})
-    weight_map = {name: f"{shard}.safetensors" for shard, names in shards.items() for name in names}
-    index = {"metadata": {}, "weight_map": weight_map}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "config.json").write_bytes((zoo_checkpoint("llama") / "config.json").read_bytes())
-    (warning,) = [w for w in run_json("plan", str(tmp_path), "--world-size", "2")["warnings"] if "shards" in w]
-    assert warning.startswith("Uneven shards: big.safetensors has ") and warning.endswith(" in 5 shards.")
-
-
-def test_plan_with_settings_that_deepspeed_refuses(tiny_moe: str, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "sub_group_size": "x"}}))
-    result = run("plan", tiny_moe, "--world-size", "2", "--ds-config", str(tmp_path / "ds.json"), code=1)
-    assert "sub_group_size" in result.stderr and "Traceback" not in result.stderr
-
-
-def test_plan_of_what_transformers_does_not_know(tmp_path: Path) -> None:
-    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
-    result = run("plan", str(tmp_path), "--world-size", "2", code=1)
-    assert "CheckpointError: " in result.stderr and "nonsense" in result.stderr and result.stdout == ""

@@ -238,10 +238,19 @@ def test_the_page_has_every_model_and_is_whole() -> None:
     assert [section.partition("\n")[0] for section in sections] == list(fits.MODELS)
     for section in sections:
         rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith(("| 8 ", "| 64 "))]
-        assert {(row[1], row[2]) for row in rows} == {(it, on) for it in ("all", "LoRA") for on in ("ZeRO-3", "FSDP2")}
+        with_engines = {(row[1], row[2].partition(",")[0]) for row in rows}
+        assert with_engines == {(it, on) for it in ("all", "LoRA") for on in ("ZeRO-3", "FSDP2")}
         for row in rows:
-            peak = max(map(int, row[4:7]))
-            assert row[8:] == ["fits" if peak <= size else "-" for size in fits.CARDS.values()]
+            peak, host = map(int, row[3:5])
+            assert row[5:] == [fits.left_of(size, peak, host) for size in fits.CARDS.values()]
+
+
+@pytest.mark.parametrize(
+    ("peak", "host", "left"),
+    [(22, 57, "57"), (65, 57, "14, tight"), (80, 57, "no"), (22, 12499, "57, if a host has 12499")],
+)
+def test_what_is_left(peak: int, host: int, left: str) -> None:
+    assert fits.left_of(79, peak, host) == left
 
 
 def test_offload_is_planned_where_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

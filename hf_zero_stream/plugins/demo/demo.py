@@ -94,12 +94,13 @@ def run(
     trains nothing. Each load has its own processes, started by torchrun; the first in a process pays for imports, ours
     too. Without --ds-config and --dtype it is in bf16. Exit code 1 if a check fails.
     """
-    from ... import accelerators
-    from ...checkpoint.soundness import shards_of
-    from ...cli.models import transformers_errors
-    from ...destinations.deepspeed.zero3 import partition_dtype
-    from ...engine.places import cached_folder
-    from ...loading.dry_load import model_class_of
+    with frame.quiet():  # DeepSpeed says on stdout which accelerator it finds
+        from ... import accelerators
+        from ...checkpoint.soundness import shards_of
+        from ...cli.models import transformers_errors
+        from ...destinations.deepspeed.zero3 import partition_dtype
+        from ...engine.places import cached_folder
+        from ...loading.dry_load import model_class_of
 
     gpus = accelerators.device_count() if accelerators.kind() == "cuda" else 0
     if on == "cuda" and gpus < nproc:
@@ -132,7 +133,8 @@ def run(
     data = {"path": shown, "ranks": nproc, "cache": cache, "arms": arms, "resumed": resumed}
     data["same_bits"] = None if differing is None else not differing
     data["checks"] = [{"passed": passed, "what": what} for passed, what in checks]
-    blocks = [*_blocks(data), "\n".join(f"{'✓' if passed else '✗'} {what}" for passed, what in checks)]
+    tables, bars = list(_tables(data)), list(_bars(arms))
+    verdict = "\n".join(f"{'✓' if passed else '✗'} {what}" for passed, what in checks)
     if html and not any("error" in found for found in arms.values()):
         from ...cli.page import write_page
         from .picture import memory_as_svg
@@ -140,11 +142,11 @@ def run(
         partition = max(arms["streaming"]["partition_bytes"])
         picture = memory_as_svg({arm: found["curves"] for arm, found in arms.items()}, partition)
         note = "Growth of anonymous host memory during from_pretrained: without mapped files and the page cache."
-        write_page(html, f"hf_zero_stream: {shown}", picture, note, blocks)
+        write_page(html, f"hf_zero_stream: {shown}", picture, note, [*tables, verdict])
     for found in arms.values():
         found.pop("curves", None)  # hundreds of points
         found.pop("digests", None)
-    frame.emit(data, blocks, form, ok=all(passed for passed, _ in checks))
+    frame.emit(data, [*tables, *bars, verdict], form, ok=all(passed for passed, _ in checks))
 
 
 def _make_checkpoint(folder: Path) -> Path:
@@ -264,7 +266,7 @@ def _checks(
     return found
 
 
-def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
+def _tables(data: Mapping[str, Any]) -> Iterator[str]:
     arms = data["arms"]
     yield f"{data['path']}: {data['ranks']} ranks, page cache {data['cache']}"
     good = [found for found in arms.values() if "seconds" in found]
@@ -279,7 +281,6 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     for step, values in enumerate(zip(*losses, strict=True) if len(good) == len(arms) else (), start=1):
         rows.append((f"loss, step {step}", *(f"{value:.6f}" for value in values)))
     yield frame.table(("", *ARMS), rows)
-    yield from _bars(arms)
 
 
 def _bars(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

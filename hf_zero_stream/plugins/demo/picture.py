@@ -104,20 +104,23 @@ def _figure(forecasts: Sequence[Forecast], device: str, limits: Mapping[str, int
 
 def _draw_reads(axes: Any, plans: Sequence[LoadPlan]) -> None:
     shards = plans[0].shards[:_MOST_SHARDS]
-    near = max(shard.size_bytes for shard in shards) // _PIXELS
+    largest = max(shard.size_bytes for shard in shards)
+    near, (unit, of_unit) = largest // _PIXELS, ("GiB", _GIB) if largest >= _GIB else ("MiB", _MIB)
     lane = 0.8 / len(plans)
     for number, shard in enumerate(shards):
         top = number - 0.4
-        axes.broken_barh([(0, shard.size_bytes)], (top, 0.8), facecolors="0.92", edgecolor="0.6", linewidth=0.5)
+        axes.broken_barh(
+            [(0, shard.size_bytes / of_unit)], (top, 0.8), facecolors="0.92", edgecolor="0.6", linewidth=0.5
+        )
         for place, plan in enumerate(plans):
-            spans = [(start, stop - start) for start, stop in _spans(plan, number, near)]
+            spans = [(start / of_unit, (stop - start) / of_unit) for start, stop in _spans(plan, number, near)]
             colour = colormaps["turbo"]((place + 0.5) / len(plans))
             label = f"rank {plan.rank}" if number == 0 else None
             axes.broken_barh(spans, (top + place * lane, lane), facecolors=colour, label=label)
     axes.set_yticks(range(len(shards)), [os.path.basename(shard.path) for shard in shards], fontsize=7)
     axes.invert_yaxis()
     left_out = len(plans[0].shards) - len(shards)
-    axes.set_xlabel("byte in the file" + (f" ({left_out} more shards not shown)" if left_out else ""))
+    axes.set_xlabel(f"{unit} of the file" + (f" ({left_out} more shards not shown)" if left_out else ""))
     axes.set_title(f"Who reads what, {len(plans)} of {plans[0].world_size} ranks")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=7)
 
@@ -154,9 +157,10 @@ def _draw_phases(axes: Any, footprint: MemoryFootprint, device: str) -> None:
             axes.text(middle, top, places[lane], ha="center", va="bottom", fontsize=7)
     axes.set_xticks(range(len(phases)), phases)
     axes.set_xlim(-0.5, len(phases) - 0.5)
+    axes.set_ylim(0, 1.1 * max(tops))  # with room for the places above the bars
     axes.set_ylabel("GiB of one rank, computed")
     axes.set_title("Memory by phase")
-    axes.legend(fontsize=7)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, fontsize=7)
 
 
 def _draw_ranks(axes: Any, forecasts: Sequence[Forecast], place: str, limit: int | None) -> None:
@@ -175,7 +179,7 @@ def _draw_ranks(axes: Any, forecasts: Sequence[Forecast], place: str, limit: int
     axes.invert_yaxis()
     axes.set_xlabel("GiB")
     axes.set_title("Host memory of each rank" if place == HOST else f"Memory of each rank's device ({place})")
-    axes.legend(fontsize=7)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7)  # beside the bars, of which there may be many
 
 
 def _peaks(footprint: MemoryFootprint) -> dict[str, Mapping[str, int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...cli import frame
-from ...cli.plan import needs_of_node
+from ...cli.needs import fit, needs_of_node
 from ...reports.text import bytes_text, count_text
 
 
@@ -95,7 +95,7 @@ def smallest(
                 "offload": offload,
                 "dtype": dtype,
                 "needs": {place: found[place] for place in ("device", "host")},
-                "fits": all(found[place] <= limit for place, limit in machines.limits.items()),
+                "fits": fit(found, machines.limits),
             }
             looked_at.append(setup)
             if setup["fits"]:
