@@ -75,7 +75,7 @@ def load_tensors(
         CheckpointError: on all ranks: no shard holds a tensor that the index promises and `model` needs.
         HfZeroStreamError: on all ranks: the files are not sound, or in the middle of reading, one cannot be read.
 
-    Example:
+    Examples:
         >>> fully_shard(model)
         >>> hf_zero_stream.load_tensors(model, "weights", names=lambda name: name.removeprefix("model."))
     """

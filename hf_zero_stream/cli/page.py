@@ -24,6 +24,7 @@ td { padding: 0.3em 0.8em; border-bottom: 1px solid #ddd; text-align: right; }
 td:first-child { text-align: left; }
 tr:first-child { font-weight: bold; }
 .verdict { padding: 0.6em 1em; border-left: 4px solid #228833; background: #f2f8f3; }
+.tight { border-color: #cc9900; background: #fdf8e8; }
 .bad { border-color: #cc0000; background: #fdf1f1; }
 </style>
 </head>
@@ -32,7 +33,8 @@ tr:first-child { font-weight: bold; }
 {%- for line in blocks[-1].splitlines() %}
 {%- set is_bad = "DOES NOT FIT" in line or line.startswith("✗") %}
 {%- set is_good = "needs" in line or line.startswith("✓") %}
-<p class="{{ 'verdict bad' if is_bad else 'verdict' if is_good }}">{{ line }}</p>
+{%- set is_open = "tight: fits" in line or "fits if" in line %}
+<p class="{{ 'verdict bad' if is_bad else 'verdict tight' if is_open else 'verdict' if is_good }}">{{ line }}</p>
 {%- endfor %}
 {{ picture }}
 <p>{{ note }}</p>

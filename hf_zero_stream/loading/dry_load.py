@@ -97,7 +97,7 @@ def plan(
         HfZeroStreamError: the checkpoint is not sound.
         RuntimeError: it does not fit its model (transformers' own error, after its LOAD REPORT).
 
-    Example:
+    Examples:
         >>> forecast = hf_zero_stream.plan("Qwen/Qwen3-30B-A3B", world_size=64, rank=37)
         >>> forecast.load.cost.bytes_read, forecast.memory.held
         >>> forecast = hf_zero_stream.plan(

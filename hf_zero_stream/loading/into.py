@@ -75,7 +75,7 @@ def load_into(model: Any, path: str | os.PathLike[str], *, strict: bool = True, 
         HfZeroStreamError: on all ranks. Before anything is read: the checkpoint is not sound or does not fit, and
             `model` is as it was. In the middle of reading: some of its weights are new; load again.
 
-    Example:
+    Examples:
         >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)
         >>> hf_zero_stream.load_into(engine, "checkpoints/best")
     """

@@ -80,7 +80,7 @@ def save_pretrained(
         ConfigError, UnsupportedError: an argument or its value is not known, or cannot be honoured.
         UrlError: nothing can be saved to the URL.
 
-    Example:
+    Examples:
         >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
     """
     call: dict[str, Any] = {"max_shard_size": max_shard_size, "dtype": dtype, **kwargs}

@@ -157,7 +157,7 @@ def save_state(
         SaveError: on all ranks, if a file cannot be written on any, or could not be in the background the last time;
             or if something but a step of an optimizer has changed values before they were written in the background.
 
-    Example:
+    Examples:
         >>> hf_zero_stream.save_state(engine, "checkpoints", data={"epoch": 3, "batch": 1200})
     """
     failed = finish_pending(elsewhere=str(folder) if is_url(folder) else Path(folder))

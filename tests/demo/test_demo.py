@@ -29,6 +29,15 @@ def test_a_checkpoint_that_cannot_be_loaded(tmp_path: Path, files: list[str], me
     assert stderr.startswith("CheckpointError: ") and message in stderr
 
 
+def test_stdout_is_json_alone(tmp_path: Path) -> None:
+    """DeepSpeed says on it which accelerator it finds, unless that is in the environment."""
+    environment = command_environment()
+    environment.pop("DS_ACCELERATOR", None)
+    command = [sys.executable, "-m", "hf_zero_stream", "demo", "--checkpoint", str(tmp_path), "--format", "json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == "" and "CheckpointError" in done.stderr
+
+
 def test_more_gpus_than_there_are() -> None:
     assert "expected a GPU for each of 1000 ranks" in run("demo", "--on", "cuda", "--nproc", "1000", code=2).stderr
 
@@ -133,9 +142,12 @@ def folder(tmp_path: Path) -> str:
     return str(make_moe_checkpoint(tmp_path / "moe", 1e6, num_layers=1, num_experts=2))
 
 
-def test_shows_one_table(faked_ranks: dict[str, Any], folder: str) -> None:
+def test_shows_one_table(faked_ranks: dict[str, Any], folder: str, tmp_path: Path) -> None:
     faked_ranks |= {"stock": ARM, "streaming": {**ARM, "seconds": [0.5]}}
-    text = run("demo", "--checkpoint", folder, "--nproc", "3", "--cache", "cold").stdout
+    options = ("--nproc", "3", "--cache", "cold", "--html", str(tmp_path / "page.html"))
+    text = run("demo", "--checkpoint", folder, *options).stdout
+    page = (tmp_path / "page.html").read_text()
+    assert "##" not in page and "<td>growth of anonymous host memory" in page, "bars are for terminals"
     assert "| seconds, first load" in text and " 2.00 |" in text and " 0.50 |" in text and "cold" in text
     stock, streaming = re.findall(r"^(?:stock|streaming) +(#+) [\d.]+ s$", text, re.MULTILINE)
     assert len(stock) == 4 * len(streaming) == 48 and max(map(len, text.split("\n\nseconds\n")[1].splitlines())) <= 80
@@ -173,13 +185,16 @@ def test_errors(faked_ranks: dict[str, Any], folder: str) -> None:
 def test_a_training_that_differs_is_seen(
     faked_ranks: dict[str, Any], folder: str, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], fault: str
 ) -> None:
-    monkeypatch.setattr(demo, "_make_checkpoint", lambda place: Path(folder))
+    places: list[Path] = []
+    monkeypatch.setattr(demo, "_make_checkpoint", lambda place: places.append(place) or Path(folder))
     same = {"model.safetensors": "weights"}
     arm = {**ARM, "seconds": [2.0, 1.0], "losses": [3.0, 2.0, 1.0]}
     faked_ranks |= {"stock": arm, "streaming": arm, "resumed": {**arm, "losses": [1.0]}}
     faked_ranks["files"] = {"saved": same, "again": same}
     for name, change in changes.items():
         faked_ranks[name] = {**faked_ranks[name], **change}
-    found = run_json("demo", code=1 if fault else 0)
+    found = run_json("demo", "--keep", f"{folder}-kept", code=1 if fault else 0)
+    assert places == [Path(f"{folder}-kept")]
+    assert "expected a new folder" in run("demo", "--keep", folder, code=2).stderr
     failed = [check["what"] for check in found["checks"] if not check["passed"]]
     assert len(failed) == (fault is not None) and all(fault in what for what in failed)

@@ -25,7 +25,7 @@ from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.cli import frame
 from hf_zero_stream.cli import plan as plan_command
 from hf_zero_stream.cli.plan import MOST_RANKS, ranks_to_draw
-from hf_zero_stream.plugins.demo.picture import _draw_ranks, _spans
+from hf_zero_stream.plugins.demo.picture import _draw_ranks, _figure, _spans
 from hf_zero_stream.plugins.demo.suggest import Machines, smallest
 from tests.support.cli import USAGE, run, run_json
 from tests.support.quantised_checkpoints import SCHEMES, compressed_tensors, fp8
@@ -43,6 +43,19 @@ def test_plot_is_a_picture(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
         colours = {colour for _, colour in image.convert("RGB").getcolors(2**24)}
     saturated = {colour for colour in colours if max(colour) - min(colour) > 100}
     assert len(saturated) >= 3
+
+
+def test_legends_hide_nothing(zoo_checkpoint: Checkpoint) -> None:
+    """And what is written above the bars is inside."""
+    folder = str(zoo_checkpoint("qwen3_moe"))
+    forecasts = [hf_zero_stream.plan(folder, world_size=2, rank=rank, device="cuda") for rank in range(2)]
+    figure = _figure(forecasts, "cuda", {"cuda": 2**31})
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        legend, box = axes.get_legend().get_window_extent(), axes.get_window_extent()
+        assert not (legend.overlaps(box) and legend.x0 < box.x1 - 1 and legend.y1 > box.y0 + 1), axes.get_title()
+        assert all(text.get_window_extent().y1 <= box.y1 for text in axes.texts), axes.get_title()
+    assert figure.axes[0].get_xlabel() == "MiB of the file"
 
 
 def test_page_is_around_the_picture(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -162,6 +162,15 @@ def test_the_reference_has_all_that_is_exported() -> None:
     assert directives | classes >= set(hf_zero_stream.__all__) - {"auto"}
 
 
+def test_the_reference_shows_code_as_code_and_nothing_of_ours_alone() -> None:
+    """Google's style has "Examples:"; of another word the site makes a quotation of one line."""
+    docstrings = "\n".join(path.read_text() for path in (ROOT / "hf_zero_stream").rglob("*.py"))
+    assert "    Examples:\n        >>> " in docstrings and "    Example:\n" not in docstrings
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert '"!^(staging_on|temporary_on|resolve)$"' in page
+    assert "merge_init_into_class: true" in (ROOT / "mkdocs.yml").read_text(), "or streaming has no signature"
+
+
 def run_blocks(sources: list[str], ds_config: dict[str, Any], folder: Path) -> list[int]:
     """Execute code on a rank, in `folder`, with ZeRO-3 found as under a launcher; the blocks that gave a model."""
     os.chdir(folder)

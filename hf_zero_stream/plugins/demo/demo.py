@@ -84,6 +84,9 @@ def run(
         Literal["warm", "cold"], typer.Option(help="Read the shards once before each load, or drop them.")
     ] = "warm",
     revision: frame.RevisionOption = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep the checkpoint that it makes, in a new folder.")
+    ] = None,
     html: frame.PageOption = None,
     form: frame.FormatOption = "table",
 ) -> None:
@@ -94,7 +97,7 @@ def run(
     trains nothing. Each load has its own processes, started by torchrun; the first in a process pays for imports, ours
     too. Without --ds-config and --dtype it is in bf16. Exit code 1 if a check fails.
     """
-    with frame.quiet():  # DeepSpeed says on stdout which accelerator it finds
+    with frame.quiet():  # DeepSpeed would say on stdout which accelerator it finds
         from ... import accelerators
         from ...checkpoint.soundness import shards_of
         from ...cli.models import transformers_errors
@@ -105,11 +108,14 @@ def run(
     gpus = accelerators.device_count() if accelerators.kind() == "cuda" else 0
     if on == "cuda" and gpus < nproc:
         raise typer.BadParameter(f"--on cuda: expected a GPU for each of {nproc} ranks (--nproc); torch finds {gpus}")
+    if keep and (checkpoint or keep.exists()):
+        raise typer.BadParameter(f"--keep: expected a new folder, and no --checkpoint; got {keep}")
     config = frame.zero3_config(ds_config, dtype if ds_config or dtype else "bf16")
     adamw = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}  # DeepSpeed's own would be compiled first
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adamw, **config}
     with frame.quiet(), tempfile.TemporaryDirectory(prefix="hf-zero-stream-") as name:
-        folder = cached_folder(checkpoint, revision) if checkpoint else _make_checkpoint(Path(name, "qwen3-moe"))
+        made = keep or Path(name, "qwen3-moe")
+        folder = cached_folder(checkpoint, revision) if checkpoint else _make_checkpoint(made)
         loads, steps = (1, 0) if checkpoint else (2, STEPS)
         shards = shards_of(folder)[0]
         with transformers_errors(str(folder)):

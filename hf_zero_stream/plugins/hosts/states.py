@@ -69,7 +69,7 @@ class HostStates:
     Raises:
         ConfigError: nothing names the job.
 
-    Example:
+    Examples:
         >>> with hf_zero_stream.HostStates("/dev/shm", copies=1) as states:
         ...     resumed = states.load(engine, "checkpoints")  # whichever is newer
         ...     for step in range(engine.global_steps, 1000):

@@ -72,7 +72,7 @@ def weight_sender(
         ConfigError, UnsupportedError: an argument or its value is not known, or cannot be honoured.
         StreamError, PeerError: on all ranks, if there is no such server, if tensors differ, or if a rank fails.
 
-    Example:
+    Examples:
         >>> sender = hf_zero_stream.weight_sender(engine, "http://10.0.0.7:8000")
         >>> sender.send()  # on all ranks, after each step
     """

@@ -95,7 +95,7 @@ def weight_stream(
         ConfigError, UnsupportedError: an argument or its value is not known, or cannot be honoured.
         StreamError, PeerError: on all ranks, if one of them fails, does not come, or dies.
 
-    Example:
+    Examples:
         >>> stream = hf_zero_stream.weight_stream(engine, to="rank0")
         >>> for bucket in stream:  # on all ranks
         ...     engine_client.load_weights(bucket.tensors)  # empty on other ranks than 0
