@@ -69,7 +69,7 @@ def test_page_is_around_the_picture(zoo_checkpoint: Checkpoint, tmp_path: Path) 
     (svg,) = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     labels = {"".join(element.itertext()).strip() for element in ElementTree.fromstring(svg).iter(f"{SVG}text")}
     assert {"rank 0", "rank 1", "rank 2", "limit", "fp32 copies", "Memory by phase"} <= labels
-    assert "<td>" in text and 'class="verdict"' in text and "deepspeed.initialize peaks at" in text
+    assert "<td>" in text and 'class="verdict tight"' in text and "deepspeed.initialize peaks at" in text
 
 
 def test_bars_are_what_ranks_hold(zoo_checkpoint: Checkpoint) -> None:
