@@ -45,6 +45,13 @@ def is_tight(need: int, limit: int) -> bool:
     return _TIGHT * limit < need <= limit
 
 
+def word_of_fit(needs: Mapping[str, int], limits: Mapping[str, int]) -> str:
+    """The verdict on a device and a host in one word, for a table."""
+    if not fit(needs, limits):
+        return "no"
+    return "tight" if "device" in limits and is_tight(needs["device"], limits["device"]) else "yes"
+
+
 def verdict(needs: Mapping[str, int], limits: Mapping[str, int], device: str) -> Iterator[str]:
     """A line for the device, unless that is a CPU, and one for the host of a node."""
     node = f"The host of a node with {count_text(needs['ranks_per_node'], 'rank')}"

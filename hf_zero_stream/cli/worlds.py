@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..reports.text import bytes_text
 from . import frame
-from .needs import HOST, fit, is_tight, needs_of_node
+from .needs import HOST, fit, needs_of_node, word_of_fit
 
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
@@ -49,14 +49,8 @@ def _blocks(data: Mapping[str, Any], ranks_per_node: int) -> Iterator[str]:
     for world in data["worlds"]:
         needs = world["needs"]
         sizes = [bytes_text(size) for size in (world["read"], *([needs["device"]] if devices else []), needs["host"])]
-        rows.append([str(world["world_size"]), *sizes, *([_verdict(needs, limits)] if limits else [])])
+        rows.append([str(world["world_size"]), *sizes, *([word_of_fit(needs, limits)] if limits else [])])
     yield frame.table(
         ("ranks", "a rank reads", *devices, f"a node of {ranks_per_node}", *(["fits"] if limits else [])), rows
     )
     yield "plan --world-size N shows one of them in full; --suggest finds the smallest that fits a --device-memory."
-
-
-def _verdict(needs: Mapping[str, int], limits: Mapping[str, int]) -> str:
-    if not fit(needs, limits):
-        return "no"
-    return "tight" if "device" in limits and is_tight(needs["device"], limits["device"]) else "yes"

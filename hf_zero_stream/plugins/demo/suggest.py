@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...cli import frame
-from ...cli.needs import fit, needs_of_node
+from ...cli.needs import fit, needs_of_node, word_of_fit
 from ...reports.text import bytes_text, count_text
 
 
@@ -139,7 +139,7 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
             tried["offload"],
             bytes_text(tried["needs"]["device"]),
             bytes_text(tried["needs"]["host"]),
-            "yes" if tried["fits"] else "no",
+            word_of_fit(tried["needs"], limits),
         )
         for tried in data["looked_at"]
     ]
@@ -159,7 +159,8 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
         return
     yield (
         f"Smallest that fits: {count_text(setup['ranks'], 'rank')}, ZeRO-3 in {setup['dtype']}, in host memory: "
-        f"{setup['offload']}. Activations are not counted."
+        f"{setup['offload']}. For activations, which are not counted, a device has "
+        f"{bytes_text(limits['device'] - setup['needs']['device'])} left."
     )
     if written := data["written"]:
         yield f"Start it: hf-zero-stream run accelerate launch --config_file {written} train.py"
