@@ -22,8 +22,8 @@ GIB = 2**30
 CARDS = {"80 GB": 79, "141 GB": 140}
 """GiB that nvidia-smi shows of an H100 (81559 MiB) and of an H200 (143771 MiB), whole ones."""
 
-COMMON_HOST = 2000
-"""GiB that hosts commonly have."""
+MUCH, COMMON_HOST = 500, 2000
+"""GiB of a host that are worth a word; that hosts commonly have."""
 
 GPUS = (8, 16, 64)
 GPUS_PER_NODE = 8
@@ -108,48 +108,49 @@ def planned(place: str, gpus: int, trains: str, engine: str, on_host: str, **how
 OFFLOADED = dict(zip(OFFLOADS, ("", ", optimizer offloaded", ", all offloaded"), strict=True))
 
 
-def left_of(size: int, peak: int, host: int) -> str:
-    """What a GPU of `size` has left for activations, or that it is too small; all in GiB."""
-    if peak > size:
-        return "no"
-    tight = ", tight" if is_tight(peak, size) else ""
-    return f"{size - peak}{tight}{f', if a host has {host}' if host > COMMON_HOST else ''}"
+def need(peak: int, host: int) -> str:
+    """What a GPU needs, and on which card that fits; what a host does, if that is much. All in GiB."""
+    card = next((card for card, size in CARDS.items() if peak <= size), None)
+    notes = [] if card == next(iter(CARDS)) else ["no" if card is None else card]
+    notes += ["tight"] * (card is not None and is_tight(peak, CARDS[card]))
+    if host > MUCH:
+        notes.append(f"if a host has {host}" if host > COMMON_HOST else f"host {host}")
+    return f"{peak} ({', '.join(notes)})" if notes else str(peak)
 
 
 def section(model: str, found: list[Row]) -> str:
     """Of the page."""
-    lines = [
-        f"## {model}",
-        "",
-        "| GPUs | trains | with | a GPU | a host | left of 80 GB | left of 141 GB |",
-        "|--:|---|---|--:|--:|---|---|",
-    ]
+    cells: dict[tuple[str, str], dict[int, str]] = {}
     for row in found:
-        engine = row.engine + OFFLOADED[row.on_host]
-        peak, host = (round(size / GIB) for size in (row.peak, row.host))
-        left = " | ".join(left_of(size, peak, host) for size in CARDS.values())
-        lines.append(f"| {row.gpus} | {row.trains} | {engine} | {peak} | {host} | {left} |")
-    command = f"hf-zero-stream plan {model} --world-size {GPUS[-1]} --device-memory 79GiB --suggest --write zero3.yaml"
-    return "\n".join([*lines, "", "```", command, "```", ""])
+        place = cells.setdefault((row.trains, row.engine + OFFLOADED[row.on_host]), {})
+        place[row.gpus] = need(round(row.peak / GIB), round(row.host / GIB))
+    heads = ["trains", "with", *(f"{gpus} GPUs" for gpus in GPUS)]
+    rows = [[*what, *(of.get(gpus, "") for gpus in GPUS)] for what, of in cells.items()]
+    lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
+    return "\n".join([f"## {model}", "", *lines, ""])
 
 
 HEAD = f"""\
 # What fits
 
-Memory of training published models in bf16, in GiB, computed from headers of their true size before anything is
-loaded. Activations are not counted: leave room for them. Nothing here was run on GPUs.
+GiB that a GPU needs at its peak (load, `deepspeed.initialize` or step) to train published models in bf16, computed
+from headers of their true size. Activations are not counted: leave room for them. Nothing here was run on GPUs.
 
-- *A GPU* is what each needs at its peak, of the load, `deepspeed.initialize` and a step. *A host* is what a node with
-  {GPUS_PER_NODE} GPUs needs.
-- *All* trains all parameters with AdamW. *LoRA* trains adapters of rank {LORA["r"]} (PEFT's `all-linear`); on a model
+- **A number alone** fits a GPU of 80 GB, which has {CARDS["80 GB"]} GiB. *141 GB*: only one of those, with
+  {CARDS["141 GB"]}. *no*: neither. *tight*: less than a fifth is left for activations.
+- **host**: GiB that a node with {GPUS_PER_NODE} GPUs needs, if more than {MUCH}. Hosts with more than {COMMON_HOST}
+  are rare.
+- *all* trains all parameters with AdamW. *LoRA* trains adapters of rank {LORA["r"]} (PEFT's `all-linear`); on a model
   that `distributed_config` has sharded, these are whole on every rank.
-- ZeRO-3 has DeepSpeed's own defaults, and keeps fp32 copies. FSDP2, by `distributed_config`, trains in bf16 alone, as
-  transformers does. Rows with offload are there where 80 GB are too small without it.
-- The last two columns are what is left for activations: a GPU of 80 GB has {CARDS["80 GB"]} GiB, one of 141 GB
-  {CARDS["141 GB"]}. *Tight* is less than a fifth; *no* is too small. Hosts with more than {COMMON_HOST} GiB are rare.
+- *ZeRO-3* has DeepSpeed's own defaults, and keeps fp32 copies; offload is shown where 80 GB are too small without.
+  *FSDP2*, by `distributed_config`, trains in bf16 alone, as transformers does.
 
 `python -m benchmarks.fits` writes this page. Checkpoints that are published in FP8 or MXFP4 are counted in bf16. For
-your own model, `hf-zero-stream plan` computes the same ([command line](cli.md#plan)).
+your own model, and for the smallest set-up that fits ([command line](cli.md#plan)):
+
+```
+hf-zero-stream plan Qwen/Qwen3-30B-A3B --world-size 64 --device-memory 79GiB --suggest --write zero3.yaml
+```
 
 """
 

@@ -237,20 +237,31 @@ def test_the_page_has_every_model_and_is_whole() -> None:
     assert head == fits.HEAD.rstrip("\n") + "\n"
     assert [section.partition("\n")[0] for section in sections] == list(fits.MODELS)
     for section in sections:
-        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith(("| 8 ", "| 64 "))]
-        with_engines = {(row[1], row[2].partition(",")[0]) for row in rows}
-        assert with_engines == {(it, on) for it in ("all", "LoRA") for on in ("ZeRO-3", "FSDP2")}
-        for row in rows:
-            peak, host = map(int, row[3:5])
-            assert row[5:] == [fits.left_of(size, peak, host) for size in fits.CARDS.values()]
+        rows = [
+            line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith(("| all ", "| LoRA "))
+        ]
+        assert {(row[0], row[1].partition(",")[0]) for row in rows} == {
+            (it, on) for it in ("all", "LoRA") for on in ("ZeRO-3", "FSDP2")
+        }
+        for cell in (cell for row in rows for cell in row[2:] if cell.strip()):
+            (peak, host) = re.match(r"(\d+)(?:.*host (?:has )?(\d+))?", cell).groups("0")  # type: ignore[union-attr]
+            assert cell == fits.need(int(peak), int(host))
 
 
 @pytest.mark.parametrize(
-    ("peak", "host", "left"),
-    [(22, 57, "57"), (65, 57, "14, tight"), (80, 57, "no"), (22, 12499, "57, if a host has 12499")],
+    ("peak", "host", "text"),
+    [
+        (22, 57, "22"),
+        (65, 57, "65 (tight)"),
+        (82, 57, "82 (141 GB)"),
+        (140, 57, "140 (141 GB, tight)"),
+        (141, 57, "141 (no)"),
+        (22, 1198, "22 (host 1198)"),
+        (22, 12499, "22 (if a host has 12499)"),
+    ],
 )
-def test_what_is_left(peak: int, host: int, left: str) -> None:
-    assert fits.left_of(79, peak, host) == left
+def test_what_is_needed(peak: int, host: int, text: str) -> None:
+    assert fits.need(peak, host) == text
 
 
 def test_offload_is_planned_where_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
