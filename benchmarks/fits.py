@@ -136,8 +136,8 @@ HEAD = f"""\
 GiB that a GPU needs at its peak (load, `deepspeed.initialize` or step) to train published models in bf16, computed
 from headers of their true size. Activations are not counted: leave room for them. Nothing here was run on GPUs.
 
-- **A number alone** fits a GPU of 80 GB, which has {CARDS["80 GB"]} GiB. *141 GB*: only one of those, with
-  {CARDS["141 GB"]}. *no*: neither. *tight*: less than a fifth is left for activations.
+- **A number alone** fits a GPU of 80 GB ({CARDS["80 GB"]} GiB). *141 GB*: only one of those ({CARDS["141 GB"]} GiB).
+  *no*: neither. *tight*: less than a fifth is left for activations.
 - **host**: GiB that a node with {GPUS_PER_NODE} GPUs needs, if more than {MUCH}. Hosts with more than {COMMON_HOST}
   are rare.
 - *all* trains all parameters with AdamW. *LoRA* trains adapters of rank {LORA["r"]} (PEFT's `all-linear`); on a model
