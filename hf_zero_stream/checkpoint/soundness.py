@@ -80,9 +80,23 @@ def check_soundness(path: str | os.PathLike[str]) -> Soundness:
         soundness.notes.append(
             f"Safetensors files that the index does not name: {', '.join(map(excerpt, leftovers))}."
         )
+    _note_other_index(folder, soundness)
     _check_config(folder, soundness)
     _note_links(folder, soundness)
     return soundness
+
+
+def _note_other_index(folder: Path, soundness: Soundness) -> None:
+    """Note an index of an earlier save beside the single file of a new one: transformers leaves it there."""
+    for single, index in WEIGHTS:
+        if soundness.shards != [single] or not os.path.lexists(folder / index):
+            continue
+        named = read_weight_map(folder / index, Soundness()) or {}
+        if lost := sorted({name for name in named.values() if not os.path.lexists(folder / name)}):
+            soundness.notes.append(
+                f"{index} names {excerpt(lost[0])}, which is not there: it is left of an earlier save. transformers "
+                f"reads {single}; what begins with the index, as vLLM does, finds no weights. Remove it."
+            )
 
 
 def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] | None]:

@@ -240,11 +240,13 @@ def test_oddities_are_notes(folder: Path) -> None:
 
 
 def test_a_single_file_goes_before_the_index(folder: Path) -> None:
-    """As in transformers, which then does not look at the index."""
-    lose_shard(folder)
+    """As in transformers, which looks at no index then, and leaves that of an earlier save there: a note says so."""
     write(folder / "model.safetensors", ["a"])
+    assert run_json("verify", str(folder))["notes"] == []
+    lose_shard(folder)
     assert shards_of(folder) == ([str(folder / "model.safetensors")], None)
-    assert run_json("verify", str(folder))["shards"] == 1
+    found = run_json("verify", str(folder))
+    assert found["shards"] == 1 and f"{INDEX} names '{SECOND}', which is not there" in found["notes"][0]
 
 
 def test_what_a_load_would_read(folder: Path) -> None:
