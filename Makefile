@@ -115,7 +115,7 @@ compat: $(OLDEST)/.installed
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt | system
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt torch
-	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e . pytest
+	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[deepspeed]" pytest
 	touch $@
 
 sweep: $(STAMP)

@@ -92,7 +92,7 @@ def save_plot(summary: list[Entry], title: str, path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise SystemExit("--plot needs matplotlib: pip install 'hf_zero_stream[plot]'") from error
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

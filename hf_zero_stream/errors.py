@@ -144,7 +144,7 @@ def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = 
 
     known = [package]
     with suppress(metadata.PackageNotFoundError):  # this package may not be installed
-        known = [f"{package}{it.specifier}" for it in requirements() if it.name == package and not it.marker] or known
+        known = [f"{package}{it.specifier}" for it in requirements() if it.name == package] or known
     need = f", which {purpose} needs" if purpose else ""
     raise VersionError(
         f"{package} {installed_version(package)} has no {', '.join(missing)}{need}; this version is not known to "
@@ -159,12 +159,14 @@ def require_names(package: str, owner: Any, *names: str) -> None:
 
 
 def requirements() -> list[Requirement]:
-    """The requirements in this package's metadata; a PackageNotFoundError if it is not installed, only imported."""
+    """The requirements in this package's metadata, with DeepSpeed; a PackageNotFoundError if it is only imported."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
 
-    return [Requirement(text) for text in metadata.requires(PACKAGE) or []]
+    every = [Requirement(text) for text in metadata.requires(PACKAGE) or []]
+    wanted = [it for it in every if it.marker is None or it.marker.evaluate({"extra": "deepspeed"})]
+    return [Requirement(f"{it.name}{it.specifier}") for it in wanted]
 
 
 @functools.cache

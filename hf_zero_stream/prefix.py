@@ -72,7 +72,7 @@ def _unsupported_version() -> str:
         return ""
     for needed in wanted:
         with suppress(metadata.PackageNotFoundError):  # of what is absent, each load that needs it says so
-            found = "" if needed.marker else metadata.version(needed.name)
-            if found and not needed.specifier.contains(found, prereleases=True):
+            found = metadata.version(needed.name)
+            if not needed.specifier.contains(found, prereleases=True):
                 return f"{needed.name} is {found}, and {PACKAGE} needs {needed}"
     return ""

@@ -114,7 +114,7 @@ def main() -> None:
         constraints = ROOT / "constraints.txt"
         # torch goes first: pinned, so that the rest of the resolution cannot choose another build of it.
         run(python, "-m", "pip", "install", "--quiet", "-c", constraints, "torch", cwd=folder)
-        run(python, "-m", "pip", "install", "--quiet", "-c", constraints, wheel, cwd=folder)
+        run(python, "-m", "pip", "install", "--quiet", "-c", constraints, f"{wheel}[deepspeed]", cwd=folder)
         print(run(python, "-c", LOAD, cwd=folder, **QUIET).splitlines()[-1])
         command = folder / "env" / "bin" / "hf-zero-stream"
         assert "encoder.layer" in run(command, "inspect", "bert", cwd=folder, **QUIET)

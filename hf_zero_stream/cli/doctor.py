@@ -144,8 +144,6 @@ def _check_versions() -> Iterator[Check]:
         yield Check(PACKAGE, "problem", "not installed, only imported: pip install it, so that its needs are known")
         return
     for requirement in wanted:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
         try:
             found = metadata.version(requirement.name)
             fits = requirement.specifier.contains(found, prereleases=True)

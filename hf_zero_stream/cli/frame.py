@@ -69,7 +69,7 @@ def file_to_write(*endings: str, draws: bool = False) -> Callable[[str], Path]:
     def parsed(text: str) -> Path:
         path = Path(text)
         if draws and find_spec("matplotlib") is None:
-            raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
+            raise typer.BadParameter("this needs matplotlib: pip install matplotlib")
         if path.suffix not in endings:
             raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
         if not path.absolute().parent.is_dir():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 NEEDED = (
-    *("deepspeed", "einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic"),
+    *("deepspeed", "einops", "hjson", "msgpack", "ninja", "obstore", "packaging", "psutil", "py-cpuinfo", "pydantic"),
     *("pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "tqdm", "typer"),
     *("click", "shellingham", "annotated-doc", "rich", "markdown-it-py", "mdurl"),
     *("accelerate", "pytest", "iniconfig", "pluggy", "pygments"),

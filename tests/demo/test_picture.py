@@ -112,7 +112,7 @@ def test_plot_wants_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         return None if name == "matplotlib" else importlib.util.find_spec(name)
 
     monkeypatch.setattr(frame, "find_spec", find_spec)
-    assert "hf_zero_stream[plot]" in run("plan", ".", "--world-size", "2", "--plot", "x.png", code=USAGE).stderr
+    assert "pip install matplotlib" in run("plan", ".", "--world-size", "2", "--plot", "x.png", code=USAGE).stderr
 
 
 @pytest.mark.plugin("packed")

@@ -44,6 +44,7 @@ def blocks(language: str, text: str = SHOWN) -> list[str]:
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
 LAUNCHED = [command for command in COMMANDS if command.startswith(("python ", "accelerate ", "torchrun "))]
 SCRIPTS = list(dict.fromkeys(LAUNCHED))
+INSTALL = "pip install '.[deepspeed]'"
 PLAN = "hf-zero-stream plan tiny-moe --world-size 64 --device-memory 80GiB"
 TARGETS = [command.removeprefix("make ") for command in COMMANDS if command.startswith("make ")]
 
@@ -51,13 +52,13 @@ TARGETS = [command.removeprefix("make ") for command in COMMANDS if command.star
 def test_every_command_is_checked_below() -> None:
     assert {"demo", "test"} <= set(TARGETS) and SCRIPTS
     others = set(COMMANDS) - set(SCRIPTS) - {f"make {target}" for target in TARGETS}
-    assert others == {"pip install .", PLAN}
+    assert others == {INSTALL, PLAN}
 
 
 def test_a_stranger_pastes_them_all() -> None:
     """`make stranger` does; make has its own environment."""
     commands = pasted()
-    assert {"pip install .", PLAN, "hf-zero-stream doctor"} <= set(commands)
+    assert {INSTALL, PLAN, "hf-zero-stream doctor"} <= set(commands)
 
 
 def test_plan_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +119,22 @@ def test_classifiers_are_true() -> None:
         f">={versions[0]}" == project["requires-python"] and f"{sys.version_info[0]}.{sys.version_info[1]}" in versions
     )
     assert "Typing :: Typed" in project["classifiers"] and (ROOT / "hf_zero_stream" / "py.typed").exists()
+
+
+def test_nobody_is_sent_to_an_index_for_us() -> None:
+    """Nothing of this name is there: somebody else's could be, one day."""
+    folders = [ROOT / name for name in ("docs", "hf_zero_stream", "benchmarks", "examples", "notebooks")]
+    found = [*ROOT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.*"))]
+    for path in [path for path in found if path.suffix in (".md", ".py", ".ipynb")]:
+        assert not re.search(r"pip install [^\n`]*hf[_-]zero[_-]stream", path.read_text()), path
+
+
+def test_deepspeed_is_an_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert not [each for each in project["dependencies"] if each.startswith("deepspeed")]
+    assert [each.partition(">")[0] for each in extras["deepspeed"]] == ["deepspeed"]
+    assert "hf_zero_stream[deepspeed]" in extras["test"]
 
 
 def test_ci_runs_the_tests() -> None:

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.engine.places import place_of, read_checkpoint_map
 from hf_zero_stream.errors import ReadError, UnsupportedError
 from hf_zero_stream.plugins.remote.files import RemoteFiles
 from tests.support.cluster import ROOT, run_ranks
@@ -149,23 +148,6 @@ def test_the_hub_is_not_asked_and_nothing_is_stored(web: Behaviour, tmp_path: Pa
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
         assert done.stdout.splitlines()[-1:] == ["[2, 1]"], done.stderr
         assert hub.requests == []
-
-
-def list_in_a_block(url: str) -> None:
-    with place_of(url, None) as place:
-        read_checkpoint_map(place)
-
-
-def plan(url: str) -> None:
-    hf_zero_stream.plan(url, world_size=2)
-
-
-@pytest.mark.parametrize("use", [plan, list_in_a_block])
-def test_without_obstore(web: Behaviour, monkeypatch: pytest.MonkeyPatch, use: Callable[[str], None]) -> None:
-    for name in [*filter(lambda name: name.startswith("obstore."), sys.modules), "obstore"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ReadError, match=r"needs obstore: pip install 'hf_zero_stream\[remote\]'"):
-        use(f"{web.address}/model")
 
 
 def test_a_process_that_is_forked_after_requests(web: Behaviour) -> None:

@@ -197,7 +197,7 @@ def test_a_rank_dies(cluster: None, zoo_checkpoint: Checkpoint, started: Callabl
 def test_a_server_without_the_plugin(zoo_checkpoint: Checkpoint, started: Callable[[Path], DirectServer]) -> None:
     model, server = build_model("llama"), started(zoo_checkpoint("llama"))
     server.backend = "nccl"
-    with pytest.raises(StreamError, match="pip install --no-deps hf_zero_stream"):
+    with pytest.raises(StreamError, match="pip install --no-deps FOLDER"):
         hf_zero_stream.weight_sender(model, server.url, direct=True)
     for options in ({"deltas": True}, {"direct": True, "engine": "sglang"}, {"direct": True, "join": print}):
         with pytest.raises(ConfigError, match="direct"):

@@ -230,10 +230,6 @@ class RemoteFiles:
         """Turn the errors of obstore into ours."""
         try:
             yield
-        except ImportError as error:
-            raise ReadError(  # and no ImportError, which transformers replaces by an error of its own
-                f"{path}: reading from buckets and servers needs obstore: pip install 'hf_zero_stream[remote]'."
-            ) from error
         except Exception as error:
             import obstore.exceptions as kinds
 

@@ -54,8 +54,6 @@ def _explaining(url: str, doing: str) -> Iterator[None]:
     """Turn the errors of obstore into a SaveError."""
     try:
         yield
-    except ImportError as error:
-        raise SaveError(f"{url}: saving into buckets needs obstore: pip install 'hf_zero_stream[remote]'.") from error
     except FileNotFoundError:
         raise
     except BaseException as error:

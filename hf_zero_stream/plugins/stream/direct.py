@@ -201,7 +201,7 @@ class DirectVLLM(VLLM):
                 raise StreamError(
                     f"{self._client.url}: expected a vLLM server with the plugin of hf_zero_stream; its backend for "
                     f"weight transfer is {config and config.get('backend')!r}. Install hf_zero_stream beside vLLM "
-                    "(pip install --no-deps hf_zero_stream), and start the server with VLLM_SERVER_DEV_MODE=1 and "
+                    "(pip install --no-deps FOLDER, of a clone), and start the server with VLLM_SERVER_DEV_MODE=1 and "
                     f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'."""
                 )
             info = {

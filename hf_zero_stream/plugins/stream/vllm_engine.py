@@ -1,6 +1,6 @@
 """vLLM's end of a weight stream without a gather: a plugin, in each process of the engine.
 
-Install this package beside vLLM (``pip install --no-deps hf_zero_stream``: what is imported here needs vLLM and torch
+Install this package beside vLLM (``pip install --no-deps .`` in a clone: what is imported here needs vLLM and torch
 alone), and start the server with ``--weight-transfer-config '{"backend": "hf_zero_stream"}'``. Interfaces: vllm 0.32.
 """
 
