@@ -293,8 +293,8 @@ class Plugin:
             is that of such a state -> of one that reads it, and gives a :class:`.state.foreign.ForeignState`.
         mounts: folders whose shards lie elsewhere: the name of a file in such a folder -> ``module:function`` of the
             folder and the Coordinator of a load, which all ranks call; inside what it returns, loads read the shards.
-        guard_files: ``module:name`` of functions of a folder and a tag, which write files that tell others' tools what
-            the training state is that DeepSpeed's engine has saved there.
+        guard_files: ``module:name`` of functions of a folder and the tag by which DeepSpeed's engine, or the number
+            of the model by which accelerate has saved a state there, which write files that tell others' tools so.
     """
 
     name: str

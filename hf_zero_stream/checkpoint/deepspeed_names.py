@@ -1,6 +1,6 @@
 """The files of DeepSpeed in a folder, by their names; and guard files, which are ours and have such names.
 
-A plug-in writes guard files beside training states, for those who meet these with DeepSpeed's own tools.
+A plug-in writes guard files beside training states, for those who meet these with others' own tools.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ _STATES_FILE = re.compile(r".*_(model|optim)_states\.pt")
 SWAPPED = "offloaded_tensors"
 """The folder in which DeepSpeed puts copies of the optimizer's swap files (NVMe)."""
 
-GUARD = b"chf_zero_stream training state"
-"""The beginning of a guard file; no file of DeepSpeed's begins so."""
+GUARD = b"hf_zero_stream training state"
+"""What stands in the first bytes of a guard file, and of no other."""
+
+_GUARDED = ("*_states.pt", "pytorch_model_fsdp*.bin", "pytorch_model_fsdp_*/.metadata")
 
 
 def is_guard_file(path: str | os.PathLike[str]) -> bool:
-    """Whether the file at `path` is a guard file, and DeepSpeed has not written over it."""
-    if not os.fspath(path).endswith("_states.pt") or not os.path.isfile(path):
+    """Whether the file at `path` is a guard file, and nobody has written over it."""
+    if not os.fspath(path).endswith(("_states.pt", ".bin", ".metadata")) or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        return file.read(len(GUARD)) == GUARD
+        return GUARD in file.read(30 + len(GUARD))  # behind the header of an archive's first entry
 
 
 def remove_guard_files(folder: Path) -> None:
-    """Remove guard files from `folder`, into which DeepSpeed is going to save: its tools take them for its own."""
-    for path in folder.glob("*_states.pt"):
+    """Remove guard files from `folder`, where DeepSpeed or accelerate saves: their tools take them for their own."""
+    for path in [path for pattern in _GUARDED for path in folder.glob(pattern)]:
         if is_guard_file(path):
             path.unlink(missing_ok=True)
 

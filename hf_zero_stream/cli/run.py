@@ -20,12 +20,18 @@ def run(
     command: Annotated[
         list[str], typer.Argument(metavar="COMMAND", help="What you type without us; a script.py is run by Python.")
     ],
+    stock_states: Annotated[
+        bool,
+        typer.Option(
+            "--stock-states", help="Leave training states (not weights) to DeepSpeed and accelerate, in their formats."
+        ),
+    ] = False,
 ) -> None:
     """Run COMMAND with streaming in each rank that it starts.
 
     Launchers, scripts that start their ranks themselves, and command lines of training tools all work. Exit code,
     signals, input and output are the own ones of COMMAND. A child that has HF_ZERO_STREAM_RUN=0 in its environment is
-    left alone.
+    left alone, and HF_ZERO_STREAM_DISABLE=1 leaves everything to stock.
     """
     try:
         check_environment()
@@ -33,8 +39,9 @@ def run(
         _refuse(str(error), 2)
     if command[0].endswith(".py"):
         command = [sys.executable, *command]
+    states = {"HF_ZERO_STREAM_TRAINING_STATE": "0"} if stock_states else {}
     try:
-        os.execvpe(command[0], command, environment(os.environ))
+        os.execvpe(command[0], command, environment(os.environ) | states)
     except OSError as error:  # the codes of a shell
         _refuse(f"cannot run {command[0]}: {error.strerror}", 127 if isinstance(error, FileNotFoundError) else 126)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from transformers.utils import logging
 
 from ..checkpoint.deepspeed_names import entries_of_deepspeed, remove_guard_files
 from ..errors import CheckpointError, ConfigError, UnsupportedError
@@ -25,6 +28,11 @@ from .load import resume
 from .record import FILE, LATEST, StateRecord, write_latest
 from .refusals import has_its_weights
 from .save import save_state
+
+
+logger = logging.get_logger(__name__)
+
+NOTICE = 25
 
 
 @dataclass(eq=False)
@@ -147,9 +155,21 @@ def save(
     except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
         leave(error)
         return None
-    if isinstance(saved, PendingSave) and Coordinator.of_default_group().is_main:
-        saved.otherwise(partial(mark_unfinished, folder))
+    if Coordinator.of_default_group().is_main:
+        _say_whose()
+        if isinstance(saved, PendingSave):
+            saved.otherwise(partial(mark_unfinished, folder))
     return saved
+
+
+@functools.cache  # once in a run
+def _say_whose() -> None:
+    logger.log(
+        NOTICE,
+        "The training states of this run are hf_zero_stream's, in place of DeepSpeed's or accelerate's: resume them "
+        "inside streaming() or under `hf-zero-stream run`, at any number of ranks. training_state=False, or "
+        "`hf-zero-stream run --stock-states`, leaves them to DeepSpeed and accelerate.",
+    )
 
 
 def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave, has_zero: bool = False) -> None:
@@ -157,19 +177,24 @@ def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave, has_zero
 
     `has_zero`: DeepSpeed's engine has saved it, with ZeRO.
     """
-    coordinator = Coordinator.of_default_group()
 
     def name() -> None:
         if has_zero:
             write_guard_files(folder, tag)
         write_latest(folder, tag)
 
+    when_saved(saved, name)
+
+
+def when_saved(saved: SaveReport | PendingSave, work: Callable[[], object]) -> None:
+    """Do `work` on rank 0 once a state is `saved` (all ranks)."""
+    coordinator = Coordinator.of_default_group()
     if isinstance(saved, PendingSave):
         if coordinator.is_main:
-            saved.then(name)
+            saved.then(work)
         return
-    with meeting(SAVE, "the name of a training state", coordinator):
-        coordinator.run_on_main(name)
+    with meeting(SAVE, "what lies beside a training state", coordinator):
+        coordinator.run_on_main(work)
 
 
 def has_other_weights(folder: Path) -> bool:
@@ -186,10 +211,18 @@ def has_other_weights(folder: Path) -> bool:
         return coordinator.broadcast(look)
 
 
-def forget_state(place: Path) -> None:
-    """Have nobody find a state of ours in `place` any more, where somebody else has saved a newer one (all ranks)."""
+def forget_state(place: Path, folder: Path) -> None:
+    """Have nobody find a state of ours in `place` any more, where accelerate has saved a newer one into `folder`.
+
+    All ranks call it.
+    """
+
+    def forget() -> None:
+        (place / LATEST).unlink(missing_ok=True)
+        remove_guard_files(folder)
+
     with meeting(SAVE, "what is in the folder of a training state") as coordinator:
-        coordinator.run_on_main(lambda: (place / LATEST).unlink(missing_ok=True))
+        coordinator.run_on_main(forget)
 
 
 def forget_guard_files(place: Path) -> None:

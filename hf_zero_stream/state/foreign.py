@@ -59,11 +59,15 @@ def foreign_state_in(folder: Path) -> ForeignState | None:
     return None
 
 
-def write_guard_files(folder: Path, tag: str) -> None:
-    """Have plug-ins say to others' tools what the state `tag` in `folder` is, which DeepSpeed's engine has saved."""
+def write_guard_files(folder: Path, saved: str | int) -> None:
+    """Have plug-ins say to others' tools what a state in `folder` is.
+
+    Args:
+        saved: the tag by which DeepSpeed's engine has saved it; or the number of accelerate's model, of FSDP2.
+    """
     for plugin in plugins():
         for write in plugin.guard_files:
-            import_object(write)(folder, tag)
+            import_object(write)(folder, saved)
 
 
 def leave_to(whose: str, error: Exception, optimizer: Any) -> None:

@@ -59,8 +59,9 @@ from .callers import (
     save,
     state_in,
     trainer_loads_schedulers,
+    when_saved,
 )
-from .foreign import leave_to
+from .foreign import leave_to, write_guard_files
 from .record import LATEST
 
 
@@ -165,12 +166,12 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     if not is_fsdp2(self.accelerator):
         with entered(caller):
             original(self, output_dir)
-    elif save_trained(self.model, self.optimizer, Path(output_dir), caller):
+    elif save_trained(self.model, self.optimizer, Path(output_dir), 0, caller):
         if self.args.should_save:  # as stock does beside the optimizer
             torch.save(self.lr_scheduler.state_dict(), scheduler_state_in(Path(output_dir)))
     else:
         original(self, output_dir)
-        forget_state(Path(output_dir))
+        forget_state(Path(output_dir), Path(output_dir))
 
 
 def note_steps(trainer: Any) -> None:
@@ -190,8 +191,11 @@ def _of_trainer(trainer: Any) -> Caller:
 
 def trainer_load_model(original: Callable[..., Any], self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
     """``Trainer._load_from_checkpoint``; under FSDP2 the optimizer is there by now, and is loaded with the model."""
-    is_ours = model is not None and is_fsdp2(self.accelerator) and _load_all(self, model, resume_from_checkpoint)
-    if not is_ours:
+    if not is_fsdp2(self.accelerator):
+        # The Trainer refuses the names of guard files without FSDP; and all comes with the optimizer.
+        is_ours = active_configs() and state_in(Path(resume_from_checkpoint)) is not None
+        return None if is_ours else original(self, resume_from_checkpoint, model)
+    if model is None or not _load_all(self, model, resume_from_checkpoint):
         return original(self, resume_from_checkpoint, model)
     self._hf_zero_stream_resumed = resume_from_checkpoint
     return None
@@ -306,17 +310,18 @@ def save_fsdp_optimizer(
     caller = current()
     save_model = None if caller is None else caller.waiting.pop(number, None)
     if caller is not None and save_model is not None:
-        if save_trained(model, optimizer, caller.place(Path(folder), number), caller):
+        if save_trained(model, optimizer, Path(folder), number, caller):
             return None
         save_model()
     saved = original(plugin, accelerator, optimizer, model, folder, number, *args, **kwargs)
     if active_configs():
-        forget_state((caller or Caller()).place(Path(folder), number))
+        forget_state((caller or Caller()).place(Path(folder), number), Path(folder))
     return saved
 
 
-def save_trained(model: Any, optimizer: Any, place: Path, caller: Caller) -> bool:
-    """Save a model and its optimizer into `place`; false if that is left to accelerate (all ranks)."""
+def save_trained(model: Any, optimizer: Any, folder: Path, number: int, caller: Caller) -> bool:
+    """Save a model, by its `number`, and its optimizer into `folder`; false if accelerate is to do so (all ranks)."""
+    place = caller.place(folder, number)
     leave, saved = partial(leave_to, "accelerate", optimizer=unwrapped_optimizer(optimizer)), None
     if caller.is_between_steps:
         own = {"scheduler": caller.scheduler_of(optimizer), "batch_size": caller.batch_size, "keep_older": False}
@@ -325,6 +330,7 @@ def save_trained(model: Any, optimizer: Any, place: Path, caller: Caller) -> boo
     else:
         leave(UnsupportedError("gradients are being accumulated, and they are not part of a state of ours."))
     if saved is not None:
+        when_saved(saved, partial(write_guard_files, folder, number))
         if caller.own_folder:
             name_state(place, caller.own_folder, saved)
         note(saved)

@@ -51,6 +51,12 @@ def test_a_script_needs_no_python_before_it(tmp_path: Path) -> None:
     assert result(*PREFIX, f"{tmp_path}/train.py", "--a") == (0, f"['--a'] {sys.prefix}\n", "")
 
 
+def test_stock_states_is_a_setting() -> None:
+    show = ("sh", "-c", "echo $HF_ZERO_STREAM_TRAINING_STATE $0", "--stock-states")
+    assert result(*PREFIX, "--stock-states", *show)[1] == "0 --stock-states\n"
+    assert result(*PREFIX, *show)[1] == "--stock-states\n"
+
+
 @pytest.mark.parametrize(
     ("name", "code", "why"), [("absent", 127, "No such file"), ("/etc/passwd", 126, "Permission")]
 )

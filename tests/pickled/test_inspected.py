@@ -6,6 +6,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,9 +24,11 @@ from safetensors.torch import load_file
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.checkpoint.deepspeed_names import is_guard_file, remove_guard_files
 from hf_zero_stream.plugins.pickled.convert import convert
 from tests.support.cli import run, run_json
 from tests.support.cluster import RankFailure, run_ranks
+from tests.support.fsdp2 import announce, load, make_accelerator
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 from tests.support.zoo import Checkpoint
 
@@ -112,7 +115,7 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
         assert "pytorch_model.bin" in run(*command, str(folder), code=1).output
 
 
-MEETS = "hf_zero_stream training state, which DeepSpeed cannot load: go on inside .*: hf-zero-stream convert"
+MEETS = "hf_zero_stream training state, which DeepSpeed .* cannot load: resume inside .*: hf-zero-stream convert"
 
 
 def with_frozen_and_buffer(model: Any) -> list[dict[str, Any]]:
@@ -182,21 +185,48 @@ def test_tools(
 
     for place in (ours, tmp_path / "named"):
         for inside in (hf_zero_stream.streaming(), hf_zero_stream.streaming(StreamingConfig(training_state=False))):
-            with inside, pytest.raises(ModuleNotFoundError, match=MEETS):
+            with inside, pytest.raises(RuntimeError, match=MEETS):
                 zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(place))
-        with pytest.raises(ModuleNotFoundError, match=MEETS):
+        with pytest.raises(RuntimeError, match=MEETS):
             zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(place), str(tmp_path / "none"))
-        with pytest.raises(RankFailure, match=MEETS):
+        with pytest.raises(RankFailure) as failure:
             run_ranks(2, load_outside, folder, place, config)
+        for outcome in failure.value.outcomes:
+            assert outcome.error_type == "RuntimeError" and re.search(MEETS, outcome.error_message or "")
     arguments = ["--input_folder", f"{ours}/global_step2", "--output_folder", str(tmp_path / "universal")]
     monkeypatch.setattr("sys.argv", ["ds_to_universal", *arguments, "--num_extract_workers", "1"])
-    with pytest.raises(ModuleNotFoundError, match="without ds_to_universal"):
+    with pytest.raises(RuntimeError, match="without ds_to_universal"):
         ds_to_universal.main(ds_to_universal.parse_arguments())
     left = [path for path in ours.rglob("*") if path.suffix in (".pt", ".py")]
-    assert len(left) == 4 and sum(path.stat().st_size for path in left) < 4000
+    assert len(left) == 5 and sum(path.stat().st_size for path in left) < 6000
 
 
 def test_deepspeed_saves_into_a_folder_of_ours(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """What says that a folder is ours is gone then, and both find DeepSpeed's checkpoint."""
     run_ranks(2, stock_over_ours, zoo_checkpoint("qwen3"), tmp_path / "both", state_config(3))
     assert zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "both"))
+
+
+def resume_alone(folder: Path, target: Path) -> None:
+    announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = make_accelerator()
+    with hf_zero_stream.streaming():
+        model = load("llama", folder)
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.save_state(str(target))
+    accelerator.load_state(str(target))
+
+
+def test_accelerate_alone_on_a_state_of_fsdp2(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Every rank says what the state is."""
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, resume_alone, zoo_checkpoint("llama"), tmp_path / "state")
+    for outcome in failure.value.outcomes:
+        assert outcome.error_type == "CheckpointException" and re.search(MEETS, outcome.error_message or "")
+    whole = tmp_path / "state" / "pytorch_model_fsdp.bin"
+    with pytest.raises(RuntimeError, match=MEETS):
+        torch.load(whole, weights_only=True)
+    guards = [path for path in (tmp_path / "state").rglob("*") if is_guard_file(path)]
+    assert len(guards) == 2
+    remove_guard_files(tmp_path / "state")
+    assert not any(map(is_guard_file, guards))

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.state import foreign
+from hf_zero_stream.checkpoint.deepspeed_names import is_guard_file
+from hf_zero_stream.state import callers, foreign
 from tests.state.test_homes import decayed_or_not
 from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
@@ -146,6 +147,8 @@ def accumulating(zero: bool) -> Any:
 def accumulate(folder: Path, target: Path, zero: bool) -> dict[str, Any]:
     said: list[str] = []
     foreign.logger.warning_once = said.append  # type: ignore[method-assign]
+    notices: list[str] = []
+    callers.logger.log = lambda level, text: notices.append(text)  # type: ignore[method-assign]
     accelerator = accumulating(zero)
     with hf_zero_stream.streaming():
         model = load("llama", folder)
@@ -174,6 +177,7 @@ def accumulate(folder: Path, target: Path, zero: bool) -> dict[str, Any]:
             "resumed": train(range(4)),
             "refused": refused,
             "said": said,
+            "notices": notices,
             "middle": (saved, loaded),
         }
 
@@ -187,5 +191,8 @@ def test_in_the_middle(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path
         assert of_rank["refused"].startswith("UnsupportedError: load_state: gradients are being accumulated")
     whose = "DeepSpeed" if zero else "accelerate"
     assert len(found[0]["said"]) == 1 and f"saved by {whose}, in its own format" in found[0]["said"][0]
+    assert [len(of_rank["notices"]) for of_rank in found] == [1, 0] and "--stock-states" in found[0]["notices"][0]
     assert list((tmp_path / "between").glob("pytorch_model/*/training_state.json"))
     assert list((tmp_path / "middle").rglob("*_optim_states.pt" if zero else "optimizer_0/*.distcp"))
+    beside = [*(tmp_path / "middle").glob("*"), *(tmp_path / "middle").glob("*/*")]
+    assert not any(map(is_guard_file, beside))

@@ -1,36 +1,62 @@
-"""Guard files beside a training state, for those who meet it with DeepSpeed's own tools.
+"""Guard files beside a training state, for those who meet it with DeepSpeed's own tools, or with accelerate alone.
 
-DeepSpeed looks for its own names, and in a folder of ours, where there are none, an ``assert`` without a text fails.
-So a guard file has such a name. It is a pickle that asks for one name of a module; the module's name is a sentence. So
-``torch.load`` raises an error with that sentence, and runs nothing. That needs no hf_zero_stream. :mod:`.zero_to_fp32`
-lies where DeepSpeed puts its script of that name.
+These look for their own names, and where there are none, an ``assert`` without a text fails, or they go on without an
+optimizer. So a guard file has such a name, and makes each rank that reads it raise a sentence. That needs no
+hf_zero_stream, and runs nothing:
+
+- of what ``torch.load`` reads, it is an archive without a pickle: one empty entry, whose name is the sentence. torch
+  wants folders in an archive, and says in a RuntimeError what it finds instead;
+- of the metadata of torch.distributed.checkpoint, which is a bare pickle, it asks for a module of that name.
+
+:mod:`.zero_to_fp32` lies where DeepSpeed puts its script of that name.
 """
 
 from __future__ import annotations
 
 import stat
 from pathlib import Path
+from zipfile import ZipFile, ZipInfo
 
-from ...checkpoint.deepspeed_names import GUARD
+import torch.distributed as dist
+
+from ...checkpoint.deepspeed_names import GUARD, ZERO_2_MODEL
+from ...registry import METADATA
 
 
-_NAMES = (
-    "mp_rank_00_model_states.pt",  # stages 1 and 2, and what zero_to_fp32 reads first
-    "zero_pp_rank_0_mp_rank_00_model_states.pt",  # stage 3; only rank 0 says the sentence
-    "zero_pp_rank_0_mp_rank_00_optim_states.pt",  # what ds_to_universal reads first
-)
+_RANKS = 128
+"""So many ranks at most have a file of their own at stage 3: rank 0 writes all of them at each save."""
+
 _TEXT = (
-    GUARD
-    + b", which DeepSpeed cannot load: go on inside hf_zero_stream's streaming(), at any number of ranks and any ZeRO "
-    + b"stage, without ds_to_universal; its fp32 values as safetensors: hf-zero-stream convert\nsign\n."
+    f"{GUARD.decode()}, which DeepSpeed and accelerate alone cannot load: resume inside its streaming() or under "
+    "`hf-zero-stream run`, at any number of ranks and any ZeRO stage, without ds_to_universal; its fp32 values as "
+    "safetensors: hf-zero-stream convert"
 )
-"""Protocol 0 of pickle: "c", a module, its attribute, and the end. No full stop: it would part packages' names."""
+"""No full stop, which would part packages' names, and no slash."""
 
 
-def write(folder: Path, tag: str) -> None:
-    """Write guard files into the folder `tag` in `folder`, and the script beside it."""
-    for name in _NAMES:
-        (folder / tag / name).write_bytes(_TEXT)
+def write(folder: Path, saved: str | int) -> None:
+    """Write guard files beside a state in `folder`.
+
+    Args:
+        saved: the tag by which DeepSpeed's engine has saved it; or the number of accelerate's model, of FSDP2.
+    """
+    if isinstance(saved, int):
+        metadata = folder / f"pytorch_model_fsdp_{saved}" / METADATA
+        metadata.parent.mkdir(exist_ok=True)
+        # Protocol 0 of pickle: "c", a module, its attribute, and the end.
+        metadata.write_bytes(b"c" + _TEXT.encode() + b"\nsign\n.")
+        _write_archive(folder / (f"pytorch_model_fsdp_{saved}.bin" if saved else "pytorch_model_fsdp.bin"))
+        return
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    _write_archive(folder / saved / ZERO_2_MODEL)
+    _write_archive(folder / saved / "zero_pp_rank_0_mp_rank_00_optim_states.pt")  # what ds_to_universal reads first
+    for rank in range(min(ranks, _RANKS)):
+        _write_archive(folder / saved / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     script = folder / "zero_to_fp32.py"
     script.write_text(Path(__file__).with_name(script.name).read_text(encoding="utf-8"), encoding="utf-8")
     script.chmod(script.stat().st_mode | stat.S_IEXEC)
+
+
+def _write_archive(path: Path) -> None:
+    with ZipFile(path, "w") as archive:
+        archive.writestr(ZipInfo(_TEXT), b"")
