@@ -73,6 +73,16 @@ def _home_of(name: str) -> Any:
     return importlib.import_module(home, __name__)
 
 
+def _instead_of(name: str) -> Any:
+    from .settings.config import is_disabled
+
+    if not is_disabled():
+        return None
+    from .off import instead_of
+
+    return instead_of(name)
+
+
 def _find(name: str) -> Any:
     if name == "__all__":  # with the classes that the installed transformers has
         from .auto import STREAMING_CLASSES
@@ -81,6 +91,8 @@ def _find(name: str) -> Any:
     found = None
     if name == "auto":
         return importlib.import_module(".auto", __name__)
+    if name in _HOMES and (instead := _instead_of(name)) is not None:
+        return instead
     if name in _HOMES:
         found = getattr(_home_of(name), name)
     elif name.startswith("StreamingAuto"):

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from .bindings.install import ImportWatch
 from .errors import PACKAGE, ConfigError, requirements
-from .settings.config import announced_local_rank, announces_local_rank
+from .settings.config import announced_local_rank, announces_local_rank, is_disabled
 
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
@@ -34,6 +34,8 @@ def await_transformers() -> None:
     If that fails, the process goes on as without us, and says so: it runs inside ``import transformers``. A setting
     that is wrong is the user's to mend, and raises a ConfigError there.
     """
+    if is_disabled():
+        return
     watch = ImportWatch({"transformers"}, lambda module: enter(module))
 
     def enter(module: ModuleType) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..settings.config import is_disabled
+
 
 _ID, _STEPS = "_hf_zero_stream_training", "_hf_zero_stream_steps"
 """The attributes of an optimizer."""
@@ -43,4 +45,5 @@ def _count(optimizer: Any, args: Any, kwargs: Any) -> None:
     set_steps(optimizer, steps_of(optimizer) + 1)
 
 
-register_optimizer_step_post_hook(_count)
+if not is_disabled():
+    register_optimizer_step_post_hook(_count)

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..errors import ConfigError
+from ..errors import PACKAGE, ConfigError
 from ..settings import scope
-from ..settings.config import StreamingConfig, announces_local_rank, check_environment, with_settings
+from ..settings.config import (
+    DISABLE,
+    StreamingConfig,
+    announced_local_rank,
+    announces_local_rank,
+    check_environment,
+    is_disabled,
+    with_settings,
+)
 from .install import PatchScope
 from .table import installed
 from .tracebacks import shorten
 
 
 Function = TypeVar("Function")
+
+logger = logging.getLogger(PACKAGE)
+
+NOTICE = 25
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables without which DeepSpeed asks MPI."""
@@ -70,6 +84,8 @@ class streaming:  # noqa: N801 - used like a function
         self._open: list[scope.Block] = []
 
     def __enter__(self) -> streaming:
+        if is_off():
+            return self
         if self.config is None and scope.current_config() is None:
             check_environment()
         _make_contact()
@@ -78,6 +94,8 @@ class streaming:  # noqa: N801 - used like a function
         return self
 
     def __exit__(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
+        if not self._open and is_disabled():
+            return
         if error is not None:
             shorten(error)
         scope.leave(self._open)
@@ -94,10 +112,24 @@ def enter_for_process() -> None:
     Its settings are those of the environment and of the DeepSpeed config. It imports only modules of this package:
     functions of other libraries are replaced when those are imported.
     """
+    if is_off():
+        return
     check_environment()
     _make_contact()
     if scope.enter_for_process():
         installed(PatchScope.BLOCK).__enter__()
+
+
+def is_off() -> bool:
+    """Whether blocks leave everything to stock, which the first one says."""
+    if is_disabled() and announced_local_rank() == 0:
+        _say_off()
+    return is_disabled()
+
+
+@functools.cache  # once
+def _say_off() -> None:
+    logger.log(NOTICE, "%s is set: loads and saves are left to transformers, DeepSpeed and accelerate.", DISABLE)
 
 
 def enter_with_ranks() -> None:

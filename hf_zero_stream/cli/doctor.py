@@ -20,9 +20,11 @@ from ..errors import PACKAGE, ConfigError, HfZeroStreamError, ReadError, Unsuppo
 from ..registry import tool
 from ..reports.text import count_text
 from ..settings.config import (
+    DISABLE,
     StreamingConfig,
     announces_zero3,
     announces_zero3_init,
+    is_disabled,
     unknown_variables,
     values_in,
     without_own_section,
@@ -344,6 +346,8 @@ def _accelerate_config(path: str, if_missing: str) -> tuple[str, str]:
 def _check_environment() -> Iterator[Check]:
     """Check our settings in environment variables: values that are not allowed, names that are no setting."""
     try:
+        if is_disabled():
+            yield Check(DISABLE, "note", "it is set: all loads and saves are left to stock")
         found = values_in()
         yield Check("environment", "ok", f"{count_text(len(found), 'setting')} in HF_ZERO_STREAM_...")
     except ConfigError as error:

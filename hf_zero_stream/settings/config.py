@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _SECTION = "hf_zero_stream"  # the top-level key of a DeepSpeed config that holds our settings
 _PREFIX = "HF_ZERO_STREAM_"  # of environment variables; the field's name in capitals follows
 
+DISABLE = _PREFIX + "DISABLE"
+"""The variable that, set to 1, leaves all loads and saves to stock, also inside ``streaming()``."""
+
 READS_STAGED = 8
 """Least number of reads that have a buffer at the same time, so that several threads share the reading."""
 
@@ -215,17 +218,24 @@ def values_in(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     }
 
 
+def is_disabled() -> bool:
+    """Whether :data:`DISABLE` is set in the environment; raises a ConfigError if its value is no boolean."""
+    text = os.environ.get(DISABLE)
+    return text is not None and bool(parse(StreamingConfig, "", text, False, f"environment variable {DISABLE}"))
+
+
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment variables that look like settings and are none, each with the nearest name, or ""."""
     known = _variables()
-    switch = _PREFIX + "RUN"  # by which `hf-zero-stream run` is on
-    strange = [each for each in environ if each.startswith(_PREFIX) and each not in known and each != switch]
+    switches = (DISABLE, _PREFIX + "RUN")  # the latter is of `hf-zero-stream run`
+    strange = [each for each in environ if each.startswith(_PREFIX) and each not in known and each not in switches]
     nearest = {variable: _nearest(variable.removeprefix(_PREFIX).lower(), known.values()) for variable in strange}
     return {variable: near and _PREFIX + near.upper() for variable, near in nearest.items()}
 
 
 def check_environment() -> None:
     """Raise a ConfigError if a setting there is wrong; warn of each of :func:`unknown_variables`, once per host."""
+    is_disabled()
     values_in()
     for variable, near in unknown_variables().items():
         _warn_of_variable(variable, near)

@@ -19,6 +19,7 @@ import typer
 
 from ...cli import frame
 from ...reports.text import bytes_text
+from ...settings.config import DISABLE
 from ...sources.local import drop_from_cache, fill_cache
 
 
@@ -190,7 +191,7 @@ def _run_arm(arm: str, task: DemoTask, nproc: int, on: str) -> dict[str, Any]:
     (results / "task.json").write_text(json.dumps(asdict(task)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     command = [*torchrun, "-m", "hf_zero_stream.plugins.demo.demo_rank", arm, str(results / "task.json")]
-    code, printed = _launch(command, {**_QUIET, **os.environ, **(_ON_A_CPU if on == "cpu" else {})})
+    code, printed = _launch(command, {**_QUIET, **os.environ, DISABLE: "0", **(_ON_A_CPU if on == "cpu" else {})})
     files = [results / f"{arm}-{number}.json" for number in range(nproc)]
     ranks = [json.loads(file.read_text()) for file in files if file.exists()]
     errors = [found["error"] for found in ranks if "error" in found]
