@@ -48,33 +48,33 @@ class HfZeroStreamError(Exception):
 class ConfigError(HfZeroStreamError, ValueError):
     """A setting or an argument has a name or a value that is not allowed.
 
-    Correct it where the message says: in code, the DeepSpeed config or the environment.
+    Correct it where the message says.
     """
 
 
 class UrlError(ConfigError, OSError):
     """A URL cannot be the address of a checkpoint, or nothing is saved to its kind.
 
-    Write it as the message says. (An OSError, because transformers replaces others.)
+    Write it as the message says. An OSError, because transformers replaces others.
     """
 
 
 class CheckpointError(HfZeroStreamError, ValueError):
     """A file is not what its format or the index says, was changed during the load, or differs between hosts.
 
-    Run `hf-zero-stream verify PATH`, which lists every fault; download or copy the named file again.
+    Run `hf-zero-stream verify PATH`, which lists every fault; download or copy the file again.
     """
 
 
 class ReadError(HfZeroStreamError, OSError):
-    """Bytes of a shard could not be read: it is missing, forbidden, or its disk or server has failed.
+    """Bytes of a shard could not be read.
 
     Look at the named file on the host of the named rank. Where hosts do not see it, set `read_from`.
     """
 
 
 class DisagreementError(HfZeroStreamError, RuntimeError):
-    """Ranks were about to load or save different things together: another path, dtype, setting or version.
+    """Ranks were about to load or save different things together.
 
     Make the named rank do what rank 0 does; often a path depends on the rank, or one skipped a load.
     """
@@ -83,19 +83,19 @@ class DisagreementError(HfZeroStreamError, RuntimeError):
 class LoadError(HfZeroStreamError, RuntimeError):
     """The checkpoint does not fit the model, a parameter got no or wrong values, or a rank ran out of memory.
 
-    Use the class and config of the checkpoint; for memory, more ranks or `offload_param` (`hf-zero-stream plan`).
+    Use the checkpoint's class and config; for memory, more ranks or `offload_param` (see `hf-zero-stream plan`).
     """
 
 
 class SaveError(HfZeroStreamError, OSError):
-    """A checkpoint could not be written, or is not what was written; what was there before is still there.
+    """A checkpoint could not be written; what was there before is still there.
 
     Free space, or mend the named folder; call the save on every rank.
     """
 
 
 class PlaceTakenError(SaveError):
-    """Another save to the same folder or URL has begun since: this one is not published, and removes only its own.
+    """Another save to the same folder or URL has begun since; this one is not published.
 
     End the job that is not to go on, or give it another place.
     """
@@ -104,28 +104,28 @@ class PlaceTakenError(SaveError):
 class StreamError(HfZeroStreamError, RuntimeError):
     """A weight stream does not fit its receiver, or a pass of it has not come to its end on all ranks.
 
-    Look for the error of the named rank. An engine that got a part of the weights is lost: start it anew.
+    See the error of the named rank. An engine that got a part of the weights is lost: start it anew.
     """
 
 
 class PeerError(HfZeroStreamError, RuntimeError):
     """Another rank died, did not come, or failed with an error that is not ours, which the message quotes.
 
-    Read the output of the named rank first. If it left none, the system may have killed it: see `dmesg`.
+    Read that rank's output. If it left none, the system may have killed it: see `dmesg`.
     """
 
 
 class UnsupportedError(HfZeroStreamError, NotImplementedError):
     """Settings, or a model and a setting, do not work together; raised before anything is read or written.
 
-    The message names the setting, and what to use instead.
+    The message says what to use instead.
     """
 
 
 class VersionError(HfZeroStreamError, ImportError):
     """An installed library lacks something that this package relies on.
 
-    Install the version that the message names; `hf-zero-stream doctor` shows those that are installed.
+    Install the version that the message names.
     """
 
 
