@@ -56,8 +56,8 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 QUIET = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 SHOWN = ("README.md", "docs/index.md")
-NOT_PASTED = ("make ", "hf-zero-stream run ")
-"""`make` has an environment of its own, with our versions; a script to run is the reader's."""
+NOT_PASTED = "hf-zero-stream run "
+"""A script to run is the reader's."""
 
 
 def pasted() -> list[str]:

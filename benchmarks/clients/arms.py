@@ -48,9 +48,16 @@ FRAMEWORKS = {
             "lightning": Client(resumes=(2, 1, 3), shards=True),
             "lightning_fsdp2": Client(resumes=(2, 3)),
             "fabric": Client(resumes=(2, 1, 3), shards=True),
+            "lightning_example": Client(shards=True),
         },
     ),
-    "ray": Framework(["ray[train]==2.60.0", "datasets"], {"ray_train": Client((2,), shards=True, launched=False)}),
+    "ray": Framework(
+        ["ray[train]==2.60.0", "datasets"],
+        {
+            "ray_train": Client((2,), shards=True, launched=False),
+            "ray_example": Client(shards=True, launched=False),
+        },
+    ),
     "sentence-transformers": Framework(
         ["sentence-transformers==6.2.0", "datasets"], {"sentence_transformers": Client(stock_saves=False)}
     ),
@@ -92,7 +99,7 @@ def run(name: str, client: Client, venv: Path, folder: Path, *, streams: bool, r
     command += ["--resume"] if resumes_at else []
     command += ["--streams"] if streams else []
     with open(folder / "log", "w+") as log:
-        environment = environment_of(venv)
+        environment = environment_of(venv) | ({} if streams else {"HF_ZERO_STREAM_DISABLE": "1"})
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -143,3 +143,17 @@ def fabric(settings: argparse.Namespace) -> None:
         return
     fabric.save(saved, {**state, "step": STEPS})
     report(settings.folder, inner, losses, memory=in_memory(inner), files=of_zero_folder(saved))
+
+
+def lightning_example(settings: argparse.Namespace) -> None:
+    """examples/finetune_lightning.py, as its command runs it."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from examples.finetune_lightning import main
+
+    deepspeed_on_cpus()
+    keep = HfDeepSpeedConfig(ds_config())  # noqa: F841 - as above
+    output = settings.folder / TRAINED
+    module = main(["--model", str(settings.folder / "model"), "--output", str(output), "--steps", str(STEPS)])
+    files = of_zero_folder(output / "state")
+    report(settings.folder, module.model, module.losses, memory=in_memory(module.model), files=files)

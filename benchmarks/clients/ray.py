@@ -72,3 +72,35 @@ def ray_train(settings: argparse.Namespace) -> None:
         run_config=RunConfig(storage_path=str(settings.folder / "ray"), name="run"),
     ).fit()
     assert result.error is None, result.error
+
+
+def report_of_example(settings: dict[str, Any]) -> None:
+    """What each worker of the example runs here: its function, and a report of that."""
+    from benchmarks.clients.common import in_memory, of_files, report
+    from examples.finetune_ray import train
+
+    trainer = train(settings)
+    output = Path(settings["output"])
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    report(output.parent, trainer.model, losses, memory=in_memory(trainer.model), files=of_files(output / "final"))
+
+
+def ray_example(settings: argparse.Namespace) -> None:
+    """examples/finetune_ray.py, as its command runs it."""
+    from benchmarks.clients.common import STEPS, TRAINED
+    from examples import finetune_ray
+
+    finetune_ray.train = report_of_example
+    folder = str(settings.folder)
+    finetune_ray.main(
+        [
+            "--model",
+            f"{folder}/model",
+            "--output",
+            f"{folder}/{TRAINED}",
+            "--workers",
+            str(RANKS),
+            "--steps",
+            str(STEPS),
+        ]
+    )

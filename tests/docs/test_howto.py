@@ -119,6 +119,8 @@ def test_fsdp2_by_the_trainer(printed: dict[str, str], folder: Path, options: tu
 
 @pytest.mark.slow
 def test_the_way_back_to_stock(printed: dict[str, str], folder: Path) -> None:
-    for step, is_ours in ((4, True), (5, False)):
+    *_, by_stock = of(printed, "resume_anywhere")
+    assert "2 ranks began at run1/checkpoint-5" in by_stock and len(losses(by_stock)) == 6
+    for step, is_ours in ((4, True), (5, False), (6, False)):
         assert (folder / f"run1/checkpoint-{step}/global_step{step}/training_state.json").is_file() == is_ours
     assert load_file(folder / "weights" / "model.safetensors").keys() >= {"lm_head.weight"}

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from benchmarks.clients.arms import FRAMEWORKS, environment_for, faults_of
+from benchmarks.moe_checkpoint import make_moe_checkpoint
 from tests.support.cluster import ROOT, free_port
 from tests.support.commands import command_environment, documented_commands, link_repository, losses, run_command
 
@@ -144,3 +146,13 @@ def test_the_batch_script_is_one() -> None:
     text = BATCH.read_text()
     assert subprocess.run(["bash", "-n", BATCH], capture_output=True).returncode == 0
     assert {"--requeue", "--signal=TERM@300"} <= set(re.findall(r"^#SBATCH (\S+)", text, re.MULTILINE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["lightning", "ray"])
+def test_examples_of_frameworks(tmp_path: Path, framework: str) -> None:
+    """In an environment of the framework's own, with and without us: the same losses, values and files."""
+    make_moe_checkpoint(tmp_path / "model", 1e6, num_layers=2, num_experts=4)
+    name = f"{framework}_example"
+    faults, _ = faults_of(name, FRAMEWORKS[framework].clients[name], environment_for(framework), tmp_path)
+    assert faults == []
