@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from ..bindings.table import OURS, TABLE
-from ..registry import PatchScope, Row, plugins
+from ..registry import PatchScope, Row, Weight, plugins
 
 
 _HEAD = """\
@@ -19,10 +19,10 @@ _HEAD = """\
 Every function of another library that is replaced, or called though it is private, is a row of a table, and nothing is
 replaced outside it. This page is made from it; `hf-zero-stream doctor --replaced` shows it for what is installed.
 
-- After the colon stands ours; what has none is only called, or set. The last word says what happens if an installed
-  version lacks it. *Essential*: a `VersionError`. *Feature*: what needs it is left to stock, with a warning.
-  *Partitions*: the same, and loads under ZeRO-3 are refused, because it would take empty partitions for weights.
-  *Speed*: slower.
+- After the colon stands ours; what has none is only called, or set.
+- If an installed version lacks a row, what needs it is left to stock, with a warning. *Essential*: a `VersionError`.
+  *Partitions*: loads under ZeRO-3 are refused too, because stock would take empty partitions for weights. *Speed*:
+  slower.
 - Rows are in place for a while only, and those of a module once somebody imports it.
 """
 
@@ -50,7 +50,8 @@ def blocks() -> Iterator[str]:
         for _, row in rows:
             versions = "".join(f", {word} {at}" for word, at in (("from", row.since), ("before", row.until)) if at)
             ours = row.leads_to.removeprefix(".").removeprefix("hf_zero_stream.")
-            lines.append(f"- `{row.of}`{versions}{ours and f': `{ours}`'}, {row.weight.name.lower()}")
+            weight = "" if row.weight is Weight.FEATURE else f", {row.weight.name.lower()}"
+            lines.append(f"- `{row.of}`{versions}{ours and f': `{ours}`'}{weight}")
         yield f"## {scope.description[0].upper()}{scope.description[1:]}\n\n" + "\n".join(lines)
 
 
