@@ -145,7 +145,9 @@ def stock_over_ours(folder: Path, target: Path, config: dict[str, Any]) -> list[
     train(engine, range(2))
     with hf_zero_stream.streaming():
         engine.save_checkpoint(str(target))
-    with hf_zero_stream.streaming(StreamingConfig(training_state=False)):
+    with hf_zero_stream.streaming(StreamingConfig(training_state=False)):  # the way back: ours is loaded all the same
+        engine = engine_of(folder, config, with_frozen_and_buffer)
+        assert engine.load_checkpoint(str(target))[0] is not None and engine.global_steps == 2
         engine.save_checkpoint(str(target))
     expected = train(engine, (3,))
     again = engine_of(folder, config, with_frozen_and_buffer)
