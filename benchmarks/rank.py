@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.arms import ARMS, MODEL_ARMS, Task, Work, digest, owned_bytes
 from benchmarks.launch import write_figures
+from hf_zero_stream.holdings.introspection import is_streamed
 from hf_zero_stream.reports.measures import AnonymousMemory
 from hf_zero_stream.sources.local import drop_from_cache, fill_cache
 
@@ -32,7 +33,7 @@ def measure(task: Task) -> dict[str, Any]:
     figures["owned_bytes"] = owned_bytes(loaded)
     if task.arm in MODEL_ARMS:
         figures["digest"] = digest(loaded)
-    if hasattr(loaded, "streaming_report"):
+    if is_streamed(loaded):
         figures["report"] = asdict(loaded.streaming_report.ranks[dist.get_rank()])
         del loaded
         figures["seconds_again"], _ = seconds_of(work)

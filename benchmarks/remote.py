@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import ArmFailed, run
 from benchmarks.slow_server import slow_server
+from hf_zero_stream.holdings.introspection import is_streamed
 
 
 ARMS = ("ours", "ours, 1 % of 503s", "Run:ai's streamer")
@@ -58,7 +59,7 @@ def load(task: Task) -> dict[str, Any]:
         seconds = time.perf_counter() - began
     figures = {"seconds": seconds, "reading": seconds, "growth_bytes": memory.growth_peak, "retries": 0}
     figures["began"] = time.monotonic() - seconds
-    if hasattr(loaded, "streaming_report"):
+    if is_streamed(loaded):
         report = loaded.streaming_report.ranks[dist.get_rank()]
         reading = sum(report.seconds.get(phase, 0.0) for phase in ("read", "convert", "copy"))
         figures |= {"retries": report.retries, "reading": reading, "phases": report.seconds}

@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import ROOT, run
+from hf_zero_stream.holdings.introspection import is_streamed
 
 
 REQUEST_BYTES = 2**20
@@ -141,7 +142,7 @@ def load(task: Task) -> dict[str, Any]:
     loaded = work()
     seconds = time.perf_counter() - began
     figures = {"seconds": seconds, "reading": seconds}
-    if hasattr(loaded, "streaming_report"):
+    if is_streamed(loaded):
         (report,) = loaded.streaming_report.ranks
         figures["reading"] = sum(report.seconds.get(phase, 0.0) for phase in ("read", "convert", "copy"))
     return figures

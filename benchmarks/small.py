@@ -25,6 +25,7 @@ import torch.distributed as dist
 from benchmarks import machine
 from benchmarks.checkpoints import KINDS, cached_checkpoint
 from benchmarks.launch import run, write_figures
+from hf_zero_stream.holdings.introspection import is_streamed
 
 
 ARMS = {1: ("stock", "streaming()", "stock ZeRO-3", "ours ZeRO-3"), 2: ("stock ZeRO-3", "ours ZeRO-3")}
@@ -57,7 +58,7 @@ def measure(arm: str, folder: str) -> list[float]:
         with context:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         took = torch.tensor(time.perf_counter() - start)
-        assert (arm == "ours ZeRO-3") == hasattr(model, "streaming_report")
+        assert (arm == "ours ZeRO-3") == is_streamed(model)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         seconds.append(took.item())
         del model

@@ -21,6 +21,7 @@ from ..settings.config import (
     is_disabled,
     with_settings,
 )
+from ..settings.log import follow_levels
 from .install import PatchScope
 from .table import installed
 from .tracebacks import shorten
@@ -86,6 +87,7 @@ class streaming:  # noqa: N801 - used like a function
     def __enter__(self) -> streaming:
         if is_off():
             return self
+        follow_levels()
         if self.config is None and scope.current_config() is None:
             check_environment()
         _make_contact()
@@ -114,6 +116,7 @@ def enter_for_process() -> None:
     """
     if is_off():
         return
+    follow_levels()
     check_environment()
     _make_contact()
     if scope.enter_for_process():

@@ -103,6 +103,11 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             Row(f"{_ACCELERATOR}:{name}", f".state.hooks:{name}", feature=_STATES)
             for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
         ],
+        Row(
+            "transformers.training_args:TrainingArguments.__post_init__",
+            ".reports.measures:follow_trainer",
+            feature="bars that follow TrainingArguments(disable_tqdm=...)",
+        ),
         # The Trainer: when it begins, saves, removes older checkpoints, ends, and goes on.
         _trainer("Trainer.train", ".state.hooks:trainer_train", "resume_from_checkpoint"),
         _trainer("Trainer._load_from_checkpoint", ".state.hooks:trainer_load_model", "resume_from_checkpoint model"),

@@ -74,7 +74,7 @@ def stock_load(forecast: Forecast, place: str, arguments: Mapping[str, Any], dev
             largest = max(largest, param.nbytes)
     others = Counter(memory.partitions) + Counter(memory.buffers) + Counter({HOST: memory.swap_buffers})
     others[device] += max(modules.values(), default=0)
-    read = sum(shard.size_bytes for shard in plan.shards)
+    read = plan.checkpoint_bytes
     return {
         "rank0_read": read,
         "rank0_mapped": read,

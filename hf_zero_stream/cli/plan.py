@@ -271,7 +271,8 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
         starts = [[f"deepspeed.initialize adds {what}", _places(places)] for what, places in memory.started.items()]
         starts.append(["deepspeed.initialize peaks at", _places(memory.start_peak)])
     else:
-        starts = [["the first backward pass adds gradients", _places(memory.gradients) or "nothing"]]
+        starts = []
+    starts += [[f"the first backward pass adds {what}", _places(it)] for what, it in memory.first_backward.items()]
     saved = memory.partitions, memory.master, memory.optimizer_states
     rows = [
         *starts,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import ConfigError
 from ..prefix import environment
-from ..settings.config import check_environment
+from ..settings.config import REPORT_VARIABLE, check_environment
 
 
 EXAMPLE = "hf-zero-stream run accelerate launch --config_file zero3.yaml train.py"
@@ -26,6 +27,10 @@ def run(
             "--stock-states", help="Leave training states (not weights) to DeepSpeed and accelerate, in their formats."
         ),
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Add the report of each load, save and resume to FILE, as a line of JSON."),
+    ] = None,
 ) -> None:
     """Run COMMAND with streaming in each rank that it starts.
 
@@ -37,11 +42,18 @@ def run(
         check_environment()
     except ConfigError as error:
         _refuse(str(error), 2)
+    environ = environment(os.environ)
+    if report is not None:
+        try:
+            report.open("ab").close()
+        except OSError as error:
+            _refuse(f"--report {report}: cannot be written: {error.strerror}", 2)
+        environ[REPORT_VARIABLE] = str(report.absolute())
     if command[0].endswith(".py"):
         command = [sys.executable, *command]
     states = {"HF_ZERO_STREAM_TRAINING_STATE": "0"} if stock_states else {}
     try:
-        os.execvpe(command[0], command, environment(os.environ) | states)
+        os.execvpe(command[0], command, environ | states)
     except OSError as error:  # the codes of a shell
         _refuse(f"cannot run {command[0]}: {error.strerror}", 127 if isinstance(error, FileNotFoundError) else 126)
 

@@ -27,6 +27,7 @@ from ..errors import LoadError, UnsupportedError
 from ..holdings.own_names import parameters
 from ..planning.boxes import ParameterBox
 from ..planning.plan import Target
+from ..reports.text import bytes_text
 from ..settings.config import StreamingConfig
 from ..sources.base import Hints
 
@@ -100,6 +101,12 @@ class Destination(Protocol):
 
     into: str = "memory"
     """The kind of memory, for the report: "ZeRO-3 partitions", for instance."""
+
+    stock_reader: str = ""
+    """Who reads all shards when stock makes such a load, for the report: "rank 0", "each rank"; "" if not known."""
+
+    until: str = ""
+    """When the parameters' values are read, if not in this load."""
 
     hides_zero3: bool = False
     """Whether transformers must not act on an active ZeRO-3 config itself, because this destination partitions."""
@@ -293,8 +300,8 @@ def allocating(name: str, nbytes: int, device: torch.device | str, rank: int) ->
         if not is_out_of_memory(error):
             raise
         raise LoadError(
-            f"out of memory on rank {rank}: {nbytes} bytes for {name} on {device}. Use more ranks or offload_param, "
-            "or free what else is there; plan() says beforehand what a rank needs."
+            f"out of memory on rank {rank}: {bytes_text(nbytes)} for {name} on {device}. Use more ranks or "
+            "offload_param, or free what else is there; plan() says beforehand what a rank needs."
         ) from error
 
 

@@ -45,7 +45,7 @@ class Deferred(Destination):
     def __init__(
         self, reader: WholeReader, complete: Callable[[nn.Module], None], until: str, packing_unsupported_reason: str
     ) -> None:
-        self.into = f"lazy tensors, which are read when {until}"
+        self.into, self.until = f"lazy tensors, which are read when {until}", until
         self.packing_unsupported_reason = packing_unsupported_reason
         self.takes_packed = not packing_unsupported_reason
         self._reader = reader
@@ -104,7 +104,7 @@ class InPlace(Destination):
             whole.
     """
 
-    into = "lazy tensors of before"
+    into = "a model that is used before it is sharded"
 
     exchange_settings: Sequence[str] = ("staging_bytes",)
 

@@ -154,7 +154,8 @@ class Replicated(Destination):
         device: on which this rank will train, and where these buffers are if collectives want them there.
     """
 
-    into = "whole models, of which ranks read parts for each other"
+    into = "whole models that ranks read for each other"
+    stock_reader = "each rank"
 
     exchange_settings = ("staging_bytes",)
 

@@ -25,9 +25,12 @@ from ..destinations.base import Batch, Destination, is_out_of_memory, lacks_valu
 from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
+from ..reports.closing import note_read, tell
 from ..reports.load import PHASES, LoadReport, RankReport
 from ..reports.measures import AnonymousMemory, PhaseClock
+from ..reports.text import bytes_text
 from ..settings.config import StreamingConfig
+from ..sources.base import is_url
 from .opened import OpenCheckpoint
 from .reader import Reader
 from .sameness import HeaderAndSample, describe_load, refuse_differences, refuse_other_shards
@@ -241,13 +244,14 @@ class Load:
                     self.destination.check(plan.targets)
                     self.checkpoint.open(read.shard for read in plan)
                 with self.clock("wait"):
-                    refuse_differences(self.coordinator, described)
+                    read = refuse_differences(self.coordinator, described, beside=plan.cost.bytes_read)
                     self.destination.allocate()
                 self.memory.sample()
-                self._reader.fill(batches, plan, leaves)
+                self._reader.fill(batches, plan, leaves, sum(read))
                 with self.clock("wait"):
                     self.coordinator.agree()
                 self.destination.finish()
+                note_read(self.checkpoint.source.bytes_read)
             except BaseException as error:
                 if isinstance(error, HfZeroStreamError) or not is_out_of_memory(error):
                     raise
@@ -295,11 +299,26 @@ class Load:
         )
         ranks, recast = tuple(self.coordinator.all_gather(figures)), tuple(self.destination.recast)
         report = LoadReport(
-            world_size=self.coordinator.world_size, ranks=ranks, into=self.destination.into, recast=recast
+            world_size=self.coordinator.world_size,
+            ranks=ranks,
+            into=self.destination.into,
+            recast=recast,
+            checkpoint_bytes=plan.checkpoint_bytes,
+            stock_reader=self.destination.stock_reader if self._stock_could_read(plan) else "",
         )
-        if self.coordinator.is_main and log.isEnabledFor(logging.INFO):
-            log.info(report.table())
+        if self.coordinator.is_main:
+            if log.isEnabledFor(logging.INFO):
+                log.info(report.table())
+            until = self.destination.until
+            later = f"{bytes_text(plan.checkpoint_bytes)} of weights will be read when {until}"
+            tell("load", later if until else report.summary(), report.to_dict)
         return report
+
+    def _stock_could_read(self, plan: LoadPlan) -> bool:
+        """Whether stock loads this checkpoint as it loads most: from shards of safetensors, by several ranks."""
+        paths = [shard.path for shard in plan.shards]
+        is_usual = all(path.endswith(".safetensors") and not is_url(path) for path in paths)
+        return bool(paths) and is_usual and not self.checkpoint.mounts and not self.coordinator.is_alone
 
     def _device_peak(self) -> int:
         """See :attr:`RankReport.device_peak`. The statistics are not reset: the user may be in a training."""

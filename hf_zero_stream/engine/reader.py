@@ -10,6 +10,7 @@ import torch
 from ..checkpoint.nodes import Leaf
 from ..destinations.base import Batch, Item
 from ..planning.plan import LoadPlan, plan_batch
+from ..reports.closing import what_is_loaded
 from ..reports.load import Verification
 from ..reports.measures import AnonymousMemory, PhaseClock, progress_bar
 from .execute import execute_reads
@@ -21,10 +22,16 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Fills destinations from an open checkpoint; adds to `clock`; samples `memory` where it may be at its peak."""
+    """Fills destinations from an open checkpoint; adds to `clock`; samples `memory` where it may be at its peak.
 
-    def __init__(self, checkpoint: OpenCheckpoint, clock: PhaseClock, memory: AnonymousMemory) -> None:
+    `doing` is what the progress bar is named.
+    """
+
+    def __init__(
+        self, checkpoint: OpenCheckpoint, clock: PhaseClock, memory: AnonymousMemory, doing: str = ""
+    ) -> None:
         self._checkpoint, self._clock, self._memory = checkpoint, clock, memory
+        self._doing = doing or f"Streaming {what_is_loaded()}"
         self.verification = Verification(how=checkpoint.config.verify)
         self.staging_bytes = 0
         """Most bytes of staging buffers that there were at one time."""
@@ -37,15 +44,18 @@ class Reader:
         plans, leaves = tuple(plan for plan, _ in planned), [leaves for _, leaves in planned]
         return LoadPlan(coordinator.rank, coordinator.world_size, checkpoint.shards, plans), leaves
 
-    def fill(self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]]) -> None:
+    def fill(
+        self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]], of_all_ranks: int
+    ) -> None:
         """Fill the memory of `batches`, one after the other, by the `plan` and `leaves` that :meth:`plan` returned.
 
+        `of_all_ranks`: the bytes that all ranks read, which the progress bar counts.
         Called inside :meth:`Coordinator.reporting`, which brings an error to the agreement that the others come to.
         """
         checkpoint, coordinator = self._checkpoint, self._checkpoint.coordinator
         verifier = _verifier_of(checkpoint)
         with checkpoint.reading():
-            for items, memory in self._fill(batches, plan, leaves, verifier):
+            for items, memory in self._fill(batches, plan, leaves, verifier, of_all_ranks):
                 if verifier is not None:
                     verifier.verify(items, memory)
             completes = {name: tensor for batch in batches for name, tensor in batch.completes.items()}
@@ -58,7 +68,12 @@ class Reader:
             self.verification = verifier.result
 
     def _fill(
-        self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]], verifier: Verifier | None
+        self,
+        batches: Sequence[Batch],
+        plan: LoadPlan,
+        leaves: Sequence[Sequence[Leaf]],
+        verifier: Verifier | None,
+        of_all_ranks: int,
     ) -> list[tuple[Sequence[Item], Sequence[torch.Tensor]]]:
         """Fill all batches, verify those that are temporary, and return the items of the others, with their memory."""
         checkpoint, coordinator = self._checkpoint, self._checkpoint.coordinator
@@ -68,7 +83,7 @@ class Reader:
         is_one_pass = bool(plan.batches) and 2 * plan.batches[0].cost.bytes_read >= bytes_read
         begin, note_progress = checkpoint.begin_pass(bytes_read if is_one_pass else 0)
         kept: list[tuple[Sequence[Item], Sequence[torch.Tensor]]] = []
-        with progress_bar(bytes_read, "Streaming weights", checkpoint.config.progress) as advance:
+        with progress_bar(bytes_read, self._doing, checkpoint.config.progress, of_all_ranks) as advance:
 
             def on_bytes(nbytes: int) -> None:
                 advance(nbytes)

@@ -66,15 +66,16 @@ def describe_load(
     }
 
 
-def refuse_differences(coordinator: Coordinator, described: Mapping[str, Described]) -> None:
+def refuse_differences(coordinator: Coordinator, described: Mapping[str, Described], *, beside: int) -> list[int]:
     """Raise a DisagreementError that names the ranks whose description is not rank 0's, and what differs (all ranks).
 
-    Ranks exchange digests, and the texts, which are long, only if something differs.
+    Ranks exchange digests, and the texts, which are long, only if something differs. Returns every rank's `beside`.
     """
-    everyone = coordinator.all_gather([_digest(str(item)) for item in described.values()])
+    mine = [_digest(str(item)) for item in described.values()], beside
+    everyone, besides = zip(*coordinator.all_gather(mine), strict=True)
     differing = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if not differing:
-        return
+        return [*besides]
     pairs = zip(described, everyone[0], everyone[differing[0]], strict=True)
     here = {name: described[name] for name, on_rank_0, there in pairs if on_rank_0 != there}
     on_rank_0, there = (coordinator.broadcast(lambda: here, rank) for rank in (0, differing[0]))

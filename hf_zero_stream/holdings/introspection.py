@@ -174,6 +174,11 @@ FORGETS = "saving a model that was dequantised"
 """The tool of plug-ins that takes off a model what a quantizer has left."""
 
 
+def is_streamed(model: Any) -> bool:
+    """Whether a load of ours has made `model`."""
+    return bool(getattr(getattr(model, "streaming_report", None), "streamed", False))
+
+
 def is_dequantised(model: Any) -> bool:
     """Whether `model` has no quantizer any more, and what one has left: conversions, or transformers' word for it."""
     if getattr(model, "hf_quantizer", None) is not None:

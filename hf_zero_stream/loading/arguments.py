@@ -57,6 +57,15 @@ def is_one_of_several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+ALONE = "it is for one process, outside ZeRO-3, which shares the work with none"
+"""Why most loads that are stock's are left to it."""
+
+
+def model_of(result: Any) -> Any:
+    """The model in what `from_pretrained` returned, with or without the loading info."""
+    return result[0] if isinstance(result, tuple) else result
+
+
 def may_be_at_url(path: Any) -> bool:
     """Whether `path` may name a checkpoint that is read from a URL."""
     return bool(scope.active_configs()) and is_url(path)

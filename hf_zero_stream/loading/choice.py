@@ -85,11 +85,12 @@ def choose(
     if (will_be_cut or (not ds_config and shards_by_fsdp2())) and not _placement_argument(kwargs):
         from .deferral import Deferral  # imports torch's FSDP2
 
-        load = Deferral.load_for_autotp if will_be_cut else Deferral.load
+        reader = "the first rank of each node" if is_fsdp_enabled() else "each rank"
         with expected_at(LOAD), expected_at(SHARED_LOAD):  # where other ranks wait is up to their settings
             settings = settings_for(ds_config, strict)
         # Ranks meet when the model is sharded. Until then they only need each other where one reads for others.
         meeting_kind = LOAD if mount_of(path) else None if settings.read_from == "all" else SHARED_LOAD
+        load = Deferral.load_for_autotp if will_be_cut else partial(Deferral.load, stock_reader=reader)
         return Choice(meeting_kind, subject, partial(load, settings), works_alone=True)
     has_group = is_one_of_several()
     if (has_group or announced_ranks() > 1) and (why := _stock_reason(kwargs)):

@@ -61,23 +61,29 @@ class Deferral:
     The model, its hooks and its lazy parameters keep it alive, and it keeps none of them.
     """
 
-    def __init__(self, config: StreamingConfig, until: str = "accelerator.prepare() shards it by FSDP2") -> None:
+    def __init__(
+        self,
+        config: StreamingConfig,
+        stock_reader: str = "each rank",
+        until: str = "accelerator.prepare() shards it by FSDP2",
+    ) -> None:
         self.config = config
+        self._stock_reader = stock_reader
         self._until = until
         self._checkpoint: OpenCheckpoint
         self._lock = threading.RLock()
         self._has_warned = False
 
     @classmethod
-    def load(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
-        """A load that leaves a model's parameters lazy, until accelerate shards it."""
-        return cls(config)._load(coordinator, fsdp.no_byte_shards_reason())
+    def load(cls, config: StreamingConfig, coordinator: Coordinator, stock_reader: str) -> Load:
+        """A load that leaves a model's parameters lazy, until accelerate shards it; `stock_reader` as in reports."""
+        return cls(config, stock_reader)._load(coordinator, fsdp.no_byte_shards_reason())
 
     @classmethod
     def load_for_autotp(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
         """A load that leaves a model's parameters lazy, until DeepSpeed cuts them; see :mod:`.autotp`."""
         why = "DeepSpeed's AutoTP cuts matrices, and knows nothing of packed ones"
-        return cls(config, "deepspeed.initialize() cuts it by AutoTP")._load(coordinator, why)
+        return cls(config, until="deepspeed.initialize() cuts it by AutoTP")._load(coordinator, why)
 
     def _load(self, coordinator: Coordinator, packing_unsupported_reason: str) -> Load:
         load = Load(
@@ -204,6 +210,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
             with set_in_context(_is_sharding, True):
                 model = original(accelerator, model)
             destination = replacement.put_back(model)
+            destination.stock_reader = first._stock_reader
             report: Any = first.fill(model, coordinator, destination)
             for owner in owners:
                 owner.streaming_report = report
@@ -282,7 +289,7 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
         for deferral in deferrals:
             chunk = chunk_bytes(deferral.config, device)
             destination = InPlace(deferral, coordinator, device, whole, chunk, held)
-            destination.into = "the parts that AutoTP has cut"
+            destination.into, destination.stock_reader = "the parts that AutoTP has cut", deferral._stock_reader
             report: Any = deferral.fill(model, coordinator, destination)
             for owner in owners[deferral]:
                 owner.streaming_report = report

@@ -28,6 +28,8 @@ from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..registry import tool
 from ..reports.measures import collector_paused
+from ..reports.tables import table_of_plan
+from ..reports.text import html_of
 from ..seams.adapters import put_adapters_on
 from ..seams.ds_config import zero3_hidden
 from ..seams.session import LazyModel, Session, Stopped
@@ -50,6 +52,16 @@ class Forecast:
 
     load: LoadPlan
     memory: MemoryFootprint
+
+    def table(self) -> str:
+        """The forecast for people to read: plain text in several lines of at most 80 columns."""
+        return table_of_plan(self.load, self.memory)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return html_of(self.table())
 
 
 def plan(

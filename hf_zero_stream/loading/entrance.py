@@ -21,10 +21,12 @@ from ..holdings.introspection import (
     whole_shape,
 )
 from ..registry import has_tool, tool
+from ..reports.closing import tell_of_stock
 from ..seams.ds_config import active_config
 from ..settings import scope
 from ..settings.config import StreamingConfig, announced_ranks, announces_zero3
 from .arguments import (
+    ALONE,
     MODEL_FILES,
     PROCESSOR_FILES,
     TOKENIZER_FILES,
@@ -32,6 +34,7 @@ from .arguments import (
     is_one_of_several,
     load_with_prefetch,
     may_be_at_url,
+    model_of,
     shards_by_fsdp2,
 )
 from .whole import expect_zero3
@@ -56,11 +59,12 @@ def from_pretrained_hook(original: StockFunction, cls: Any, *args: Any, **kwargs
         return original(cls, *args, **kwargs)
     if _LOADS not in sys.modules and _is_stock_load(*args, **kwargs):
         result = original(cls, *args, **kwargs)
+        tell_of_stock(model_of(result), ALONE)
     else:
         from .integration import from_pretrained
 
         result = from_pretrained(original, cls, *args, **kwargs)
-    model = result[0] if isinstance(result, tuple) else result
+    model = model_of(result)
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     note_source(model, path, kwargs)
     expect_zero3(model, path)

@@ -19,14 +19,15 @@ from ..errors import PACKAGE, DisagreementError
 from ..holdings.introspection import is_inside_zero_init
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, MeetingKind, NoJointLoad
+from ..reports.closing import tell_of_stock
 from ..reports.measures import collector_paused
 from ..seams.ds_config import ModelsConfig, active_config
 from ..seams.loading import raise_if_misfit
 from ..seams.session import Original, Session
 from ..settings import scope
-from ..settings.config import buildable_config
+from ..settings.config import announced_ranks, buildable_config
 from ..sources.by_path import mount_of, mounted_by_plugin
-from .arguments import MODEL_FILES, load_with_prefetch, url_of
+from .arguments import ALONE, MODEL_FILES, is_one_of_several, load_with_prefetch, model_of, url_of
 from .choice import choose, choose_for_one_rank, settings_for
 
 
@@ -56,7 +57,7 @@ def from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> 
     except BaseException:
         own_config.withdraw()
         raise
-    _model_of(result)._hf_zero_stream_ds_config = own_config
+    model_of(result)._hf_zero_stream_ds_config = own_config
     return result
 
 
@@ -114,6 +115,7 @@ def _load(
 ) -> Any:
     """Stream, together with the other ranks; or leave the load to stock."""
     ds_config, is_zero3 = active_config(own_config)
+    reason = ""
     choice = choose(cls, path, kwargs, ds_config, strict, is_zero3=is_zero3 or is_inside_zero_init())
     if choice is not None and choice.meeting_kind is not None:
         coordinator = Coordinator.of_default_group()
@@ -123,6 +125,7 @@ def _load(
         except (NoJointLoad, DisagreementError) as why:
             if not choice.meeting_kind.is_optional:
                 raise
+            reason = str(why)
             if why.says_it if isinstance(why, NoJointLoad) else coordinator.is_main:
                 as_what = "" if choice.works_alone else ", as stock transformers does"
                 logger.warning(
@@ -133,7 +136,11 @@ def _load(
     if url_of(path, kwargs) or mount_of(path):  # which stock cannot read
         make_load = choose_for_one_rank(path, kwargs, ds_config, strict)
         return _run_stock_with_seams(make_load, Coordinator.of_this_rank(), stock, path, kwargs)
-    return _stock_from_pretrained(stock, kwargs, settings_for(ds_config, strict).strict)
+    result = _stock_from_pretrained(stock, kwargs, settings_for(ds_config, strict).strict)
+    if not is_one_of_several():
+        reason = ALONE if announced_ranks() <= 1 else "its ranks had no process group yet"
+    tell_of_stock(model_of(result), reason)
+    return result
 
 
 @collector_paused()
@@ -161,9 +168,10 @@ def _run_stock_with_seams(
         result = stock(**kwargs)
     if session.stock_reason:
         load.coordinator.require_same("stock")
+        tell_of_stock(model_of(result), session.stock_reason)
     else:
         session.refuse_incomplete()
-        model = _model_of(result)
+        model = model_of(result)
         model.streaming_report = load.finish(model, logger)
     return result
 
@@ -175,11 +183,6 @@ def outside_zero_init() -> AbstractContextManager[None]:
     from ..destinations.deepspeed import partitioned  # imports deepspeed, which takes seconds
 
     return partitioned.outside_zero_init()
-
-
-def _model_of(result: Any) -> Any:
-    """The model in what `from_pretrained` returned, with or without the loading info."""
-    return result[0] if isinstance(result, tuple) else result
 
 
 def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> None:

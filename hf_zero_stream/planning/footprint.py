@@ -169,10 +169,17 @@ class MemoryFootprint:
         parts = {
             "fp32 copies": self.master,
             "gradients": self.gradients,
-            "reduce bucket": self.reduce_bucket,
+            "reduce bucket": {} if HOST in self.reduce_bucket else self.reduce_bucket,
             "hpZ copies": self.secondary,
         }
         return {name: places for name, places in parts.items() if places}
+
+    @property
+    def first_backward(self) -> dict[str, Mapping[str, int]]:
+        """Memory that the first backward pass adds, likewise: on the host DeepSpeed's bucket is not written before."""
+        if self.engine != "deepspeed":
+            return {"gradients": self.gradients} if self.gradients else {}
+        return {"reduce bucket": self.reduce_bucket} if HOST in self.reduce_bucket else {}
 
 
 def memory_footprint(

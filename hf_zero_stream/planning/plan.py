@@ -139,6 +139,11 @@ class LoadPlan:
         return tuple(chain.from_iterable(batch.targets for batch in self.batches))
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Size of all shards, headers included: what stock's load reads of them in all."""
+        return sum(shard.size_bytes for shard in self.shards)
+
+    @property
     def materialised(self) -> dict[str, str]:
         return {name: reason for batch in self.batches for name, reason in batch.materialised.items()}
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .text import bytes_text, count_text, html_of
+
 
 if TYPE_CHECKING:
     from ..planning.footprint import MemoryFootprint
@@ -78,7 +80,17 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a load or a save, on every rank, as data."""
+    """The report of a load or a save, on every rank, as data; printed, it is text for people."""
+
+    def table(self) -> str:
+        """The report for people to read, in plain text."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return html_of(self.table())
 
     def to_dict(self) -> dict[str, Any]:
         """:meth:`to_json`, parsed: dicts, lists, numbers and strings, by the names of the fields."""
@@ -98,12 +110,23 @@ class LoadReport(Report):
         into: where the values are: "ZeRO-3 partitions", "shards", and so on.
         recast: parameters that took DeepSpeed's dtype although the model keeps them in fp32
             (`_keep_in_fp32_modules_strict`). As in stock: DeepSpeed refuses trainable parameters of several dtypes.
+        checkpoint_bytes: size of all shards; 0 if values came from memory.
+        stock_reader: who reads all of them in stock: "rank 0", "each rank"; "" where that is not known.
+        stock_reason: why transformers has made the load itself, in which case there are no figures of `ranks`.
     """
 
     world_size: int
     ranks: tuple[RankReport, ...]
     into: str = "memory"
     recast: tuple[str, ...] = ()
+    checkpoint_bytes: int = 0
+    stock_reader: str = ""
+    stock_reason: str = ""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the load was ours, and not stock's."""
+        return bool(self.ranks)
 
     @property
     def digest(self) -> str:
@@ -112,7 +135,21 @@ class LoadReport(Report):
         "" unless everything was verified (`StreamingConfig.verify` is "full").
         """
         digests = [rank.verification.digest for rank in self.ranks]
-        return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if all(digests) else ""
+        return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if digests and all(digests) else ""
+
+    def summary(self) -> str:
+        """One line for people to read: what went where, and the most that a rank read and took."""
+        if not self.ranks:
+            return f"stock transformers loaded this model{self.stock_reason and f': {self.stock_reason}'}"
+        nbytes = self.checkpoint_bytes or sum(rank.partition_bytes for rank in self.ranks)
+        seconds = max(rank.seconds["total"] for rank in self.ranks)
+        read = max(rank.bytes_read for rank in self.ranks)
+        growth = max(rank.anonymous_growth_peak for rank in self.ranks)
+        stock = f" (stock: {self.stock_reader} reads {bytes_text(nbytes)})" if self.stock_reader else ""
+        return (
+            f"loaded {bytes_text(nbytes)} into {self.into} on {count_text(self.world_size, 'rank')} in {seconds:.2f} s"
+            f"; a rank read {bytes_text(read)}, and its memory on the host grew by {bytes_text(growth)}{stock}"
+        )
 
     def table(self) -> str:
         """The report for people to read: plain text in several lines of at most 80 columns, without colour.
@@ -125,4 +162,4 @@ class LoadReport(Report):
         """
         from .tables import table_of
 
-        return table_of(self)
+        return table_of(self) if self.ranks else f"S{self.summary()[1:]}."

@@ -123,27 +123,45 @@ def _log_options() -> dict[str, Any]:
     return {"file": _LogLines(sys.stderr), "mininterval": LOG_SECONDS, "ascii": True, "ncols": 80}
 
 
+_trainer_is_quiet = False
+"""Whether the newest ``TrainingArguments`` have `disable_tqdm`."""
+
+
+def follow_trainer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """``TrainingArguments.__post_init__``, which settles `disable_tqdm`."""
+    global _trainer_is_quiet
+    original(self, *args, **kwargs)
+    _trainer_is_quiet = bool(self.disable_tqdm)
+
+
 def _has_rank_0_elsewhere() -> bool:
     return dist.is_available() and dist.is_initialized() and int(dist.get_rank()) > 0
 
 
 @contextmanager
-def progress_bar(total_bytes: int, description: str, enabled: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    own_bytes: int, description: str, enabled: bool, of_all_ranks: int
+) -> Iterator[Callable[[int], None]]:
     """Show a bar inside, and close it at the end, also after an error; yields a function to advance it, thread-safe.
+
+    The bar counts the bytes of all ranks: they go on at about the pace of this rank, which advances it by its
+    `own_bytes` in all. Without any there is no bar.
 
     In a log file the bar is a line at the beginning, one every ten seconds, and one at the end, all by rank 0: nodes
     often share the file. Elsewhere the local main process of each node shows it (as the launcher numbers them). It is
-    shown only if `enabled` is true, and not if the bars of huggingface_hub or transformers are disabled, or
-    transformers' verbosity is above WARNING.
+    shown only if `enabled` is true, and not if the bars of huggingface_hub, transformers or the Trainer are disabled,
+    or transformers' verbosity is above WARNING.
     """
     # transformers.utils.logging.disable_progress_bar() disables huggingface_hub's bars too, and its verbosity is the
     # level of its logger: so transformers, which takes seconds to import, is not asked.
     quiet = are_progress_bars_disabled() or logging.getLogger("transformers").getEffectiveLevel() > logging.WARNING
+    quiet = quiet or _trainer_is_quiet
     in_log = _log_options()
-    hidden = quiet or not enabled or announced_local_rank() != 0 or (bool(in_log) and _has_rank_0_elsewhere())
-    lock = threading.Lock()
+    is_here = announced_local_rank() == 0 and not (in_log and _has_rank_0_elsewhere())
+    hidden = quiet or not (enabled and own_bytes and is_here)
+    lock, done = threading.Lock(), 0
     with tqdm(
-        total=total_bytes,
+        total=of_all_ranks,
         desc=description,
         unit="B",
         unit_scale=True,
@@ -153,8 +171,11 @@ def progress_bar(total_bytes: int, description: str, enabled: bool) -> Iterator[
     ) as bar:
 
         def advance(nbytes: int) -> None:
+            nonlocal done
             with lock:  # tqdm's counter is a plain `+=`, which loses updates when threads meet
-                bar.update(nbytes)
+                done += nbytes
+                if not hidden:
+                    bar.update(of_all_ranks * done // own_bytes - bar.n)
 
         yield advance
 

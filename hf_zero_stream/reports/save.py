@@ -42,6 +42,8 @@ class SaveReport(Report):
 
     Attributes:
         files: the names of the shards in `folder`.
+        what: "weights", or "training state".
+        asynchronous: whether it was made in the background.
         verified: whether what is in the files was compared with what the ranks hold, before it was published.
         materialised: tensors for which parameters were gathered in full, and why a conversion could not stay lazy.
     """
@@ -51,6 +53,8 @@ class SaveReport(Report):
     ranks: tuple[SavingRank, ...]
     verified: bool
     materialised: Mapping[str, str]
+    what: str = "weights"
+    asynchronous: bool = False
 
     @property
     def bytes_written(self) -> int:
@@ -61,8 +65,15 @@ class SaveReport(Report):
         """One line for people to read."""
         slowest = max(rank.seconds["total"] for rank in self.ranks)
         growth = max(rank.anonymous_growth_peak for rank in self.ranks)
+        files, ranks = count_text(len(self.files), "shard"), count_text(len(self.ranks), "rank")
         return (
-            f"saved {bytes_text(self.bytes_written)} in {count_text(len(self.files), 'shard')} to {self.folder} in "
-            f"{slowest:.1f} s ({count_text(len(self.ranks), 'rank')}; host memory of a rank grew by at most "
+            f"saved {bytes_text(self.bytes_written)} of {self.what} in {files} to {self.folder} in {slowest:.2f} s"
+            f"{' in the background' if self.asynchronous else ''} ({ranks}; host memory of a rank grew by at most "
             f"{bytes_text(growth)})"
         )
+
+    def table(self) -> str:
+        """The report for people to read: :meth:`summary`, and what each rank did, as in :meth:`LoadReport.table`."""
+        from .tables import table_of_save
+
+        return table_of_save(self)

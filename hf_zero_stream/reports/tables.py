@@ -1,14 +1,21 @@
-"""The report of a load for people to read."""
+"""The reports of loads and saves for people to read."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
+from . import save
 from .load import PHASES, LoadReport, RankReport
-from .text import bytes_text, fold, folded_names, markdown_table
+from .text import bytes_text, count_text, fold, folded_names, markdown_table
+
+
+if TYPE_CHECKING:
+    from ..planning.footprint import MemoryFootprint
+    from ..planning.plan import LoadPlan
 
 
 _MOST_RANK_ROWS = 8
@@ -32,6 +39,26 @@ def table_of(report: LoadReport) -> str:
         heading = f"Recast parameters ({len(report.recast)}), which the model keeps in fp32 and DeepSpeed cannot:"
         blocks.append([_wrapped(heading), *(_wrapped(f"  {name}") for name in folded_names(report.recast))])
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def table_of_save(report: save.SaveReport) -> str:
+    """Format `report` as :meth:`.save.SaveReport.table` says."""
+    summary = report.summary()
+    blocks = [
+        [_wrapped(f"S{summary[1:]}.")],
+        ["Seconds:", _table(report.ranks, _seconds_of_save)],
+        ["Bytes:", _table(report.ranks, _bytes_of_save)],
+        [_wrapped(f"Gathered in full: {name}: {reason}") for name, reason in report.materialised.items()],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def _seconds_of_save(rank: save.SavingRank) -> dict[str, float]:
+    return {phase.capitalize(): rank.seconds[phase] for phase in save.PHASES}
+
+
+def _bytes_of_save(rank: save.SavingRank) -> dict[str, float]:
+    return {"Written": rank.bytes_written, "Copied": rank.bytes_copied, "Host growth": rank.anonymous_growth_peak}
 
 
 def _seconds(rank: RankReport) -> dict[str, float]:
@@ -58,7 +85,7 @@ def _memory(rank: RankReport) -> dict[str, float]:
     }
 
 
-def _table(ranks: Sequence[RankReport], numbers_of: Callable[[RankReport], Mapping[str, float]]) -> str:
+def _table(ranks: Sequence[Any], numbers_of: Callable[[Any], Mapping[str, float]]) -> str:
     titles = list(numbers_of(ranks[0]))
     rows = {str(rank.rank): list(numbers_of(rank).values()) for rank in ranks}
     if len(rows) > _MOST_RANK_ROWS:
@@ -66,7 +93,7 @@ def _table(ranks: Sequence[RankReport], numbers_of: Callable[[RankReport], Mappi
         rows = {name: [of(column) for column in zip(*rows.values(), strict=True)] for name, of in summaries.items()}
 
     def text_of(title: str, number: float) -> str:
-        if numbers_of is _seconds:
+        if numbers_of in (_seconds, _seconds_of_save):
             return f"{number:.2f}" if number < 100 else f"{number:.0f}"  # at most 80 columns together
         if title == "Reads":
             return f"{number:.0f}"
@@ -94,18 +121,33 @@ def _check_lines(report: LoadReport) -> list[str]:
     return lines
 
 
+def table_of_plan(plan: LoadPlan, memory: MemoryFootprint) -> str:
+    """What `plan` reads, and the memory of its rank, as :meth:`..loading.dry_load.Forecast.table` says."""
+    cost, shards = plan.cost, count_text(len(plan.shards), "shard")
+    reads = (
+        f"Needs {bytes_text(cost.bytes_needed)} of {bytes_text(plan.checkpoint_bytes)}, and reads "
+        f"{bytes_text(cost.bytes_read)} of {shards} in {count_text(cost.reads, 'read')}."
+    )
+    heading = f"PLAN OF RANK {plan.rank} OF {plan.world_size}"
+    return "\n".join([heading, _wrapped(reads), "", *footprint_lines(memory)])
+
+
 def _footprint_lines(report: LoadReport) -> list[str]:
     footprints = [rank.footprint for rank in report.ranks if rank.footprint]
     if not footprints:
         return []
     # Padding makes ranks alike; only settings such as `staging_bytes` can differ.
-    most = max(footprints, key=lambda footprint: (sum(footprint.held.values()), footprint.staging))
+    return footprint_lines(max(footprints, key=lambda footprint: (sum(footprint.held.values()), footprint.staging)))
+
+
+def footprint_lines(most: MemoryFootprint) -> list[str]:
+    """Lines on the memory that training will need on a rank, for people to read."""
+    starting: list[tuple[str, str]] = []
     if most.engine == "deepspeed":
-        added = [f"{name} {_places_text(places)}" for name, places in most.started.items()] or ["nothing"]
-        starting = [(title, text) for title, text in zip_longest(["deepspeed.initialize adds"], added, fillvalue="")]
+        starting += [*_rows("deepspeed.initialize adds", most.started)]
         starting.append(("and peaks at", _places_text(most.start_peak)))
-    else:
-        starting = [("the first backward adds", f"gradients {_places_text(most.gradients) or 'none'}")]
+    if most.first_backward or most.engine != "deepspeed":
+        starting += _rows("the first backward adds", most.first_backward)
     rows = [
         ("partitions", _places_text(most.partitions)),
         ("peak of the load", f"{_places_text(most.load_peak)} (staging up to {bytes_text(most.staging)})"),
@@ -119,6 +161,12 @@ def _footprint_lines(report: LoadReport) -> list[str]:
     width = max(len(title) for title, _ in rows)
     heading = "Memory that training will need on a rank, computed:"
     return [heading, *(_wrapped(f"  {title:{width}}  {text}", width + 4) for title, text in rows)]
+
+
+def _rows(title: str, parts: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, str]]:
+    """One row for each of `parts`, of which the first has the title."""
+    texts = [f"{name} {_places_text(places)}" for name, places in parts.items()] or ["nothing"]
+    return zip_longest([title], texts, fillvalue="")
 
 
 def _places_text(places: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +35,11 @@ def printable(text: str, kept: str = "") -> str:
 def count_text(count: int, noun: str) -> str:
     """`1 shard`, `4 shards`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def html_of(text: str) -> str:
+    """Plain text as HTML, for a notebook."""
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0, width: int = 10_000) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..checkpoint.file_digests import digest_of_bytes
 from ..checkpoint.safetensors import ShardToWrite
 from ..errors import SaveError
+from ..reports.text import bytes_text
 from ..sources.base import advance
 from ..sources.local import IOV_MAX
 
@@ -39,8 +40,8 @@ def reserve(folder: Path, shards: Sequence[ShardToWrite], *, on_disk: bool = Tru
                     os.ftruncate(file.fileno(), size_bytes)
         except OSError as error:
             raise SaveError(
-                f"{path}: cannot make a file of {size_bytes} bytes: {error.strerror or error}. What was there before "
-                "has not been touched."
+                f"{path}: cannot make a file of {bytes_text(size_bytes)}: {error.strerror or error}. What was there "
+                "before has not been touched."
             ) from error
 
 

@@ -23,6 +23,7 @@ from ..holdings.introspection import is_packed
 from ..holdings.own_names import fixed_names, named_parameters, parameters
 from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
+from ..reports.closing import tell
 from ..reports.measures import AnonymousMemory, PhaseClock, collector_paused, progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
 from ..seams.ds_config import settings_in_force
@@ -100,6 +101,7 @@ class Save:
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = place, dtype, state_dict
         self._settings, self._is_of_training = settings_in_force(), is_of_training
+        self._what = "training state" if is_of_training else "weights"
         self._verify = self._has_single_writer = False
         self._plans: list[WritePlan] = []
         self._names: list[str] = []
@@ -252,12 +254,12 @@ class Save:
     def _write_files(self, folder: Path, *, has_digests: bool) -> Sequence[Mapping[str, int]]:
         """Write all shards; returns the digests of what each rank has written."""
         writer = partial(ShardWriter, has_digests=has_digests)
-        with self._execute("write", folder, writer, "Writing weights") as writers, self._clock("sync"):
+        with self._execute("write", folder, writer, "Writing") as writers, self._clock("sync"):
             self._coordinator.run_on_all(partial(sync_all, writers))
         mine = digests_of(self._plans, writers)
         digests = self._coordinator.all_gather(mine) if has_digests else []
         if self._verify:
-            with self._execute("verify", folder, Comparison, "Verifying weights"):
+            with self._execute("verify", folder, Comparison, "Verifying"):
                 pass
         return digests
 
@@ -275,9 +277,7 @@ class Save:
 
         with (
             self._clock("write"),
-            progress_bar(
-                sum(shard.size_bytes for shard in mine), "Sending weights", self._settings.progress
-            ) as advance,
+            self._bar(sum(shard.size_bytes for shard in mine), "Sending") as advance,
         ):
             parameters = [each.parameters for each in self._plans]
             objects, self._rounds = send_all(uploads, parameters, coordinator, begin, advance)
@@ -358,7 +358,7 @@ class Save:
         nbytes = sum(each.plan.bytes_written for each in self._plans)
         with ExitStack() as opened:
             writers = [opened.enter_context(closing(kind(each.paths(folder)))) for each in self._plans]
-            with self._clock(phase), progress_bar(nbytes, description, self._settings.progress) as advance:
+            with self._clock(phase), self._bar(nbytes, description) as advance:
 
                 def put(writer: ShardWriter, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
                     buffers = [bytes_of(piece) for piece in pieces]
@@ -369,6 +369,11 @@ class Save:
                 execute_saves(tasks, self._coordinator, self._threads())
             self._memory.sample()
             yield writers
+
+    def _bar(self, own_bytes: int, doing: str) -> AbstractContextManager[Callable[[int], None]]:
+        """The progress bar of all tensors that ranks write, of which this one writes `own_bytes`."""
+        whole = sum(shard.size_bytes - len(shard.header) for each in self._plans for shard in each.shards)
+        return progress_bar(own_bytes, f"{doing} {self._what}", self._settings.progress, whole)
 
     def _threads(self) -> int:
         """This rank's share of the host's cores, at most 8: memory bandwidth bounds writes into the page cache."""
@@ -392,7 +397,9 @@ class Save:
             ranks=tuple(ranks),
             verified=self._verify,
             materialised={each.name: each.reason for each in computations},
+            what=self._what,
+            asynchronous=self._background is not None,
         )
         if self._coordinator.is_main:
-            logger.info(report.summary())
+            tell("save", report.summary(), report.to_dict)
         return report

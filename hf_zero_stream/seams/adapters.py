@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, UnsupportedError
-from ..holdings.introspection import has_partition, is_dtensor, is_packed, is_peft_model
+from ..holdings.introspection import has_partition, is_dtensor, is_packed, is_peft_model, is_streamed
 from ..holdings.own_names import adapter_names, named_parameters
 from ..holdings.replicas import keep_alike
 from ..holdings.steps import announce_edit
@@ -58,7 +58,7 @@ def inject_adapter(
 
     Adapters on models that FSDP2 has sharded already are kept alike on all ranks, if we have loaded the model.
     """
-    if not is_packed(model) and not hasattr(model, "streaming_report"):  # not ours
+    if not is_packed(model) and not is_streamed(model):
         return original(self, model, adapter_name, *args, **kwargs)
     _refuse_replicas(model)
     if is_packed(model):

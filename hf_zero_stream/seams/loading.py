@@ -51,6 +51,7 @@ def get_hf_quantizer(
         return original(config, quantization_config, *args, **kwargs)
     what = f"{getattr(config, 'name_or_path', '') or 'this checkpoint'}: {file or 'its quantization_config'}"
     session.quantised = tool("a quantised checkpoint", "packed", what)(session)
+    session.load.destination.stock_reader = ""  # of such a checkpoint every rank may read all
     return session.quantised.quantizer(original, config, quantization_config, *args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..errors import ConfigError
+from .log import LOG_VARIABLE, follow_levels, level_in
 from .values import expected_instead, parse
 
 
@@ -27,6 +28,11 @@ _PREFIX = "HF_ZERO_STREAM_"  # of environment variables; the field's name in cap
 
 DISABLE = _PREFIX + "DISABLE"
 """The variable that, set to 1, leaves all loads and saves to stock, also inside ``streaming()``."""
+
+REPORT_VARIABLE = "HF_ZERO_STREAM_REPORT"
+_OF_PROCESSES = (DISABLE, _PREFIX + "RUN", LOG_VARIABLE, REPORT_VARIABLE)
+"""Variables that are no fields of a config, and count also where code gives one: the two
+switches, of all and of ``hf-zero-stream run``, the level of the log, and the file that reports are added to."""
 
 READS_STAGED = 8
 """Least number of reads that have a buffer at the same time, so that several threads share the reading."""
@@ -189,6 +195,7 @@ class StreamingConfig:
         Raises:
             ConfigError: a key of the section is not known, or a value cannot be understood or lies outside its range.
         """
+        follow_levels()
         if explicit is not None:
             return explicit
         if environ is os.environ:
@@ -210,6 +217,7 @@ def values_in(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     Raises:
         ConfigError: a value cannot be understood or lies outside its range; the message names the variable.
     """
+    level_in(environ)
     defaults = {field.name: field.default for field in fields(StreamingConfig)}
     return {
         name: parse(StreamingConfig, name, environ[variable], defaults[name], f"environment variable {variable}")
@@ -226,11 +234,9 @@ def is_disabled() -> bool:
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment variables that look like settings and are none, each with the nearest name, or ""."""
-    known = _variables()
-    switches = (DISABLE, _PREFIX + "RUN")  # the latter is of `hf-zero-stream run`
-    strange = [each for each in environ if each.startswith(_PREFIX) and each not in known and each not in switches]
-    nearest = {variable: _nearest(variable.removeprefix(_PREFIX).lower(), known.values()) for variable in strange}
-    return {variable: near and _PREFIX + near.upper() for variable, near in nearest.items()}
+    known = {variable.removeprefix(_PREFIX): variable for variable in (*_variables(), *_OF_PROCESSES)}
+    strange = [name for each in environ if (name := each.removeprefix(_PREFIX)) != each and name not in known]
+    return {_PREFIX + name: known.get(_nearest(name.upper(), known), "") for name in strange}
 
 
 def check_environment() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +27,8 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.coordinator import meeting as meeting_of_ranks
 from ..ranks.rendezvous import LOAD
 from ..registry import tool
+from ..reports.closing import resuming, tell
+from ..reports.text import bytes_text, count_text
 from ..saving.pending import finish_pending
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
@@ -67,12 +68,29 @@ class Resumed:
         data: what the user gave to ``save_state`` on this rank; on a rank that was not there, what rank 0 was given.
         counters: numbers of steps, samples, ...
         world_size: of the ranks that saved it.
+        seconds: that it took on this rank to load it.
+        bytes_read: from files, by this rank.
+        anonymous_growth_peak: most anonymous host memory of this rank meanwhile, in bytes over what it was before.
     """
 
     tag: str
     data: Any
     counters: Mapping[str, int]
     world_size: int
+    seconds: float = 0.0
+    bytes_read: int = 0
+    anonymous_growth_peak: int = 0
+
+    def summary(self, rank: str = "this rank") -> str:
+        """One line for people to read, with the figures of `rank`."""
+        return (
+            f"resumed {self.tag}, which {count_text(self.world_size, 'rank')} saved, in {self.seconds:.2f} s; {rank} "
+            f"read {bytes_text(self.bytes_read)}, and its memory on the host grew by "
+            f"{bytes_text(self.anonymous_growth_peak)}"
+        )
+
+    def __str__(self) -> str:
+        return self.summary()
 
 
 @shortening
@@ -152,8 +170,19 @@ def _place_of_state(folder: str | os.PathLike[str]) -> Iterator[Path]:
             yield cast(Path, UrlPath(url))
 
 
+def resume(trained: Any, folder: Path, **how: Any) -> Resumed:
+    """Do what :func:`load_state` says; for `how` see :func:`_resumed`."""
+    with resuming() as figures:
+        resumed = _resumed(trained, folder, **how)
+    resumed = replace(resumed, **vars(figures))
+    if Coordinator.of_default_group().is_main:
+        fields = {name: value for name, value in vars(resumed).items() if name != "data"}
+        tell("resume", f"{folder}: {resumed.summary('rank 0')}", lambda: {"folder": str(folder), **fields})
+    return resumed
+
+
 @fixed_names()
-def resume(
+def _resumed(
     trained: Any,
     folder: Path,
     *,
@@ -168,12 +197,11 @@ def resume(
     meeting: Coordinator | None = None,
     all_as_rank_0: bool = False,
 ) -> Resumed:
-    """Do what :func:`load_state` says; `meeting` is the coordinator of a load's meeting that this is a part of.
+    """Load the state; `meeting` is the coordinator of a load's meeting that this is a part of.
 
     With `all_as_rank_0`, every rank goes on with what rank 0 had, where ranks had things of their own, but for data.
     """
     finish_pending()
-    began = time.perf_counter()
     known, coordinator = KnownHeaders(), meeting or Coordinator.of_default_group()
     rank = 0 if all_as_rank_0 else coordinator.rank
     with expected_at(LOAD) if meeting is None else nullcontext():
@@ -232,10 +260,6 @@ def resume(
         _say_what_follows(training, record, place, coordinator.world_size, all_as_rank_0=all_as_rank_0)
         if isinstance(found, StateRecord):
             _say_what_is_not_there(training, found, with_scheduler, place)
-        logger.info(
-            f"loaded {place} in {time.perf_counter() - began:.1f} s ({coordinator.world_size} ranks; "
-            f"{record.world_size} have saved it)"
-        )
     data = (found.for_rank(coordinator.rank) if isinstance(found, StateRecord) else record).data
     return Resumed(place.name, restored(data), dict(record.counters), record.world_size)
 

@@ -22,6 +22,7 @@ import transformers
 from safetensors.torch import load_file, save_model
 
 import hf_zero_stream
+from hf_zero_stream.holdings.introspection import is_streamed
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import ROOT, free_port, run_ranks
 from tests.support.forks import Forks
@@ -209,7 +210,7 @@ def fine_tune(folder: Path, output: Path, stream: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     with hf_zero_stream.streaming() if stream else nullcontext():
         trainer = SFTTrainer(model=str(folder), args=args, train_dataset=data)
-    streamed = hasattr(trainer.model, "streaming_report")
+    streamed = is_streamed(trainer.model)
     trainer.train()
     return {"losses": losses_of(trainer), "streamed": streamed}
 

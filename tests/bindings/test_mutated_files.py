@@ -151,7 +151,7 @@ import deepspeed
 
 with deepspeed.zero.GatheredParameters(list(model.parameters())):
     print("sum", sum(param.double().sum().item() for param in model.parameters()))
-print("streamed", hasattr(model, "streaming_report"))
+print("streamed", getattr(getattr(model, "streaming_report", None), "streamed", False))
 """
 
 

@@ -1,5 +1,6 @@
 """``hf-zero-stream run COMMAND``: every rank of any launcher streams, and the command sees no difference."""
 
+import json
 import os
 import re
 import signal
@@ -234,13 +235,19 @@ LAUNCHERS = {
 def test_ranks_of_any_launcher_stream(launcher: str, tmp_path: Path) -> None:
     """The script has no word of ours, and `mp.spawn` tells a rank its number when transformers is imported already.
 
-    A load that comes before the process group is spoken of. Of an error, where it is raised, the lines of others are
-    shown, and one line on the other rank.
+    A load that comes before the process group is spoken of, by default one line says what was loaded, and `--report`
+    keeps it, beside what the file has. Of an error, where it is raised, the lines of others are shown, and one line on
+    the other rank.
     """
     for name, size in (("tiny-moe", 0.001), ("other-moe", 0.002)):
         make_moe_checkpoint(tmp_path / name, size * 1e9, num_layers=1, num_experts=2)
     (tmp_path / "rank.py").write_text(RANK)
-    printed = run_command(f"hf-zero-stream run {LAUNCHERS[launcher]}", tmp_path)
+    (tmp_path / "reports").write_text('{"kind": "of an earlier run"}\n')
+    printed = run_command(f"hf-zero-stream run --report reports {LAUNCHERS[launcher]}", tmp_path)
+    assert len(re.findall(r"^hf_zero_stream: loaded .* into .* on 2 ranks in ", printed, re.MULTILINE)) == 1, printed
+    reports = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
+    assert [report["kind"] for report in reports[:2]] == ["of an earlier run", "load"]
+    assert [len(report["ranks"]) for report in reports[1:]] == ([2] if launcher == "mp.spawn" else [0, 2])
     assert sorted(re.findall(r"rank . of 2 streamed", printed)) == ["rank 0 of 2 streamed", "rank 1 of 2 streamed"]
     assert printed.count("Move the line that creates") == (launcher != "mp.spawn")
     shown = [re.findall(rf"^\[rank{rank}\]: (.*)", printed, re.MULTILINE) for rank in (0, 1)]

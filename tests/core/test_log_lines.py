@@ -65,6 +65,7 @@ def test_ranks_speak_once(compiler: None, cluster: None, zoo_checkpoint: Checkpo
     spoken = {text: ranks for text, ranks in ranks_of.items()}
     assert sum("STREAMING LOAD REPORT" in text for text in spoken) >= 1, spoken
     assert sum(text.startswith("loaded ") for text in spoken) == 1, spoken
+    assert sum(": resumed " in text for text in spoken) == 1, spoken
     assert sum(text.startswith("saved ") for text in spoken) == 2, spoken
     assert sum("do not share the reading" in text for text in spoken) == 1, spoken
     for text, ranks in spoken.items():

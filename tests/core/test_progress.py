@@ -6,8 +6,11 @@ import threading
 import huggingface_hub.utils
 import pytest
 import torch.distributed as dist
+import transformers
 from transformers.utils import logging
 
+from hf_zero_stream import streaming
+from hf_zero_stream.reports import measures
 from hf_zero_stream.reports.measures import progress_bar
 
 
@@ -26,7 +29,7 @@ def bars_on(monkeypatch):
 
 
 def shown(capsys, enabled=True):
-    with progress_bar(3 * 2**20, "Streaming", enabled) as advance:
+    with progress_bar(3 * 2**20, "Streaming", enabled, 3 * 2**20) as advance:
         advance(2**20)
         advance(2**21)
     captured = capsys.readouterr()
@@ -41,8 +44,29 @@ def test_bar_counts_bytes(capsys):
     assert "B/s" in text
 
 
+def test_bar_counts_bytes_of_all_ranks(capsys):
+    with progress_bar(3 * 2**20, "Streaming", True, 2**30) as advance:
+        for _ in range(3):
+            advance(2**20)
+    assert "1.00G/1.00G" in capsys.readouterr().err
+
+
+def test_there_is_no_bar_of_nothing(capsys):
+    with progress_bar(0, "Streaming", True, 2**30) as advance:
+        advance(0)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_follows_the_arguments_of_a_trainer(capsys, monkeypatch, tmp_path, disable_tqdm):
+    monkeypatch.setattr(measures, "_trainer_is_quiet", False)
+    with streaming():
+        transformers.TrainingArguments(output_dir=str(tmp_path), disable_tqdm=disable_tqdm, use_cpu=True, report_to=[])
+    assert bool(shown(capsys)) is not disable_tqdm
+
+
 def test_a_log_file_gets_whole_lines_and_few(capsys):
-    with progress_bar(1000, "Streaming", True) as advance:
+    with progress_bar(1000, "Streaming", True, 1000) as advance:
         for _ in range(1000):
             advance(1)
     text = capsys.readouterr().err
@@ -100,7 +124,7 @@ def test_follows_transformers_verbosity(capsys, verbosity, visible):
 
 
 def test_update_from_many_threads_loses_nothing(capsys):
-    with progress_bar(8 * 500, "Streaming", True) as advance:
+    with progress_bar(8 * 500, "Streaming", True, 8 * 500) as advance:
         threads = [threading.Thread(target=lambda: [advance(1) for _ in range(500)]) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -111,7 +135,7 @@ def test_update_from_many_threads_loses_nothing(capsys):
 
 def test_bar_is_closed_after_an_error(capsys):
     with pytest.raises(OSError):
-        with progress_bar(100, "Streaming", True) as advance:
+        with progress_bar(100, "Streaming", True, 100) as advance:
             advance(10)
             raise OSError("disk")
     assert capsys.readouterr().err.endswith("\n")

@@ -1,6 +1,7 @@
 """The report's JSON is a contract; its table is for people and never shows escape codes."""
 
 import dataclasses
+import html
 import json
 import pickle
 import threading
@@ -10,9 +11,13 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from hf_zero_stream.loading.dry_load import Forecast
 from hf_zero_stream.planning.footprint import EngineSettings, ParameterShape, memory_footprint
+from hf_zero_stream.planning.plan import LoadPlan
 from hf_zero_stream.reports.load import PHASES, LoadReport, RankReport, Verification
 from hf_zero_stream.reports.measures import PhaseClock
+from hf_zero_stream.reports.save import PHASES as SAVE_PHASES
+from hf_zero_stream.reports.save import SaveReport, SavingRank
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 
@@ -78,6 +83,9 @@ def test_json_structure():
             }
         ],
         "recast": [],
+        "checkpoint_bytes": 0,
+        "stock_reader": "",
+        "stock_reason": "",
     }
 
 
@@ -203,14 +211,57 @@ def test_footprint_is_shown_and_survives_json():
         ("largest gather", "6.0 MiB (layers.0.mlp.weight)"),
         ("deepspeed.initialize adds", "fp32 copies 6.0 MiB cpu"),
         ("", "gradients 3.0 MiB cpu"),
-        ("", "reduce bucket 2.0 KiB cpu"),
         ("and peaks at", "18.0 MiB cpu"),
+        ("the first backward adds", "reduce bucket 2.0 KiB cpu"),
         ("the first step adds", "optimizer states 12.0 MiB cpu"),
         ("held in training", "24.0 MiB cpu (without activations and gathers)"),
         ("a step peaks at", "42.0 MiB cpu"),
         ("with a fused optimizer", "36.0 MiB cpu"),
     ]
     assert "Memory that training" not in load_report(2).table()
+
+
+def test_reports_are_printed_as_tables_in_a_notebook_too():
+    rank = SavingRank(
+        rank=0,
+        seconds=dict.fromkeys(SAVE_PHASES, 0.25),
+        bytes_written=2**20,
+        bytes_copied=0,
+        rounds=0,
+        anonymous_growth_peak=2**10,
+    )
+    saved = SaveReport(
+        folder="a<b", files=("model.safetensors",), ranks=(rank,), verified=False, materialised={}, what="weights"
+    )
+    shapes = [ParameterShape("layers.0.mlp.weight", 3 * 2**20, torch.bfloat16, ranks=2)]
+    forecast = Forecast(LoadPlan(3, 64, (), ()), memory_footprint(shapes, EngineSettings(), staging_bytes=2**26))
+    loaded = load_report(2)
+    for report, beginning in (
+        (loaded, "STREAMING LOAD REPORT (2 ranks, slowest: rank 0, 8.00 s)\nInto memory."),
+        (saved, "Saved 1.0 MiB of weights in 1 shard to a<b in 0.25 s (1 rank; "),
+        (forecast, "PLAN OF RANK 3 OF 64\nNeeds 0 B of 0 B"),
+    ):
+        text = str(report)
+        assert text == report.table() == f"{report}" and text.startswith(beginning)
+        assert max(map(len, text.splitlines())) <= 80
+        assert report._repr_html_() == f"<pre>{html.escape(text)}</pre>"
+    assert [row[0] for row in rows(str(saved))] == ["0", "0"]
+
+
+def test_a_load_in_one_line():
+    report = dataclasses.replace(load_report(2), into="ZeRO-3 partitions", checkpoint_bytes=2**23)
+    line = (
+        "loaded 8.0 MiB into ZeRO-3 partitions on 2 ranks in 8.00 s; a rank read 6.0 GiB, and its memory on the host "
+        "grew by 1.0 TiB"
+    )
+    assert report.summary() == line
+    assert dataclasses.replace(report, stock_reader="rank 0").summary() == f"{line} (stock: rank 0 reads 8.0 MiB)"
+
+
+def test_a_report_of_stocks_load_says_so():
+    report = LoadReport(world_size=1, ranks=(), stock_reason="it is for one process")
+    assert not report.streamed and load_report(1).streamed
+    assert str(report) == "Stock transformers loaded this model: it is for one process." and report.digest == ""
 
 
 def loads_after_the_first(folder):

@@ -182,7 +182,7 @@ EXPECTED = {
         r"stock, rank 1: host memory grew by at most \d+ MiB",
         r"streaming, rank 1: host memory grew by at most \d+ MiB",
         r"loss of one step: \d",
-        r"saved [\d.]+ [MG]iB in \d shards? to",
+        r"saved [\d.]+ [MG]iB of weights in \d shards? to",
         r"reloaded: (\d+) of \1 partitions",
     ],
     "weight_stream.ipynb": [

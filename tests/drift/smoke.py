@@ -19,6 +19,7 @@ import transformers
 import transformers.distributed
 
 import hf_zero_stream
+from hf_zero_stream.holdings.introspection import is_streamed
 from tests.support.changed_models import SHARDED_BY, Session, resume_changed
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import RankFailure, run_ranks
@@ -89,7 +90,7 @@ def train_and_save(folder: Path, target: Path, home: str, saver: str) -> tuple[s
         values, losses = whole_values(session.model), session.train((2, 3))
     if dist.get_rank() == 0:
         torch.save(values, target / "none.pt")  # for resume_changed
-    return "right" if hasattr(session.model, "streaming_report") else "right, by stock", losses
+    return "right" if is_streamed(session.model) else "right, by stock", losses
 
 
 def wrongly_saved(target: Path) -> list[str]:

@@ -27,6 +27,7 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.engine import sameness
+from hf_zero_stream.holdings.introspection import is_streamed
 from hf_zero_stream.loading import integration
 from hf_zero_stream.ranks.presence import Presence
 from hf_zero_stream.ranks.transport import PREFIX
@@ -169,7 +170,7 @@ def share_in_other_chunks(folder: Path) -> tuple[bool, str]:
     settings = hf_zero_stream.StreamingConfig(staging_bytes=2**20 * (1 + dist.get_rank()))
     with hf_zero_stream.streaming(settings):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    return hasattr(model, "streaming_report"), "".join(warnings)
+    return is_streamed(model), "".join(warnings)
 
 
 def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Checkpoint) -> None:
@@ -188,7 +189,7 @@ def read_from_one_rank(folder: Path) -> dict[str, Any]:
     settings = StreamingConfig(read_from="rank0") if dist.get_rank() == 1 else StreamingConfig()
     with hf_zero_stream.streaming(settings):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    found: dict[str, Any] = {"shared": hasattr(model, "streaming_report"), "warnings": "".join(warnings)}
+    found: dict[str, Any] = {"shared": is_streamed(model), "warnings": "".join(warnings)}
 
     def load_it(**kwargs: Any) -> None:
         with hf_zero_stream.streaming(settings):

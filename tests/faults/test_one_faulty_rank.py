@@ -229,7 +229,7 @@ def test_a_custom_op_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint, tmp_
 
 def test_memory_is_wanted_for_a_parameter(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     for result in run_ranks(3, fail_then_load, zoo_checkpoint("qwen3_moe"), tmp_path, no_memory):
-        assert "bytes for model.embed_tokens.weight on cpu" in result["error"][1], result["error"]
+        assert "iB for model.embed_tokens.weight on cpu" in result["error"][1], result["error"]
 
 
 def test_ctrl_c_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
 from hf_zero_stream.destinations.base import lacks_values
+from hf_zero_stream.holdings.introspection import is_streamed
 from tests.support.checkpoint_files import same_bits
 from tests.support.cluster import run_ranks
 from tests.support.messages import message_of
@@ -192,7 +193,7 @@ def load_with_sizes_of_one(folder: Path, in_zero3: bool) -> dict[str, Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, distributed_config=DistributedConfig(fsdp_size=1), **kwargs
         )
-    return {"different": unequal(model, plain), "streamed": hasattr(model, "streaming_report")}
+    return {"different": unequal(model, plain), "streamed": is_streamed(model)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -23,6 +23,7 @@ from transformers.utils import hub
 import hf_zero_stream
 from hf_zero_stream.engine.places import place_of
 from hf_zero_stream.errors import MissingPluginError
+from hf_zero_stream.holdings.introspection import is_streamed
 from tests.support.cli import run
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.messages import Messages
@@ -133,7 +134,7 @@ def load_and_listen(how: str, folder: Path, kwargs: dict[str, Any]) -> dict[str,
         "values": {name: param.detach().float().sum().item() for name, param in model.named_parameters()},
         "partitioned": sum(hasattr(param, "ds_tensor") for param in model.parameters()),
         "messages": [text for text in messages.found if "hands this load to stock" in text],
-        "streamed": hasattr(model, "streaming_report"),
+        "streamed": is_streamed(model),
     }
 
 

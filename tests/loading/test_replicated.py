@@ -28,6 +28,7 @@ from hf_zero_stream.destinations.deepspeed.flat import EngineReplicas
 from hf_zero_stream.destinations.replicated import exchanges
 from hf_zero_stream.errors import ReadError
 from hf_zero_stream.holdings.deepspeed import partitions as own
+from hf_zero_stream.holdings.introspection import is_streamed
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources.local import LocalFiles
@@ -78,7 +79,7 @@ def losses(folder: Path, stage: int, streams: bool) -> list[float]:
     library: Any = hf_zero_stream if streams else transformers
     auto_class = getattr(library, "StreamingAutoModelForCausalLM" if streams else "AutoModelForCausalLM")
     model = auto_class.from_pretrained(folder, dtype=torch.bfloat16)
-    assert hasattr(model, "streaming_report") == streams
+    assert is_streamed(model) == streams
     engine, *_ = deepspeed.initialize(model=model, config=config)
     return three_losses(engine, ZOO["qwen3_moe"].inputs)
 
@@ -97,7 +98,7 @@ def left_to_transformers(folder: Path) -> list[bool]:
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(share_reads=False)):
         by_setting = transformers.AutoModelForCausalLM.from_pretrained(folder)
     by_device_map = auto_class.from_pretrained(folder, device_map="cpu")
-    return [hasattr(model, "streaming_report") for model in (by_setting, by_device_map)]
+    return [is_streamed(model) for model in (by_setting, by_device_map)]
 
 
 def test_loads_that_are_left_to_transformers(cluster: None, zoo_checkpoint: Checkpoint) -> None:

@@ -16,6 +16,7 @@ import hf_zero_stream
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.holdings.introspection import is_streamed
 from hf_zero_stream.loading import arguments
 from hf_zero_stream.registry import PatchScope
 from hf_zero_stream.seams.ds_config import _ConfigReference
@@ -118,7 +119,7 @@ def test_another_thread_sees_stock(zoo_checkpoint: Checkpoint) -> None:
         thread = threading.Thread(target=load)
         thread.start()
         thread.join()
-    assert not hasattr(found[0], "streaming_report")
+    assert not is_streamed(found[0])
 
 
 def test_methods_that_were_taken_before(zoo_checkpoint: Checkpoint) -> None:

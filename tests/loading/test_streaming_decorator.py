@@ -16,6 +16,7 @@ import transformers
 from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.bindings.table import installed
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.holdings.introspection import is_streamed
 from hf_zero_stream.registry import PatchScope
 from hf_zero_stream.settings import scope
 from tests.support.cluster import run_ranks
@@ -103,7 +104,7 @@ def load_in_all_ways(folder: Path) -> dict[str, Any]:
     }
     assert is_as_before()
     return {
-        name: all(hasattr(param, "ds_tensor") for param in model.parameters()) and hasattr(model, "streaming_report")
+        name: all(hasattr(param, "ds_tensor") for param in model.parameters()) and is_streamed(model)
         for name, model in models.items()
     }
 

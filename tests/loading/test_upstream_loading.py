@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, deepspeed_config, is_deepspeed_zero3_enabled
 
 from hf_zero_stream import streaming
+from hf_zero_stream.holdings.introspection import is_streamed
 from tests.support.checkpoint_files import differing
 from tests.support.cluster import run_ranks
 from tests.support.messages import Messages
@@ -218,7 +219,7 @@ def weights_of_config(auto_class: str, config: PreTrainedConfig, name: str, fold
     return {
         "partitioned": is_partitioned(inside),
         "dtypes": {param.dtype for param in inside.parameters()},
-        "streamed": hasattr(inside, "streaming_report"),
+        "streamed": is_streamed(inside),
         "ratio": stds[0] / stds[1],
         "not_as_stock": [
             name
@@ -337,7 +338,7 @@ def compare_pairs(class_name: str, method: str, folders: list[Path], kwargs: dic
     streamed, kept = pair("streamed", class_name, method, folders, kwargs)
     both = (streamed, plain)  # of which the plain one has the checkpoint's dtype
     ours, theirs = ({name: whole(param).float() for name, param in model.named_parameters()} for model in both)
-    parts = [name for name, part in streamed.named_children() if hasattr(part, "streaming_report")]
+    parts = [name for name, part in streamed.named_children() if is_streamed(part)]
     return [*differing(ours, theirs), *([] if len(parts) == 2 else [f"streamed: {parts}"])]
 
 

@@ -21,7 +21,7 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
-from hf_zero_stream.holdings.introspection import packed_weights
+from hf_zero_stream.holdings.introspection import is_streamed, packed_weights
 from hf_zero_stream.plugins.packed import COMPRESSED
 from hf_zero_stream.registry import PatchScope
 from tests.packed.test_dequantised import load as load_dequantised
@@ -329,7 +329,7 @@ def test_dequantised_as_plain(cluster: None, files: Path, name: str, dtype: torc
 def load_packed(folder: Path) -> tuple[bool, bool]:
     """Whether the model streams, and whether it is partitioned."""
     model = load_with("streamed", "AutoModelForCausalLM", folder, {}, {"gguf_file": "llama.gguf"})
-    return hasattr(model, "streaming_report"), any(hasattr(param, "ds_tensor") for param in model.parameters())
+    return is_streamed(model), any(hasattr(param, "ds_tensor") for param in model.parameters())
 
 
 def test_without_dequantize_it_is_left_to_stock(cluster: None, files: Path) -> None:

@@ -17,6 +17,7 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.holdings.introspection import is_streamed
 from hf_zero_stream.ranks import presence, rendezvous
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.cluster import SOON_S, run_ranks
@@ -37,7 +38,7 @@ def load(folder: Path, **kwargs: Any) -> dict[str, Any]:
     began = time.monotonic()
     with hf_zero_stream.streaming(), warnings_of("hf_zero_stream.loading.integration") as why:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs)
-    seconds, shared = time.monotonic() - began, hasattr(model, "streaming_report")
+    seconds, shared = time.monotonic() - began, is_streamed(model)
     return {"seconds": seconds, "shared": shared, "why": why, "digest": digest(model)}
 
 

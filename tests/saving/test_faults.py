@@ -102,7 +102,7 @@ def inject(fault: str, files: Any) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("reserve: no space", ["cannot make a file of", "No space left on device"]),
+        ("reserve: no space", ["cannot make a file of", "iB: No space left on device"]),
         ("write: no space", ["bytes", "No space left on device"]),
         ("a bit flips", ["bytes", "does not hold what was written"]),
         ("sync: i/o error", ["Input/output error"]),

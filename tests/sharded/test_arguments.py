@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
+from hf_zero_stream.holdings.introspection import is_streamed
 from tests import sampling
 from tests.loading.test_adapters import make_adapter
 from tests.loading.test_arguments import one_shard
@@ -103,7 +104,7 @@ def load_in_all_forms(folder: Path) -> dict[str, Any]:
             for each in (stock, model)
         ]
         found[name] = sharded_differences(model, plain) + ([] if layouts[0] == layouts[1] else ["layout"])
-        if not hasattr(model, "streaming_report") or not any(isinstance(p, DTensor) for p in model.parameters()):
+        if not is_streamed(model) or not any(isinstance(p, DTensor) for p in model.parameters()):
             found[name].append("not streamed")
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, tp_size=2)
     found["Streaming class"] = sharded_differences(model, plain)
@@ -252,7 +253,7 @@ def load_beside_stock(folder: Path, sizes: Sizes, pieces: Path | None = None) ->
     return {
         "names": sorted(found),
         "equal": found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found),
-        "streamed": hasattr(model, "streaming_report"),
+        "streamed": is_streamed(model),
         "said": [text for text in messages.found if "leaves this load to transformers" in text],
     }
 

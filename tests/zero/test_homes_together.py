@@ -14,6 +14,7 @@ from torch import nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from hf_zero_stream.holdings.introspection import is_streamed
 from tests.support.cluster import run_ranks
 from tests.support.homes import CAUSAL, HPZ, OFFLOAD, make_even_llama
 from tests.support.parity import differences, ds_config, load_with, three_losses
@@ -117,7 +118,7 @@ def classify(how: str, folder: Path, zero: dict[str, Any], init: str) -> dict[st
     assert all(hasattr(param, "ds_tensor") for param in model.parameters())
     return {
         "losses": three_losses(engine, ZOO["llama"].inputs),
-        "streams": hasattr(model.backbone, "streaming_report"),
+        "streams": is_streamed(model.backbone),
     }
 
 
@@ -149,7 +150,7 @@ def classify_under_init(how: str, folder: Path) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trained)
     return {
         "losses": three_losses(engine, ZOO["llama"].inputs),
-        "streams": hasattr(model.backbone, "streaming_report"),
+        "streams": is_streamed(model.backbone),
     }
 
 

@@ -21,6 +21,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 import hf_zero_stream
 from hf_zero_stream import streaming
 from hf_zero_stream.errors import UnsupportedError
+from hf_zero_stream.holdings.introspection import is_streamed
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.messages import listen
@@ -102,7 +103,7 @@ def make_trainer(folder: Path, output: Path, stream: bool, **arguments: Any) -> 
     args = arguments_of(output, **{**settings, **arguments})
     with streaming() if stream else nullcontext():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert hasattr(model, "streaming_report") is stream
+    assert is_streamed(model) is stream
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(5, 300, (16, 9), generator=generator)
     data = [{"input_ids": row, "labels": row} for row in rows]

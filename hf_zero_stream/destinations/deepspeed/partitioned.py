@@ -52,6 +52,7 @@ class Partitioned(Destination):
         self.device = partitions.local_device()
         self._adamw = adamw
         self._around = around
+        self.stock_reader = "rank 0" if around is None else ""
         self._ds_config = ds_config
         self._coordinator = coordinator
         self._trains_on = trains_on or self.device.type

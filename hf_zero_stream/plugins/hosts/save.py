@@ -30,6 +30,7 @@ from ...checkpoint.safetensors import ShardToWrite
 from ...errors import ConfigError, SaveError
 from ...holdings.own_names import parameters
 from ...holdings.training import STEPS, Training
+from ...reports.text import bytes_text
 from ...saving.files import Comparison, ShardWriter
 from ...saving.preparation import Finalizer
 from ...saving.publication import Publication
@@ -290,9 +291,9 @@ def _refuse_too_large(folder: Path, nbytes: int) -> None:
         room, of_what = min(room, free_memory()), "memory"
     if nbytes > room:
         raise SaveError(
-            f"{folder}: this host would keep {nbytes} bytes of a state there, copies of other hosts' included; "
-            f"{room} bytes of {of_what} are free. Ask for fewer copies, or give a folder on a larger disk. What was "
-            "there before has not been touched."
+            f"{folder}: this host would keep {bytes_text(nbytes)} of a state there, copies of other hosts' included; "
+            f"{bytes_text(room)} of {of_what} are free. Ask for fewer copies, or give a folder on a larger disk. What "
+            "was there before has not been touched."
         )
 
 
@@ -310,6 +311,6 @@ def _allocate(path: Path, nbytes: int) -> None:
             os.close(handle)
     except OSError as error:
         raise SaveError(
-            f"{path}: cannot make a file of {nbytes} bytes: {error.strerror or error}. What was there before has not "
-            "been touched."
+            f"{path}: cannot make a file of {bytes_text(nbytes)}: {error.strerror or error}. What was there before "
+            "has not been touched."
         ) from error

@@ -126,8 +126,9 @@ def convert(
             with closing(ShardWriter([folder / shard.name for shard in shards])) as files:
                 batches = [_batch(pieces, files) for pieces in _chunks(shards)]
                 if batches:
-                    reader = Reader(checkpoint, PhaseClock(PHASES), memory)
-                    reader.fill(batches, *reader.plan(batches))
+                    reader = Reader(checkpoint, PhaseClock(PHASES), memory, "Converting the checkpoint")
+                    plan, leaves = reader.plan(batches)
+                    reader.fill(batches, plan, leaves, plan.cost.bytes_read)
                 files.sync()
         publication.commit(SINGLE, INDEX)
     except BaseException:
