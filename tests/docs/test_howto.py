@@ -4,6 +4,7 @@ Their commands run in the order of the pages, in one folder. Code with a file's 
 the file runs here or in the tests of the examples; other code runs in `test_readme.py`.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -124,3 +125,13 @@ def test_the_way_back_to_stock(printed: dict[str, str], folder: Path) -> None:
     for step, is_ours in ((4, True), (5, False), (6, False)):
         assert (folder / f"run1/checkpoint-{step}/global_step{step}/training_state.json").is_file() == is_ours
     assert load_file(folder / "weights" / "model.safetensors").keys() >= {"lm_head.weight"}
+
+
+@pytest.mark.slow
+def test_a_line_and_a_report_say_that_it_is_on(printed: dict[str, str], folder: Path) -> None:
+    (output,) = of(printed, "--report")
+    (shown,) = [line for line in HOWTO["is-it-on"].splitlines() if line.startswith("hf_zero_stream: loaded")]
+    pattern = re.sub(r"\d+(\\\.\d+)?(\\ [KMG]iB)?", r"[\\d.]+( [KMG]iB)?", re.escape(shown))
+    assert re.search(f"^{pattern}$", output, re.MULTILINE), output
+    (report,) = map(json.loads, (folder / "report.json").read_text().splitlines())
+    assert report["kind"] == "load"
