@@ -230,7 +230,7 @@ def test_code_runs(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) ->
 
 def test_settings_table() -> None:
     settings, _, _ = PAGES["settings"].partition("\n## Arguments of ")
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", settings, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_]+)` \| ([^|]+) \|", settings, re.MULTILINE)
     units = {"KiB": 2**10, "MiB": 2**20}
     shown: dict[str, Any] = {}
     for name, value in rows:
