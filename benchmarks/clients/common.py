@@ -148,6 +148,7 @@ def report(folder: Path, model: Any, losses: Iterable[Any], *, streamed: bool | 
     """Write on rank 0 what a run gave: losses, the digests of `memory` and `files`, and whether its load streamed."""
     if rank() == 0:
         if streamed is None:
-            streamed = getattr(model, "streaming_report", None) is not None
+            given = getattr(model, "streaming_report", None)  # stock's loads inside a block have one, too
+            streamed = given is not None and given.streamed
         found = {"losses": [f"{float(loss):.7f}" for loss in losses], **digests, "streamed": streamed}
         (folder / RESULT).write_text(json.dumps(found))
