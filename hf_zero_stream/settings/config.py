@@ -31,8 +31,8 @@ DISABLE = _PREFIX + "DISABLE"
 
 REPORT_VARIABLE = "HF_ZERO_STREAM_REPORT"
 _OF_PROCESSES = (DISABLE, _PREFIX + "RUN", LOG_VARIABLE, REPORT_VARIABLE)
-"""Variables that are no fields of a config, and count also where code gives one: the two
-switches, of all and of ``hf-zero-stream run``, the level of the log, and the file that reports are added to."""
+"""Variables that are no fields of a config, and count also where code gives one: the switches of all and of
+``hf-zero-stream run``, the level of the log, and the file that reports are added to."""
 
 READS_STAGED = 8
 """Least number of reads that have a buffer at the same time, so that several threads share the reading."""
