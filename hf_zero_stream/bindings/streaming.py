@@ -21,7 +21,7 @@ from ..settings.config import (
     is_disabled,
     with_settings,
 )
-from ..settings.log import follow_levels
+from ..settings.log import NOTICE, follow_levels
 from .install import PatchScope
 from .table import installed
 from .tracebacks import shorten
@@ -30,8 +30,6 @@ from .tracebacks import shorten
 Function = TypeVar("Function")
 
 logger = logging.getLogger(PACKAGE)
-
-NOTICE = 25
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables without which DeepSpeed asks MPI."""
@@ -132,6 +130,7 @@ def is_off() -> bool:
 
 @functools.cache  # once
 def _say_off() -> None:
+    follow_levels()
     logger.log(NOTICE, "%s is set: loads and saves are left to transformers, DeepSpeed and accelerate.", DISABLE)
 
 

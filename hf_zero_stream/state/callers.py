@@ -22,6 +22,7 @@ from ..reports.save import SaveReport
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.publication import finish_interrupted, has_only_unfinished, mark_unfinished
 from ..seams.ds_config import settings_in_force
+from ..settings.log import NOTICE
 from ..settings.scope import active_configs, set_in_context
 from .foreign import write_guard_files
 from .load import resume
@@ -31,8 +32,6 @@ from .save import save_state
 
 
 logger = logging.get_logger(__name__)
-
-NOTICE = 25
 
 
 @dataclass(eq=False)

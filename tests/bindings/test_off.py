@@ -13,7 +13,6 @@ from tests.support.zoo import Checkpoint
 
 SCRIPT = """\
 import inspect
-import logging
 import sys
 from pathlib import Path
 import torch
@@ -24,7 +23,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_zero_stream
 from hf_zero_stream import errors
 
-logging.basicConfig(level=25, format="said: %(message)s")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 def bent():
