@@ -46,7 +46,7 @@ help:
 	@echo "make sweep    load every model type of transformers and write docs/models.csv (SWEEP_ARGS='--types bert,t5')"
 	@echo "make situations train, save and resume in drawn situations beside stock, for SITUATIONS_MINUTES (60)"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
-	@echo "make core     run the core's tests without plug-ins, and those of each plug-in without each other one"
+	@echo "make core     run the core's tests without plug-ins, and those of each plug-in without the others"
 	@echo "make quality  lint, format check, types, which subpackage may import which"
 	@echo "make style    fix what ruff can fix"
 	@echo "make demo     run hf-zero-stream demo: stock and streaming side by side"
