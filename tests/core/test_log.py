@@ -20,6 +20,7 @@ def as_it_comes(monkeypatch):
     monkeypatch.delenv(log.LOG_VARIABLE, raising=False)
     for logger, level in zip(loggers, (logging.NOTSET, logging.WARNING, logging.WARNING), strict=True):
         logger.setLevel(level)
+    loggers[0].handlers = []
     yield dict(zip(("ours", "transformers", "root"), loggers, strict=True))
     for logger, (level, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)

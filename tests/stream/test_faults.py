@@ -200,7 +200,7 @@ def test_other_arguments_on_a_rank(cluster: None, zoo_checkpoint: Checkpoint, na
         ({"only": "frozen"}, "only: expected one of all, trainable; got 'frozen'"),
         ({"layout": "file"}, "layout: expected one of hub, model; got 'file'"),
         ({"bucket_bytes": 0}, "bucket_bytes: expected a size in bytes, at least 1; got 0"),
-        ({"dtype": "int8"}, "dtype: expected a floating-point torch dtype"),
+        ({"dtype": "int8"}, "dtype: expected a floating-point dtype"),
         ({"dtype": torch.float8_e4m3fn}, "dtype: expected a dtype of at least 16 bits; got torch.float8_e4m3fn"),
     ],
     ids=str,

@@ -50,8 +50,9 @@ def outcome_of(call: Callable[[], Any]) -> Any:
 
 @contextmanager
 def warnings_of(name: str) -> Iterator[list[str]]:
-    """What the logger `name` says inside the block, in this thread or another."""
+    """What the logger `name` warns of inside the block, in this thread or another."""
     handler = logging.handlers.BufferingHandler(capacity=1000)
+    handler.setLevel(logging.WARNING)
     logger, found = logging.getLogger(name), []
     logger.addHandler(handler)
     try:
