@@ -29,7 +29,7 @@ from ..ranks.coordinator import Coordinator
 from ..registry import tool
 from ..reports.measures import collector_paused
 from ..reports.tables import table_of_plan
-from ..reports.text import html_of
+from ..reports.text import Tabular
 from ..seams.adapters import put_adapters_on
 from ..seams.ds_config import zero3_hidden
 from ..seams.session import LazyModel, Session, Stopped
@@ -47,7 +47,7 @@ _OF_CONFIGS = ("revision", "token", "cache_dir", "subfolder", "local_files_only"
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Forecast(Tabular):
     """The bytes that one rank will read, and the memory that it will need, in load and training (both computed)."""
 
     load: LoadPlan
@@ -56,12 +56,6 @@ class Forecast:
     def table(self) -> str:
         """The forecast for people to read: plain text in several lines of at most 80 columns."""
         return table_of_plan(self.load, self.memory)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        return html_of(self.table())
 
 
 def plan(

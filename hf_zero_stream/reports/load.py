@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .text import bytes_text, count_text, html_of
+from .text import Tabular, bytes_text, count_text
 
 
 if TYPE_CHECKING:
@@ -79,18 +79,8 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Tabular):
     """The report of a load or a save, on every rank, as data; printed, it is text for people."""
-
-    def table(self) -> str:
-        """The report for people to read, in plain text."""
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        return html_of(self.table())
 
     def to_dict(self) -> dict[str, Any]:
         """:meth:`to_json`, parsed: dicts, lists, numbers and strings, by the names of the fields."""

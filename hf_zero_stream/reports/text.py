@@ -37,9 +37,18 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def html_of(text: str) -> str:
-    """Plain text as HTML, for a notebook."""
-    return f"<pre>{html.escape(text)}</pre>"
+class Tabular:
+    """What has a table for people to read, which ``print`` and notebooks show."""
+
+    def table(self) -> str:
+        """Plain text in several lines."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.table())}</pre>"
 
 
 def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0, width: int = 10_000) -> str:
