@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -155,9 +155,8 @@ class Load:
         headers, samples = self.coordinator.broadcast(read)
 
         def checked_map() -> CheckpointMap:
-            if compares and self._compares_copy(folders):
-                shares_host = 0 in self.coordinator.topology.ranks_of_host
-                refuse_other_shards(files, zip(*read()), zip(headers, samples), folders[0], shares_host=shares_host)
+            if compares:
+                self._refuse_other_copy(files, folders, lambda: zip(*read()), zip(headers, samples))
             return self.checkpoint.map_from_headers(files, headers, weight_map)
 
         # Where one rank reads for others, an error of one must be an error of all.
@@ -182,16 +181,21 @@ class Load:
         def look() -> list[HeaderAndSample]:
             return [*zip(self.checkpoint.read_headers(described), self.checkpoint.samples(described))]
 
-        of_rank_0 = self.coordinator.broadcast(look)
-        if self._compares_copy(folders):
-            shares_host = 0 in self.coordinator.topology.ranks_of_host
-            refuse_other_shards(described, look(), of_rank_0, folders[0], shares_host=shares_host)
+        self._refuse_other_copy(described, folders, look, self.coordinator.broadcast(look))
 
-    def _compares_copy(self, folders: Sequence[str]) -> bool:
-        """Whether this rank compares its files with rank 0's: the first of another host, and one of another folder."""
-        coordinator = self.coordinator
-        is_first = coordinator.topology.position == 0 and not coordinator.is_main
-        return self.checkpoint.reads_itself and (folders[coordinator.rank] != folders[0] or is_first)
+    def _refuse_other_copy(
+        self,
+        paths: Sequence[str],
+        folders: Sequence[str],
+        look: Callable[[], Iterable[HeaderAndSample]],
+        of_rank_0: Iterable[HeaderAndSample],
+    ) -> None:
+        """Compare this rank's files with rank 0's, if it is the first of another host, or one of another folder."""
+        rank, topology = self.coordinator.rank, self.coordinator.topology
+        is_first = topology.position == 0 and not self.coordinator.is_main
+        if self.checkpoint.reads_itself and (folders[rank] != folders[0] or is_first):
+            shares_host = 0 in topology.ranks_of_host
+            refuse_other_shards(paths, look(), of_rank_0, folders[0], shares_host=shares_host)
 
     @property
     def entries(self) -> Collection[TensorEntry]:
