@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+from tqdm.auto import tqdm as tqdm_auto
 
 import hf_zero_stream
 from hf_zero_stream.saving.publication import UNFINISHED, finish_interrupted
@@ -125,7 +126,8 @@ def at_each_step(
                 child = os.fork()
                 if child == 0:
                     os.close(2)
-                    tqdm.set_lock(threading.RLock())  # the one that processes share dies with one that holds it
+                    for kind in (tqdm, tqdm_auto):  # the lock that processes share dies with one that holds it
+                        kind.set_lock(threading.RLock())
                     code = 1
                     try:
                         count = strike(step, fault)
