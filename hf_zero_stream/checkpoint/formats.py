@@ -132,35 +132,20 @@ def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
     return _module_of(format_of_file(path)).parse_header(path, number, header)
 
 
-class KnownHeaders:
-    """The headers of files of this host that an operation has read, each once, and what the files were then."""
-
-    def __init__(self) -> None:
-        self.source = LocalFiles()
-        self.found: dict[str, ShardHeader] = {}
-
-    def read(self, path: str) -> ShardHeader:
-        """See :meth:`Format.read_header`."""
-        if path not in self.found:
-            self.found[path] = read_header(self.source, path)
-        return self.found[path]
-
-
 def read_map(
     paths: Sequence[str | os.PathLike[str]],
     weight_map: Mapping[str, str] | None = None,
     first_shard: int = 0,
-    known: KnownHeaders | None = None,
 ) -> CheckpointMap:
-    """Read and check the headers of files of this host, of which some may be `known`.
+    """Read and check the headers of files of this host.
 
     Raises:
         ReadError: a file is missing or cannot be read.
         CheckpointError: a header is not valid, or two shards hold a tensor and `weight_map` names neither for it.
         NotAMap: a file of ``torch.save`` holds something else than tensors.
     """
-    known = known or KnownHeaders()
-    headers = [known.read(os.fspath(path)) for path in paths]
+    source = LocalFiles()
+    headers = [read_header(source, os.fspath(path)) for path in paths]
     return map_from_headers(paths, headers, weight_map, first_shard)
 
 

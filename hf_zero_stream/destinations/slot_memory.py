@@ -43,8 +43,8 @@ class SlotMemory(Destination):
             key, _ = lacking[0]
             names = [name for other, name in lacking if other == key]
             raise LoadError(
-                f"load_state: the saved {key} lacks {len(names)} parameters that are trained: {', '.join(names[:8])}. "
-                "Copy the state again, or train the same parameters as when it was saved."
+                f"load_state: {key} of {len(names)} parameters that are trained are not there: "
+                f"{', '.join(names[:8])}. Copy the state again, or train the same parameters as when it was saved."
             )
         items = [(slot, [item for key in keys for item in _items(slot, key, views)]) for slot, keys in self._wanted]
         whole = {

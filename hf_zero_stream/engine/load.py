@@ -17,7 +17,6 @@ from torch import nn
 
 from ..accelerators import peak_bytes, reserved_bytes, used_bytes
 from ..checkpoint.format import ShardHeader, TensorEntry
-from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.lazy import AbsentSlice, CheckpointSlice, LazyTensor
 from ..checkpoint.map import CheckpointMap
 from ..checkpoint.nodes import HostTensor, Leaf, View
@@ -46,8 +45,7 @@ logger = logging.getLogger(__name__)
 class Load:
     """The state of one ``from_pretrained`` that streams; `ds_config` is empty if there is none.
 
-    A load that goes on where another one ended has that one's `checkpoint` (:meth:`.OpenCheckpoint.reopened`). Others
-    do not read the headers that are `known`.
+    A load that goes on where another one ended has that one's `checkpoint` (:meth:`.OpenCheckpoint.reopened`).
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class Load:
         coordinator: Coordinator,
         destination: Destination,
         checkpoint: OpenCheckpoint | None = None,
-        known: KnownHeaders | None = None,
     ) -> None:
         self.config = config
         self.ds_config = ds_config
@@ -69,7 +66,7 @@ class Load:
         """The plan of this rank's reads, once it is known."""
         self.footprint: MemoryFootprint | None = None
         """The memory that this rank needs in the load and in training, if the destination knows it."""
-        self.checkpoint = checkpoint or OpenCheckpoint(config, coordinator, device=destination.device, known=known)
+        self.checkpoint = checkpoint or OpenCheckpoint(config, coordinator, device=destination.device)
         """The files that the bytes come from."""
         self._reader = Reader(self.checkpoint, self.clock, self.memory)
         self._map: CheckpointMap | None = None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..accelerators import is_accelerator
 from ..checkpoint import formats
 from ..checkpoint.format import Shard, ShardHeader
-from ..checkpoint.formats import Format, KnownHeaders
+from ..checkpoint.formats import Format
 from ..checkpoint.map import CheckpointMap
 from ..checkpoint.nodes import View
 from ..errors import ReadError
@@ -49,8 +49,7 @@ HEADER_THREADS = 64
 class OpenCheckpoint:
     """The open files of one load, and how a rank that trains on `device` reads them.
 
-    A rank that reads itself reads from what `make_source` returns; default: files of this host, and URLs. Headers of
-    files of this host that are `known` are not read again, and those that are read become known.
+    A rank that reads itself reads from what `make_source` returns; default: files of this host, and URLs.
     """
 
     def __init__(
@@ -60,11 +59,10 @@ class OpenCheckpoint:
         make_source: Callable[[], ByteSource] | None = None,
         format: Format = formats,
         device: torch.device = torch.device("cpu"),
-        known: KnownHeaders | None = None,
     ) -> None:
         self.config = config
         self.coordinator = coordinator
-        self._make_source, self._format, self._known = make_source, format, known
+        self._make_source, self._format = make_source, format
         self._device = device
         self.staging_bytes = config.staging_on(device.type)
         self._is_relayed = False
@@ -78,8 +76,6 @@ class OpenCheckpoint:
         reads_twice = config.verify in ("sample", "full")
         cache_bytes = sys.maxsize if reads_twice else free_memory()
         local = LocalFiles(cache_bytes=cache_bytes, retries=self.retries)
-        if known is not None:
-            local.first_status = known.source.first_status
         self.source = make_source() if make_source else FilesByPath(local, self.retries, _maker_at)
         """The source of this rank; once there are files, another rank if that one reads for this one."""
         self._use_hints()
@@ -139,9 +135,7 @@ class OpenCheckpoint:
 
     def read_headers(self, paths: Sequence[str]) -> list[ShardHeader]:
         """Read the headers of `paths`; when values are read, each file must still be the one that it was then."""
-        known = {} if self._known is None else self._known.found
-        found = {path: known[path] for path in paths if path in known}
-        unknown = [path for path in paths if path not in found]
+        found: dict[str, ShardHeader] = {}
 
         def work(pending: Iterator[str]) -> None:
             for path in pending:
@@ -150,9 +144,7 @@ class OpenCheckpoint:
 
         # From a disk one after the other: parsing what is in the page cache takes the time.
         many = self.source.hints(paths).is_everywhere
-        run_in_threads(unknown, work, min(len(unknown), HEADER_THREADS) if many else 1)
-        if self._known is not None and not many:
-            self._known.found.update(found)
+        run_in_threads(paths, work, min(len(paths), HEADER_THREADS) if many else 1)
         return [found[path] for path in paths]
 
     def map_from_headers(

@@ -31,11 +31,8 @@ from .own_names import named_parameters
 from .shards import local_shard_of
 
 
-MASTER = "fp32"
-"""The name of the masters among the states of a slot."""
-
-EXACT = "exact"
-"""What stands for the name of a state in the names of files with values that no weights have as they are."""
+VALUES = "values"
+"""The name, among the states of a slot, of what is trained; in files, of the values of all that a model has."""
 
 BLOCKS = "blocks"
 """What stands for the name of a state in the names of files with all that is kept of slots in blocks."""
@@ -43,7 +40,7 @@ BLOCKS = "blocks"
 BUFFERS = "buffers"
 """What stands for the name of a state in the names of files with buffers of which ranks have values of their own."""
 
-_TAKEN = (MASTER, EXACT, BLOCKS, BUFFERS)
+_TAKEN = (VALUES, BLOCKS, BUFFERS)
 
 _ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
 
@@ -91,13 +88,13 @@ class Slot:
     opened: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
 
     def flat(self, key: str) -> torch.Tensor:
-        """The elementwise state `key`, or the masters, as a flat tensor; zeros, if no step has made it yet."""
+        """The elementwise state `key`, or the values, as a flat tensor; zeros, if no step has made it yet."""
         value = self.elementwise(key)
         return torch.zeros_like(local_of(self.values).view(-1)) if value is None else local_of(value).view(-1)
 
     def elementwise(self, key: str) -> torch.Tensor | None:
-        """The elementwise state `key`, or the masters; None if there is none for this slot."""
-        if key == MASTER:
+        """The elementwise state `key`, or the values; None if there is none for this slot."""
+        if key == VALUES:
             return self.values
         value = self.entries.get(key)
         return value if _is_laid_out(value, self.values) and not self.is_in_blocks else None
@@ -187,7 +184,7 @@ def forms_of(slots: Iterable[Slot]) -> Forms:
 
 
 def elementwise_keys(slots: Sequence[Slot], forms: Forms | None = None) -> list[str]:
-    """The names of the elementwise states, masters last where there are any.
+    """The names of the elementwise states.
 
     Raises:
         UnsupportedError: a slot keeps a tensor that a state has no place for.
@@ -203,7 +200,7 @@ def elementwise_keys(slots: Sequence[Slot], forms: Forms | None = None) -> list[
             _refuse_key(key, slot, names_files=key in keys or key in slot.blocks)
             if isinstance(value, torch.Tensor) and not slot.is_in_blocks:
                 _refuse_tensor(key, value, slot)
-    return [*keys, *([MASTER] if any(slot.has_masters for slot in slots) else [])]
+    return [*keys]
 
 
 def first_of_forms(slots: Iterable[Slot], forms: Forms) -> list[Slot]:
@@ -244,9 +241,7 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 def _refuse_key(key: Any, slot: Slot, *, names_files: bool) -> None:
     """Raise an UnsupportedError unless `key` can be the name of a state, which may be a part of files' names."""
-    if not isinstance(key, str) or (
-        names_files and (not key.isidentifier() or key in (MASTER, EXACT, BLOCKS, BUFFERS))
-    ):
+    if not isinstance(key, str) or (names_files and (not key.isidentifier() or key in _TAKEN)):
         raise UnsupportedError(
             f"The optimizer keeps {key!r} for {_names(slot)}: a state of this name cannot be saved. {_ELSE}"
         )
@@ -287,7 +282,7 @@ def _names(slot: Slot) -> str:
 def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     """Return this rank's holding of the state `key` of each trained parameter, by the parameter's name.
 
-    Of what is kept in blocks there are masters alone.
+    Of what is kept in blocks there are the values alone.
     """
 
     def values_of(slot: Slot, member: Member) -> torch.Tensor:
@@ -305,7 +300,7 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     found = {}
     for slot in slots:
         kept = slot.elementwise(key)
-        for member in slot.members if key == MASTER or not slot.is_in_blocks else ():
+        for member in slot.members if key == VALUES or not slot.is_in_blocks else ():
             found[member.name] = Holding(
                 member.box,
                 torch.float32 if slot.is_swapped else (slot.values if kept is None else kept).dtype,
@@ -347,9 +342,7 @@ def make_entries(optimizer: Any, slots: Iterable[Slot], keys: Sequence[str], kin
         if slot.entries is not optimizer.state.get(slot.values):
             optimizer.state[slot.values] = slot.entries
         with slot.opened():
-            for key in keys:
-                if key == MASTER or slot.is_in_blocks:
-                    continue
+            for key in () if slot.is_in_blocks else keys:
                 found, kind = slot.elementwise(key), kinds(slot, key)
                 if found is None or (storage_kind(found, slot.values) != kind and not slot.is_swapped):
                     slot.entries[key] = _zeros_of(kind, slot.values)

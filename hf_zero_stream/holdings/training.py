@@ -64,14 +64,8 @@ class Training:
 
     @property
     def copies_masters(self) -> bool:
-        """Whether all that is trained are masters in memory, of which the model's values are copies."""
-        are_there = all(slot.has_masters and not slot.is_swapped for slot in self.slots)
-        return self.can_copy_masters and are_there
-
-    @property
-    def swapped_masters(self) -> set[str]:
-        """The parameters whose masters lie in swap files."""
-        return {member.name for slot in self.slots if slot.is_swapped for member in slot.members}
+        """Whether new masters, where there are any, can be brought into the model: none lies in swap files."""
+        return self.can_copy_masters and not any(slot.is_swapped for slot in self.slots)
 
     def without_frozen(self, names: AbstractSet[str] = frozenset()) -> Training:
         """This training without slots that are frozen, but for parameters of these `names`."""

@@ -17,7 +17,6 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..bindings.table import installed
-from ..checkpoint.formats import KnownHeaders
 from ..destinations.base import Batch, Destination
 from ..destinations.skeleton import skeleton_of
 from ..engine.load import Load
@@ -223,9 +222,9 @@ class _NoDestination(Destination):
         return []
 
 
-def load_of_layouts(config: StreamingConfig, known: KnownHeaders | None = None) -> Load:
+def load_of_layouts(config: StreamingConfig) -> Load:
     """A load for :func:`lazily_loaded` of a model that is never read; needs no DeepSpeed."""
-    return Load(config, {}, Coordinator(0, 1, alone=True), _NoDestination(), known=known)
+    return Load(config, {}, Coordinator(0, 1, alone=True), _NoDestination())
 
 
 def lazily_loaded(
@@ -262,13 +261,11 @@ def lazily_loaded(
     raise UnsupportedError(f"{path} cannot be streamed: {reason}.")
 
 
-def lazily_loaded_like(
-    model: Any, path: str, load: Load, *, dtype: torch.dtype, needs_adapters: bool = False, **kwargs: Any
-) -> LazyModel:
+def lazily_loaded_like(model: Any, path: str, load: Load, *, dtype: torch.dtype, **kwargs: Any) -> LazyModel:
     """As :func:`lazily_loaded`, for a `model` that is in use: its class is not built anew, its own names are filled.
 
-    The checkpoint may be one of the model before PEFT put adapters into it, unless it `needs_adapters`. Values come in
-    `dtype`, or in the parameter's own one if that is wider. Those of a quantised checkpoint are dequantised.
+    The checkpoint may be one of the model before PEFT put adapters into it. Values come in `dtype`, or in the
+    parameter's own one if that is wider. Those of a quantised checkpoint are dequantised.
 
     Raises an UnsupportedError if transformers cannot dequantise it.
     """
@@ -293,7 +290,7 @@ def lazily_loaded_like(
     config = copy.deepcopy(model.config)
     vars(config).pop("distributed_config", None)  # by which transformers would shard the skeleton
     if adapters := adapter_names(model):
-        kwargs = {"rename": without_adapters, "optional": () if needs_adapters else adapters, **kwargs}
+        kwargs = {"rename": without_adapters, "optional": adapters, **kwargs}
     return lazily_loaded(path, load, model_class, dtype=dtype, **{"config": config, **kwargs})
 
 

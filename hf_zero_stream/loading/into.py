@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..bindings.tracebacks import shortening
-from ..checkpoint.formats import KnownHeaders
 from ..destinations.base import Destination, fill_whole, refuse_wrapped
 from ..destinations.live import live_destination
 from ..destinations.live_shards import LiveShards
@@ -80,30 +79,7 @@ def load_into(model: Any, path: str | os.PathLike[str], *, strict: bool = True, 
         >>> hf_zero_stream.load_into(engine, "checkpoints/best")
     """
     path = os.fspath(path)
-    report = load_some_into(model, path, set(), strict=strict, **kwargs)
-    note_source(_inside(model), path, kwargs)
-    return report
-
-
-def load_some_into(
-    model: Any,
-    path: str,
-    without: set[str],
-    *,
-    strict: bool = True,
-    needs_adapters: bool = False,
-    with_masters: bool = True,
-    coordinator: Coordinator | None = None,
-    known: KnownHeaders | None = None,
-    **kwargs: Any,
-) -> LoadReport:
-    """Like :func:`load_into`, but parameters `without` keep the values that they have.
-
-    If it `needs_adapters`, those that PEFT has put into the model must be in the checkpoint too. Without masters, what
-    ZeRO-3 trains in place of parameters keeps its values. A `coordinator` is that of a meeting that this is a part of,
-    which has finished saves into `path`; headers that are `known` are not read again.
-    """
-    with _before_meeting(coordinator):
+    with expected_at(LOAD):
         refuse_settings(kwargs)
         refuse_sharding(path, kwargs)
         refuse_unknown_shards(model, "load_into")
@@ -111,18 +87,11 @@ def load_some_into(
 
     def lazy_model(load: Load) -> LazyModel:
         dtype = _dtype_for(live_model, load.destination)
-        return lazily_loaded_like(live_model, path, load, needs_adapters=needs_adapters, **{"dtype": dtype, **kwargs})
+        return lazily_loaded_like(live_model, path, load, **{"dtype": dtype, **kwargs})
 
-    return place_into(
-        live_model,
-        path,
-        lazy_model,
-        without,
-        strict=strict,
-        with_masters=with_masters,
-        coordinator=coordinator,
-        known=known,
-    )
+    report = place_into(live_model, path, lazy_model, set(), strict=strict)
+    note_source(live_model, path, kwargs)
+    return report
 
 
 @fixed_names()
@@ -137,16 +106,16 @@ def place_into(
     with_masters: bool = True,
     coordinator: Coordinator | None = None,
     takes_packed: bool = False,
-    known: KnownHeaders | None = None,
 ) -> LoadReport:
     """Stream what `lazy_model` gives, which is in the folder `path`, into a model, but not parameters `without`.
 
     `live_model` may be any module; if it `takes_packed`, also one with packed weights, of which nothing is given.
     `lazy_model` is called by all ranks together, with the load that reads for them. What it gives has, under own
-    names, lazy parameters and buffers. For `coordinator` and `known` see :func:`load_some_into`. Raises what
+    names, lazy parameters and buffers. Without masters, what ZeRO-3 trains in place of parameters keeps its values. A
+    `coordinator` is that of a meeting that this is a part of, which has finished saves into `path`. Raises what
     :func:`load_into` raises.
     """
-    with _before_meeting(coordinator):
+    with expected_at(LOAD) if coordinator is None else nullcontext():
         config = replace(settings_in_force(), strict=strict)
         fill_whole(live_model)
         if is_packed(live_model) and not takes_packed:
@@ -166,7 +135,7 @@ def place_into(
                 finish_saves_into(path, config.read_from, coordinator)
                 stack.enter_context(mounted_by_plugin(path, coordinator))
             destination = live_destination(live_model, coordinator, config, with_masters=with_masters)
-            load = Load(config, {}, coordinator, destination, known=known)
+            load = Load(config, {}, coordinator, destination)
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
                 lazy, missing, tied = lazy_model(load)
                 is_model = isinstance(lazy, PreTrainedModel) and isinstance(destination, LiveShards)
@@ -174,11 +143,6 @@ def place_into(
                 load.place(lazy, missing | without, tied)
                 _copy_buffers(live_model, computed)
             return load.finish(live_model, logger)
-
-
-def _before_meeting(coordinator: Coordinator | None) -> AbstractContextManager[None]:
-    """Around code that may fail before ranks meet, unless they have met already."""
-    return expected_at(LOAD) if coordinator is None else nullcontext()
 
 
 def _dtype_for(model: PreTrainedModel, memory: Destination) -> torch.dtype:

@@ -10,10 +10,8 @@ Trainer's own.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,8 @@ from ..bindings.install import override_methods
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 from ..holdings.introspection import is_gathered_whole, lacks_values
-from ..ranks.coordinator import Coordinator, expected_at, meeting
+from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
-from ..reports.save import SaveReport
 from ..seams.adapters import saving_all_adapters
 from ..seams.wrappers import (
     belongs_to_trainer,
@@ -125,45 +122,6 @@ def save_model(
         Save(model, save_directory).run(SaveItem(lay_out=lay_out, index_name=SAFE_WEIGHTS_INDEX_NAME))
 
 
-@dataclass(eq=False)
-class NotedSaves:
-    """The saves of the whole model by a Trainer's ``save_model``, while :data:`noted_saves` is this.
-
-    Attributes:
-        begin: called on rank 0 with the folder before a save.
-        reports: by the absolute path of each folder what is saved in it, and how its files were then, on rank 0.
-    """
-
-    begin: Callable[[Path], object]
-    reports: dict[str, tuple[SaveReport, Any]] = field(default_factory=dict)
-
-    def note(self, report: SaveReport) -> None:
-        self.reports[os.path.abspath(report.folder)] = report, _stamps(report)
-
-    def has_weights(self, folder: str | os.PathLike[str]) -> bool:
-        """Whether `folder` has what was saved last, and nobody has written to its files since (all ranks)."""
-
-        def look() -> bool:
-            report, stamps = self.reports.get(os.path.abspath(folder), (None, None))
-            return report is not None and _stamps(report) == stamps
-
-        with meeting(SAVE, "the rest of a checkpoint") as coordinator:
-            return coordinator.broadcast(look)
-
-
-def _stamps(report: SaveReport) -> list[tuple[int, ...]] | None:
-    """The marks that tell files of a save from others in their place; None if one is not there."""
-    try:
-        found = [os.stat(os.path.join(report.folder, name)) for name in report.files]
-    except OSError:
-        return None
-    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
-
-
-noted_saves: ContextVar[NotedSaves | None] = ContextVar("hf_zero_stream_noted_saves", default=None)
-"""Where the running code's saves are noted."""
-
-
 @noting_weights
 def trainer_save_model(
     original: Callable[..., Any], self: Any, output_dir: Any = None, _internal_call: bool = False
@@ -185,16 +143,7 @@ def trainer_save_model(
 
         with saving_all_adapters(inner), override_methods(self, _save=save_with_them):
             return original(self, output_dir, _internal_call=_internal_call)
-    noted = noted_saves.get()
-
-    def save() -> None:
-        if noted is not None:
-            noted.begin(Path(output_dir or self.args.output_dir))
-        original(self, output_dir, _internal_call=True)
-
-    report = calls.run_on_leader(model, save)
-    if noted is not None and report is not None:
-        noted.note(report)
+    calls.run_on_leader(model, lambda: original(self, output_dir, _internal_call=True))
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -125,7 +125,8 @@ class SavePlanner:
         """All that plans depend on beside what is held: `of_model`, names, ties, buffers, configs that are written."""
         settings = (self.single_writer, self.coordinator.world_size, self.settings)
         of_model = of_model if item.model is None else circumstances(item.model)
-        return of_model, item.dtype, len(item.siblings), item.buffers, settings
+        siblings = [renamed(item.index_name) for _, renamed in item.siblings]
+        return of_model, item.dtype, siblings, item.buffers, settings
 
     @cached_property
     def _before(self) -> Any:
@@ -238,8 +239,6 @@ class SaveItem:
         folder: the folder of its files, inside the one that is saved to; empty for that one itself.
         dtype: of what is of floating point; None: as it is held.
         held: what is saved under the names of parameters in place of their values; None: the values.
-        check: raises if what is laid out cannot be loaded; called on rank 0, with a folder where shards have their
-            headers and no values yet.
         siblings: are saved by the same plan.
         buffers: the names of those that are saved with what is held.
         model: has parameters by whose names that is held, if it is no part of the model that is saved.
@@ -252,7 +251,6 @@ class SaveItem:
     folder: str = ""
     dtype: torch.dtype | None = None
     held: Held | None = None
-    check: Callable[[Path], None] | None = None
     siblings: Sequence[Sibling] = ()
     buffers: frozenset[str] = frozenset()
     left_out: LeftOut = nothing

@@ -313,9 +313,6 @@ class Save:
                 planner = self._planner()
                 self._plans = [each for item in items for each in planner.plan(folder, item)]
                 coordinator.run_on_main(partial(self._reserve, folder))
-                for item in items:
-                    if item.check is not None:
-                        coordinator.run_on_main(partial(item.check, folder / item.folder))
             yield publication
         except BaseException:
             if publication is not None and coordinator.is_main:

@@ -59,9 +59,6 @@ class RemotePublication(Protocol):
         What an earlier save has left is finished or removed. Raises a SaveError.
         """
 
-    def read(self, path: str, start: int, nbytes: int) -> bytes:
-        """Some bytes of a shard of this save, by its path in :attr:`temporary`; raises an OSError."""
-
     def commit(self, weights_name: str, index_name: str, last_name: str = "", replaced: Sequence[str] = ()) -> None:
         """See :meth:`.publication.Publication.commit`."""
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import StateDictSplit
 from torch import nn
-from transformers import PreTrainedModel, core_model_loading, modeling_utils
+from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..bindings.install import override_methods
@@ -169,41 +168,6 @@ def reverse_all_conversions(model: PreTrainedModel) -> None:
     """
     if not getattr(model, "_weight_conversions", None):
         vars(model).pop("_weight_conversions", None)
-
-
-def stored_names(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """The names in files of weights of what is saved as it is; nothing for what conversions make other tensors of.
-
-    `shapes` has the model's own names.
-    """
-    if not isinstance(model, PreTrainedModel):
-        return {name: name for name in shapes}
-    conversions = getattr(model, "_weight_conversions", None)
-    asked = (
-        None if conversions is None else tuple(conversions),
-        model.config.to_json_string(use_diff=False),
-        {name: tuple(shape) for name, shape in shapes.items()},
-    )
-    if model not in _stored or _stored[model][0] != asked:
-        _stored[model] = asked, _stored_names(model, shapes)
-    return _stored[model][1]
-
-
-_stored: WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[str, str]]] = WeakKeyDictionary()
-"""The :func:`stored_names` of a model, and all that they depend on: transformers compiles a pattern for each name."""
-
-
-def _stored_names(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    placeholders = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
-    names = {id(placeholder): name for name, placeholder in placeholders.items()}
-    reverted = core_model_loading.revert_weight_conversion(model, placeholders)
-    return {names[id(value)]: stored for stored, value in reverted.items() if id(value) in names}
-
-
-def as_stored(model: PreTrainedModel, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The lazy `state_dict` by the names, and with the conversions, of a file of weights; without packed weights."""
-    _take_packed(model, state_dict)
-    return core_model_loading.revert_weight_conversion(model, state_dict)
 
 
 def index_name(variant: str | None) -> str:

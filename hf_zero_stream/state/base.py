@@ -22,10 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..errors import ConfigError, UnsupportedError
-from ..holdings.introspection import PACKED, is_packed
-from ..holdings.own_names import adapter_names, modules, named_buffers, named_parameters, own_names
-from ..holdings.slots import MASTER
+from ..errors import ConfigError
+from ..holdings.introspection import PACKED, is_adapted, is_packed
+from ..holdings.own_names import adapter_names, modules, named_parameters, own_names
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
 from ..saving.count import anything
@@ -34,7 +33,7 @@ from ..saving.preparation import SaveItem
 from ..saving.shares import refuse_or_say_differing
 from ..seams.adapters import lay_out_adapters
 from .digests import Digest, digests_in_memory, dtype_named, in_checkpoint, note_in_checkpoint, places_of
-from .layout import persistent_buffers
+from .layout import names_in
 from .record import StateRecord
 
 
@@ -90,9 +89,12 @@ def _refuse_unlike_replicas(model: nn.Module, names: Collection[str], coordinato
         refuse_or_say_differing(differing, "a training", coordinator)
 
 
-def refuse_other_base(
-    model: nn.Module, record: StateRecord, place: Path, coordinator: Coordinator, trained: Collection[str]
-) -> None:
+def has_base(model: nn.Module, record: StateRecord) -> bool:
+    """Whether the state of `record` leaves out what is not trained, or must, as `model` has adapters."""
+    return record.base is not None or is_adapted(model)
+
+
+def refuse_other_base(model: nn.Module, record: StateRecord, place: Path, coordinator: Coordinator) -> None:
     """Raise a ConfigError, on all ranks, unless `model` has the base that the adapters of `record` were trained on."""
     saved = record.base_digests
     if saved is None:
@@ -100,7 +102,7 @@ def refuse_other_base(
             f"{place}: expected a state of adapters, with digests of their base; found one without. Load it into the "
             "model without adapters, or give the state that was saved of them."
         )
-    names = _untrained(model, {*trained, *record.buffers})
+    names = _untrained(model, record.trained | {*record.buffers})
     in_memory = digests_in_memory(model, names, coordinator, threads_of(coordinator))
     different = {name for name, digest in saved.items() if in_memory.get(name) != digest}
     recast = {
@@ -125,7 +127,7 @@ def refuse_other_base(
             f"{place}: {len(different)} quantised tensors of the base have other bytes than when the state was "
             f"saved, among them {min(different)}: it was quantised otherwise, or on another device."
         )
-    new = sorted(in_memory.keys() - saved.keys() - {*record.exact})
+    new = sorted(in_memory.keys() - saved.keys() - {*record.untrained})
     if coordinator.is_main and new:
         logger.warning(
             f"{place}: the state knows nothing of {len(new)} tensors that are not trained, among them {new[0]}. They "
@@ -155,8 +157,7 @@ def _same_in_other_dtype(
 
 def _untrained(model: nn.Module, trained: Collection[str]) -> set[str]:
     """Own names of all that a state dict of `model` has, but for what is `trained`."""
-    buffers = {name for name, _ in named_buffers(model)} & {*persistent_buffers(model).values()}
-    return ({name for name, _ in named_parameters(model)} | buffers) - {*trained}
+    return names_in(model) - {*trained}
 
 
 def quantised_names(model: nn.Module) -> set[str]:
@@ -193,20 +194,6 @@ def threads_of(coordinator: Coordinator) -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // coordinator.topology.sharing_cores))
 
 
-def keys_with_trained(keys: list[str]) -> list[str]:
-    """The states `keys`, and the values that are trained: no file of weights has them under the model's names."""
-    return [*(key for key in keys if key != MASTER), MASTER]
-
-
-def refuse_unreachable_masters(training: Training) -> None:
-    """Raise an UnsupportedError if new masters could not be brought into the model."""
-    if not training.can_copy_masters or any(slot.is_swapped for slot in training.slots):
-        raise UnsupportedError(
-            "Adapters, and what is trained beside a base that is left out, have no place in a training state if their "
-            "values or masters lie in swap files (offload to NVMe). Keep them in memory: they are small."
-        )
-
-
 def adapter_weights(model: nn.Module, coordinator: Coordinator) -> SaveItem:
     """Give the item that PEFT's own ``save_pretrained`` saves: the adapters."""
     adapters = adapter_names(model)
@@ -217,5 +204,5 @@ def adapter_weights(model: nn.Module, coordinator: Coordinator) -> SaveItem:
         lay_out=lambda folder, parameters: lay_out_adapters(model, folder, parameters.entries(buffers=buffers)),
         index_name="adapter_model.safetensors.index.json",
         held=partial(held_values, model, names, coordinator),
-        left_out=anything,  # the state has all that is trained, as masters
+        left_out=anything,  # the state has all that is trained
     )

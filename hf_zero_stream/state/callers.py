@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from ..checkpoint.deepspeed_names import entries_of_deepspeed, remove_guard_files
 from ..errors import CheckpointError, ConfigError, UnsupportedError
-from ..loading.arguments import MODEL_FILES
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
@@ -25,10 +24,10 @@ from ..seams.ds_config import settings_in_force
 from ..settings.log import NOTICE
 from ..settings.scope import active_configs, set_in_context
 from .foreign import write_guard_files
-from .load import resume
-from .record import FILE, LATEST, StateRecord, write_latest
-from .refusals import has_its_weights
+from .load import load_without_optimizer, resume
+from .record import FILE, LATEST, write_latest
 from .save import save_state
+from .weights import has_other_weights
 
 
 logger = logging.get_logger(__name__)
@@ -43,8 +42,7 @@ class Caller:
         place: the folder for the state of the model of a number, below the one that the caller gives.
         batch_size: samples in a step of all ranks; None if it is not known.
         is_between_steps: False in the middle of accumulating gradients.
-        has_weights: whether the weights of this very step are in the folder already.
-        own_folder: that of the state and its weights where the caller writes weights in a way of its own.
+        with_weights: False where the caller writes weights itself.
         waiting: the stock functions that save models of which the optimizer has not come yet, by number.
         restored: schedulers that a load has restored.
         loaded: models that a load has filled, with what trains them, by number.
@@ -54,8 +52,7 @@ class Caller:
     place: Callable[[Path, int], Path] = lambda folder, number: folder
     batch_size: int | None = None
     is_between_steps: bool = True
-    has_weights: bool = False
-    own_folder: str = ""
+    with_weights: bool = True
     waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
     restored: list[Any] = field(default_factory=list)
     loaded: set[int] = field(default_factory=set)
@@ -141,16 +138,25 @@ def load_if_ours(trained: Any, folder: Path, tag: Any, caller: Caller, optimizer
     return True
 
 
+def load_values_if_ours(model: Any, folder: Path, tag: Any) -> bool:
+    """Give `model` the values of the state of ours that is meant; returns False if it is none (all ranks)."""
+    finish_pending(raises=False)
+    with meeting(LOAD) as coordinator:
+        found = coordinator.broadcast(partial(look_for_state, folder, tag))
+        if found is not None:
+            load_without_optimizer(model, *found, coordinator)
+    return found is not None
+
+
 def save(
-    trained: Any, folder: Path, caller: Caller, leave: Callable[[Exception], None], **kwargs: Any
+    trained: Any, folder: Path, leave: Callable[[Exception], None], **kwargs: Any
 ) -> SaveReport | PendingSave | None:
-    """Save a state as `caller` and the settings ask for (all ranks); None if we refuse to, which `leave` is told.
+    """Save a state as the settings ask for (all ranks); None if we refuse to, which `leave` is told.
 
     If it fails in the background, the folder is marked: the caller writes beside it, and sees no error.
     """
     try:
-        asynchronous, with_weights = settings_in_force().asynchronous_save, not caller.has_weights
-        saved = save_state(trained, folder, asynchronous=asynchronous, with_weights=with_weights, **kwargs)
+        saved = save_state(trained, folder, asynchronous=settings_in_force().asynchronous_save, **kwargs)
     except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
         leave(error)
         return None
@@ -196,18 +202,20 @@ def when_saved(saved: SaveReport | PendingSave, work: Callable[[], object]) -> N
         coordinator.run_on_main(work)
 
 
-def has_other_weights(folder: Path) -> bool:
-    """Whether a model's files are in `folder` that were not saved with the newest state of ours there (all ranks)."""
+def has_weights_of_others(folder: Path) -> bool:
+    """Whether a model's files are in `folder` that were not saved with the newest state of ours there (all ranks).
+
+    They stay, and rank 0 says so.
+    """
     finish_pending()
-
-    def look() -> bool:
-        if not any((folder / name).exists() for name in MODEL_FILES):
-            return False
-        place = folder / _latest(folder)
-        return not (place / FILE).exists() or not has_its_weights(StateRecord.read(place / FILE), folder)
-
     with meeting(SAVE, "what is in the folder of a training state") as coordinator:
-        return coordinator.broadcast(look)
+        found = coordinator.broadcast(lambda: has_other_weights(folder, _latest(folder)))
+    if found and coordinator.is_main:
+        logger.warning_once(
+            f"{folder}: a model is there that was not saved with a training state. It stays as it is, and states are "
+            "saved there without weights: a resume needs none."
+        )
+    return found
 
 
 def forget_state(place: Path, folder: Path) -> None:

@@ -92,7 +92,8 @@ def digests_in_memory(
     with coordinator.reporting():
         held = holdings(model, masters=False, rank=coordinator.rank, world_size=coordinator.world_size)
         held = {name: holding for name, holding in held.items() if name in names}
-        buffers = {name: whole_of(name, buffer) for name, buffer in named_buffers(model) if name in names}
+        all_buffers = named_buffers(model, remove_duplicate=False)
+        buffers = {name: whole_of(name, buffer) for name, buffer in all_buffers if name in names}
         kinds = {name: (each.dtype, each.box.shape) for name, each in held.items()}
         kinds |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
         kinds = {name: (dtypes.get(name, dtype), shape) for name, (dtype, shape) in kinds.items()}

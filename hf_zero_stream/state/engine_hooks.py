@@ -35,7 +35,7 @@ from .callers import (
     Caller,
     current,
     forget_guard_files,
-    has_other_weights,
+    has_weights_of_others,
     is_on,
     look_for_state,
     name_in,
@@ -63,24 +63,20 @@ def save_checkpoint(
         from ..holdings.deepspeed.engine_training import validate_tag  # there is an engine: DeepSpeed is imported
 
         by_script, caller = current() is None, current() or Caller()
-        tag = (caller.own_folder or None) if tag is None else str(tag)
+        tag = None if tag is None else str(tag)
         validate_tag(self, tag or f"global_step{self.global_steps}")
-        # A model that somebody has saved into the folder stays there: DeepSpeed writes no such files.
-        if by_script and tag is None and has_other_weights(Path(save_dir)):
-            tag = f"global_step{self.global_steps}"
         # A tag of the caller's own may be one of several models in the folder: each gets a folder with its weights.
         folder = Path(save_dir) if tag is None else Path(save_dir) / tag
-        leave, saved = partial(_leave_to_deepspeed, self), None
-        if by_script and tag is not None and has_other_weights(folder):
-            leave(UnsupportedError(f"a model is in {folder} that was not saved with a training state"))
-        else:
-            scheduler, data = caller.scheduler_of(self.optimizer), {CLIENT: client_state or {}}
-            keep_older = tag is None and by_script  # what has a place of its own is replaced
-            how = {"scheduler": scheduler, "data": data, "keep_older": keep_older}
-            # From swap files what is trained cannot be brought back without the weights.
-            how["exclude_frozen"] = exclude_frozen_parameters and not self.zero_nvme_offload_optimizer()
-            with notes_for_later() as note:
-                saved = save(self, folder, caller, leave, **how)
+        how = {
+            "scheduler": caller.scheduler_of(self.optimizer),
+            "data": {CLIENT: client_state or {}},
+            "keep_older": tag is None and by_script,  # what has a place of its own is replaced
+            "exclude_frozen": exclude_frozen_parameters,
+            # DeepSpeed writes no such files.
+            "with_weights": caller.with_weights and not (by_script and has_weights_of_others(folder)),
+        }
+        with notes_for_later() as note:
+            saved = save(self, folder, partial(_leave_to_deepspeed, self), **how)
         if saved is not None:
             if tag is not None:
                 name_state(Path(save_dir), tag, saved, bool(self.zero_optimization()))
@@ -133,7 +129,7 @@ def load_checkpoint(
                     name,
                     coordinator,
                     strict=load_module_strict,
-                    only_weights=load_module_only or not _has_optimizer(self),
+                    only_values=load_module_only or not _has_optimizer(self),
                     scheduler=(current() or Caller()).scheduler_of(self.optimizer),
                     with_scheduler=load_lr_scheduler_states,
                     all_as_rank_0=_loads_rank_0(self),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError, UnsupportedError
-from ..holdings.slots import MASTER, Forms, Slot, first_of_forms, forms_of, is_number, make_entries, storage_kind
+from ..holdings.slots import Forms, Slot, first_of_forms, forms_of, is_number, make_entries, storage_kind
 from ..holdings.training import Training
 from .blocks import make_blocks
 from .groups import option_of, with_kind
@@ -47,7 +47,7 @@ def recorded_entries(slots: Sequence[Slot], keys: Collection[str], forms: Forms 
                 kinds[key] = types.pop()
         else:
             others[key] = _others(key, having, all_of=len(having) == len(slots))
-    every_key = dict.fromkeys([*(key for slot in slots for key in slot.entries), *(it for it in keys if it != MASTER)])
+    every_key = dict.fromkeys([*(key for slot in slots for key in slot.entries), *keys])
     lacking = {key: _names(slot for slot in slots if key not in slot.entries) for key in every_key}
     return {
         "numbers": numbers,
@@ -111,7 +111,7 @@ def _tensors(
 ) -> dict[str, dict[str, list[str]]]:
     kinds: dict[int, dict[str, str]] = {}
     for slot in alike:
-        kept = {} if slot.is_swapped else {key: slot.elementwise(key) for key in keys if key != MASTER}
+        kept = {} if slot.is_swapped else {key: slot.elementwise(key) for key in keys}
         kinds[forms[slot]] = {key: storage_kind(it, slot.values) for key, it in kept.items() if it is not None}
     found: dict[str, dict[str, list[str]]] = {}
     for slot in slots:
@@ -270,7 +270,7 @@ class Recorded:
         blocks = {key for key, names in self.group.in_blocks.items() if _first(slot) in names}
         others = self.others_of(_first(slot))
         numbers = self.numbers_of(_first(slot))
-        found = {key: f"a tensor {self.kind(key, slot, _first(slot))}" for key in self._keys - {MASTER}}
+        found = {key: f"a tensor {self.kind(key, slot, _first(slot))}" for key in self._keys}
         found |= dict.fromkeys(blocks, "a tensor in blocks")
         found |= {
             key: _number_text(self.group.kinds.get(key, ""), value, with_numbers) for key, value in numbers.items()

@@ -11,16 +11,13 @@ from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
 
 
-OUTSIDE = "../"
-"""Begins the names of weights, which lie beside the folder of the state."""
-
-
 def recorded(digests: Mapping[str, int], name: str) -> dict[str, str]:
-    """Give `digests`, by names in the folder that is saved to, as the record of the state `name` has them."""
+    """Give `digests`, by names in the folder that is saved to, as the record of the state `name` has its own."""
     inside = f"{name}/"
     return {
-        file.removeprefix(inside) if file.startswith(inside) else OUTSIDE + file: f"{digest:016x}"
+        file.removeprefix(inside): f"{digest:016x}"
         for file, digest in sorted(digests.items())
+        if file.startswith(inside)
     }
 
 

@@ -21,12 +21,10 @@ from ..bindings import history
 from ..bindings.install import override_methods
 from ..errors import UnsupportedError
 from ..holdings.introspection import is_adapted
-from ..loading.into import load_into
 from ..ranks.coordinator import expected_at
 from ..ranks.rendezvous import LOAD
 from ..registry import tool
 from ..saving.arguments import refuse_url
-from ..saving.hooks import NotedSaves, noted_saves
 from ..saving.pending import after_pending, finish_pending
 from ..saving.publication import is_unfinished
 from ..saving.whole import notes_for_later
@@ -37,7 +35,6 @@ from ..seams.wrappers import (
     is_fsdp2,
     note_trainer,
     optimizers_of,
-    saves_by_default,
     scheduler_of,
     scheduler_state_in,
     schedulers_of,
@@ -55,14 +52,13 @@ from .callers import (
     forget_state,
     is_on,
     load_if_ours,
-    name_state,
+    load_values_if_ours,
     save,
     state_in,
     trainer_loads_schedulers,
     when_saved,
 )
 from .foreign import leave_to, write_guard_files
-from .record import LATEST
 
 
 logger = logging.get_logger(__name__)
@@ -137,17 +133,11 @@ def trainer_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         push(folder)
 
     own = {"_push_from_checkpoint": push_complete, "_rotate_checkpoints": partial(rotate_checkpoints, rotate)}
-    with set_in_context(noted_saves, NotedSaves(_forget_state)), override_methods(self, **own):
+    with override_methods(self, **own):
         result = original(self, *args, **kwargs)
     if self.args.save_total_limit == 1 and self.args.metric_for_best_model is not None:
         finish_pending()  # at the end of such a training the Trainer removes the last checkpoint, or the one before
     return result
-
-
-def _forget_state(folder: Path) -> None:
-    """A state of an earlier training in `folder` must not be taken for one that belongs to new weights."""
-    trainer_state_in(folder).unlink(missing_ok=True)
-    (folder / LATEST).unlink(missing_ok=True)
 
 
 def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) -> None:
@@ -155,14 +145,9 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     if not is_on():
         original(self, output_dir)
         return
-    noted = noted_saves.get()
     caller = _of_trainer(self)
-    # Adapters are small, and have been saved by the Trainer.
-    caller.has_weights = is_adapted(unwrapped(self.model)) or (noted is not None and noted.has_weights(output_dir))
+    caller.with_weights = False  # the Trainer has saved them
     note_steps(self)
-    # Weights that somebody else's code has written beside the state stay as they are.
-    writes_weights = not caller.has_weights and not saves_by_default(self, "save_model")
-    caller.own_folder = f"global_step{self.state.global_step}" if writes_weights else ""
     if not is_fsdp2(self.accelerator):
         with entered(caller):
             original(self, output_dir)
@@ -227,10 +212,7 @@ def trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
         return original(self)
     if is_adapted(unwrapped(self.model)):
         return None if _load_all(self, self.model, best) else original(self)
-    if (found := state_in(Path(best))) is None:
-        return original(self)
-    load_into(self.model, str(found[0]))
-    return None
+    return None if load_values_if_ours(self.model, Path(best), None) else original(self)
 
 
 def rotate_checkpoints(original: Callable[..., Any], *args: Any, output_dir: Any, **kwargs: Any) -> None:
@@ -275,7 +257,7 @@ def _is_complete(checkpoint: Path) -> bool:
         json.loads(trainer_state_in(checkpoint).read_bytes())
     except (OSError, ValueError):
         return False
-    return not any(map(is_unfinished, (checkpoint, *checkpoint.glob("global_step*"))))
+    return not is_unfinished(checkpoint)
 
 
 def save_fsdp_model(
@@ -325,14 +307,13 @@ def save_trained(model: Any, optimizer: Any, folder: Path, number: int, caller: 
     leave, saved = partial(leave_to, "accelerate", optimizer=unwrapped_optimizer(optimizer)), None
     if caller.is_between_steps:
         own = {"scheduler": caller.scheduler_of(optimizer), "batch_size": caller.batch_size, "keep_older": False}
+        own["with_weights"] = caller.with_weights
         with notes_for_later() as note:
-            saved = save(model, place / caller.own_folder, caller, leave, optimizer=optimizer, **own)
+            saved = save(model, place, leave, optimizer=optimizer, **own)
     else:
         leave(UnsupportedError("gradients are being accumulated, and they are not part of a state of ours."))
     if saved is not None:
         when_saved(saved, partial(write_guard_files, folder, number))
-        if caller.own_folder:
-            name_state(place, caller.own_folder, saved)
         note(saved)
     return saved is not None
 
@@ -351,9 +332,7 @@ def load_fsdp_model(
     if caller is not None and active_configs() and is_fsdp2(accelerator):
         place, optimizers = caller.place(Path(folder), number), optimizers_of(accelerator)
         if number >= len(optimizers):
-            is_ours = (found := state_in(place.parent, place.name)) is not None
-            if found is not None:
-                load_into(model, str(found[0]))
+            is_ours = load_values_if_ours(model, place.parent, place.name)
         else:
             optimizer, scheduler = optimizers[number], caller.scheduler_of(optimizers[number])
             is_ours = load_if_ours(model, place.parent, place.name, caller, optimizer, scheduler)

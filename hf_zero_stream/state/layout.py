@@ -2,8 +2,6 @@
 
 So a state is what the live model has, whatever its class is and whatever has been changed in it, and no conversion of
 a checkpoint's layout stands between the two. The weights of a module that is not transformers' lie in this way too.
-
-``names.json`` beside them has what a conversion of a training state must know of all that is not trained.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -20,19 +17,15 @@ from torch import nn
 
 from ..checkpoint.formats import INDEX, read_index_file
 from ..checkpoint.safetensors import NotedShard
-from ..checkpoint.state_folder import NAMES
 from ..checkpoint.urls import on_this_host
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
 from ..errors import UnsupportedError
 from ..holdings.holding import Holding
-from ..holdings.introspection import has_converted_experts, whole_shape
+from ..holdings.introspection import has_converted_experts
 from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
-from ..holdings.slots import MASTER
-from ..holdings.training import Training
 from ..saving.parameters import NewParameters
 from ..saving.preparation import SaveItem
-from ..seams.saving import stored_names
 from ..seams.session import LazyModel
 
 
@@ -58,8 +51,8 @@ def lay_out(
     entries = {name: it for name, it in entries.items() if isinstance(it, torch.Tensor)}
     if lost := sorted({*buffers} - entries.keys()):
         raise UnsupportedError(
-            f"{', '.join(lost[:8])}: expected {len(lost)} tensor(s) that the weights do not have in the state dict of "
-            "the model; it does not give them. Let it return them under their own names."
+            f"{', '.join(lost[:8])}: expected {len(lost)} tensor(s) of the model in its state dict; it does not give "
+            "them. Let it return them under their own names."
         )
     stem = "model" if key is None else f"model.{key}"
     split = split_torch_state_dict_into_shards(
@@ -136,49 +129,27 @@ def lazy_state(load: Load, model: nn.Module, place: Path, key: str | None, *, st
     return lazy_module(model, lazy if strict else matching_tensors(model, lazy))
 
 
-def names_of(
-    training: Training, keys: Sequence[str], exact: Collection[str] = (), *, has_base: bool = False
-) -> Mapping[str, Any]:
-    """Give what a conversion must know to give all tensors of the model, by DeepSpeed's names.
+def names_in(model: nn.Module) -> set[str]:
+    """Own names of all that a state has of `model`: each parameter, and each buffer of a state dict, once."""
+    return {name for name, _ in named_parameters(model)} | {*persistent_buffers(model).values()}
 
-    That is, by the model's name for it, the name in the files of weights and the shape: of buffers, of what is frozen,
-    and of what is trained, if it has no masters. And other names of tied parameters and of buffers that layers
-    share (`shared`), and the names that torch has for tensors in wrappers (`live`), by which DeepSpeed goes.
+
+def other_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """By other names of tied parameters, and of buffers that layers share, the first of each; and torch's own names.
+
+    These are what torch calls tensors in wrappers, by their own names; DeepSpeed goes by them.
     """
-    model, own = training.model, own_names(training.model)
-    trained = {member.name: list(member.box.shape) for slot in training.slots for member in slot.members}
-    first: dict[int, str] = {}
+    own, first = own_names(model), dict[int, str]()
     shared: dict[str, str] = {}
     live: dict[str, str] = {}
-    for name, param in named_parameters(model, remove_duplicate=False, by_own_names=False):
-        if first.setdefault(id(param), name) != name:
-            shared[name] = first[id(param)]
+    params = named_parameters(model, remove_duplicate=False, by_own_names=False)
     persistent = persistent_buffers(model)
-    for name, buffer in named_buffers(model, remove_duplicate=False, by_own_names=False):
-        if own.get(name, name) in persistent and first.setdefault(id(buffer), name) != name:
-            shared[name] = first[id(buffer)]
-    params = named_parameters(model, by_own_names=False)
-    for name, _ in (*params, *named_buffers(model, remove_duplicate=False, by_own_names=False)):
+    buffers = [*named_buffers(model, remove_duplicate=False, by_own_names=False)]
+    saved = [(name, buffer) for name, buffer in buffers if own.get(name, name) in persistent]
+    for name, tensor in (*params, *saved):
+        if first.setdefault(id(tensor), name) != name:
+            shared[name] = first[id(tensor)]
+    for name, _ in (*named_parameters(model, by_own_names=False), *buffers):
         if own[name] != name:
             live.setdefault(own[name], name)
-    frozen = {
-        name: list(whole_shape(param))
-        for name, param in named_parameters(model)
-        if name not in trained and not param.requires_grad
-    }
-    named = named_buffers(model, remove_duplicate=False)
-    buffers = {name: list(buffer.shape) for name, buffer in named if persistent.get(name) == name}
-    if has_base:  # of it, only what is `exact`ly in the state is saved
-        in_state = {name: [None, shape] for name, shape in frozen.items() if name in exact}
-        return {"shared": shared, "live": live, "frozen": in_state, "left_out": len(frozen) - len(in_state)}
-    noted = {"buffers": buffers, "frozen": frozen, "trained": {} if MASTER in keys else trained}
-    stored = stored_names(model, {name: shape for shapes in noted.values() for name, shape in shapes.items()})
-    found: dict[str, Any] = {
-        kind: {name: [stored.get(name), shape] for name, shape in shapes.items()} for kind, shapes in noted.items()
-    }
-    return found | {"shared": shared, "live": live}
-
-
-def write_names(place: Path, names: Mapping[str, Any]) -> None:
-    """Write :func:`names_of` into the folder `place` of a state."""
-    (place / NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+    return shared, live

@@ -15,12 +15,11 @@ from transformers.utils import logging
 from ..bindings import history
 from ..bindings.tracebacks import shortening
 from ..checkpoint.format import excerpt
-from ..checkpoint.formats import KnownHeaders
 from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.holder import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, own_names, own_or_clean
-from ..holdings.slots import BLOCKS, BUFFERS, EXACT
+from ..holdings.slots import BLOCKS, BUFFERS, VALUES
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at
@@ -36,24 +35,17 @@ from ..settings import scope
 from ..sources.base import is_url
 from ..sources.by_path import mounted_by_plugin
 from . import schedules
-from .base import refuse_other_base, refuse_unreachable_masters
+from .base import has_base, refuse_other_base
 from .entries import Recorded, prepare_entries, refuse_lost, set_entries
-from .file_digests import OUTSIDE, refuse_other_bytes
+from .file_digests import refuse_other_bytes
 from .foreign import ForeignState, foreign_state_in
 from .groups import drop_options, set_group, set_option
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
-from .refusals import (
-    has_its_weights,
-    refuse_missing_files,
-    refuse_optimizer,
-    refuse_other_training,
-    refuse_other_weights,
-    training_of,
-)
+from .refusals import refuse_missing_files, refuse_optimizer, refuse_other_training, training_of
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
-from .values import has_base, has_more, load_model_values, load_values
+from .values import load_model_values, load_values
 
 
 logger = logging.get_logger(__name__)
@@ -123,7 +115,7 @@ def load_state(
         batch_size: as for ``save_state``.
         with_scheduler: load the scheduler's state too.
         with_rng: go on with the random numbers that this rank had.
-        strict: raise if the weights lack anything that the model has, or have anything else. If false, what they lack
+        strict: raise if the state lacks anything that the model has, or has anything else. If false, what it lacks
             stays as it is. What the optimizer trains must be in the state in any case.
         hosts: `folder` is that of each host, as for ``save_state(hosts=True)``. The newest state of which these hosts
             have all pieces between them is taken, and a warning names newer ones.
@@ -202,7 +194,7 @@ def _resumed(
     With `all_as_rank_0`, every rank goes on with what rank 0 had, where ranks had things of their own, but for data.
     """
     finish_pending()
-    known, coordinator = KnownHeaders(), meeting or Coordinator.of_default_group()
+    coordinator = meeting or Coordinator.of_default_group()
     rank = 0 if all_as_rank_0 else coordinator.rank
     with expected_at(LOAD) if meeting is None else nullcontext():
         read_from = settings_in_force().read_from
@@ -219,23 +211,16 @@ def _resumed(
             names = own_names(training.model)
             found = found.renamed(partial(own_or_clean, names))
             record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place, rank))
-            training = training.without_frozen(_trained_in(record))
-            swapped, values = training.swapped_masters, record.with_masters
-            if has_base(training.model, record):
-                refuse_unreachable_masters(training)
+            training = training.without_frozen(record.trained)
             if isinstance(found, StateRecord):
-                if has_more(training.model, record, values - swapped):
-                    needs_all = not values or bool(swapped)
-                    check = partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all)
-                    coordinator.run_on_main(check)
-                _refuse_other_files(found, folder, place, known, coordinator)
+                _refuse_other_files(found, place, coordinator)
                 if has_base(training.model, record):
-                    refuse_other_base(training.model, record, place, coordinator, _trained_in(record))
+                    refuse_other_base(training.model, record, place, coordinator)
         with training.replacing_state():
             drop_options(training.optimizer, record)
             prepare_entries(training.optimizer, training.slots, record)
             if isinstance(found, StateRecord):
-                load_values(training, folder, place, record, coordinator, known, rank=rank, strict=strict)
+                load_values(training, place, record, coordinator, rank=rank, strict=strict)
             else:
                 found.load(training, coordinator)
             rates = _set_rest(training, record)
@@ -266,65 +251,48 @@ def _resumed(
 
 @fixed_names()
 def load_without_optimizer(
-    engine: Any,
+    trained: Any,
     folder: Path,
     tag: str,
     coordinator: Coordinator,
     *,
-    strict: bool,
-    only_weights: bool,
-    scheduler: Any,
-    with_scheduler: bool,
-    all_as_rank_0: bool,
+    strict: bool = True,
+    only_values: bool = True,
+    scheduler: Any = None,
+    with_scheduler: bool = True,
+    all_as_rank_0: bool = False,
 ) -> Any:
-    """Load the weights of a state into an engine (all ranks, in a meeting); returns the `data` saved with it.
+    """Load the values of a state into a model or an engine (all ranks, in a meeting); returns its `data`.
 
-    If not `strict`, what the weights lack stays as it is. Unless `only_weights` are wanted, counters, loss scaler and,
-    `with_scheduler`, the scheduler go on too.
-
-    Raises:
-        CheckpointError: the weights in `folder` are those of another state, and this one has none of its own.
+    If not `strict`, what the state lacks stays as it is. Unless `only_values` are wanted, counters, loss scaler and,
+    `with_scheduler`, the scheduler of an engine go on too.
     """
     finish_pending()
-    place, model, known = folder / tag, unwrapped(engine), KnownHeaders()
+    place, model = folder / tag, unwrapped(trained)
     with coordinator.reporting():
-        refuse_unknown_shards(engine, "training state")
+        refuse_unknown_shards(trained, "training state")
         finish_saves_into(folder, settings_in_force().read_from, coordinator)
     found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
     rank = 0 if all_as_rank_0 else coordinator.rank
     record = found.renamed(partial(own_or_clean, own_names(model))).for_rank(rank)
-    has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder, known))
-    values = set() if has_its_own and not has_base(model, record) else record.with_masters
-    _refuse_other_files(found, folder, place, known, coordinator)
-    if has_more(model, record, values):
-        needs_all = has_its_own or not record.with_masters
-        coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, known, needs_all=needs_all))
+    _refuse_other_files(found, place, coordinator)
     if has_base(model, record):
-        refuse_other_base(model, record, place, coordinator, _trained_in(record))
-    load_model_values(model, folder, place, record, values, coordinator, known, rank=rank, strict=strict)
-    if not only_weights and engine.optimizer is not None:
-        training = training_of(engine, None, scheduler, None, None, coordinator)
+        refuse_other_base(model, record, place, coordinator)
+    load_model_values(model, place, record, coordinator, rank=rank, strict=strict)
+    if not only_values and trained.optimizer is not None:
+        training = training_of(trained, None, scheduler, None, None, coordinator)
         _set_rest(training, record if with_scheduler else replace(record, scheduler=None))
     return restored(found.for_rank(coordinator.rank).data)
 
 
-def _refuse_other_files(
-    record: StateRecord, folder: Path, place: Path, known: KnownHeaders, coordinator: Coordinator
-) -> None:
+def _refuse_other_files(record: StateRecord, place: Path, coordinator: Coordinator) -> None:
     """Raise a CheckpointError if `verify` asks for all values, and a file is not as it was saved (all ranks).
 
     Behind a URL nothing is compared: all would have to be sent twice.
     """
     config = settings_in_force()
     if config.verify == "full" and not isinstance(place, UrlPath):
-        digests = record.digests
-        if not coordinator.broadcast(partial(has_its_weights, record, folder, known)):  # those of another state
-            digests = {name: digest for name, digest in digests.items() if not name.startswith(OUTSIDE)}
-        refuse_other_bytes(digests, place, config, coordinator)
-
-
-def _trained_in(record: StateRecord) -> set[str]:
-    return {name for group in record.groups for name in group.parameters}
+        refuse_other_bytes(record.digests, place, config, coordinator)
 
 
 def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRecord | ForeignState]:
@@ -345,8 +313,8 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     if (foreign := _foreign_state_in(place)) is not None:  # newer than a state of ours there
         return place, foreign
     record = StateRecord.read(place / FILE)
-    others = {EXACT: record.exact, BLOCKS: record.has_parts, BUFFERS: record.buffers}
-    keys = [*record.keys, *(key for key, is_there in others.items() if is_there)]
+    others = {BLOCKS: record.has_parts, BUFFERS: record.buffers}
+    keys = [VALUES, *record.keys, *(key for key, is_there in others.items() if is_there)]
     refuse_missing_files(place, keys, [RNG_FILE] if with_rng else [])
     return place, record
 

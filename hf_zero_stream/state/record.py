@@ -16,10 +16,9 @@ import torch
 
 from ..checkpoint.format import parse_object
 from ..errors import CheckpointError
-from ..holdings.slots import MASTER, Slot, is_storage_kind
+from ..holdings.slots import Slot, is_storage_kind
 from ..sources.base import is_plain_name
 from .digests import Digest
-from .file_digests import OUTSIDE
 from .plain import restored
 
 
@@ -31,7 +30,7 @@ CLIENT = "client_state"
 """Where a record's `data` has what the user gave to ``engine.save_checkpoint``."""
 
 _FORMAT = "hf_zero_stream training state"
-_VERSION = 1
+_VERSION = 2
 _DIGEST = re.compile("[0-9a-f]{16}")
 _OF_RANKS = ("data", "scheduler", "scaler")
 
@@ -130,8 +129,8 @@ class StateRecord:
 
     Attributes:
         optimizer: its class.
-        keys: the elementwise states, each in files of its own.
-        exact: own names of buffers and parameters whose values are in the state, as no weights have them as they are.
+        keys: the elementwise states, each in files of its own, beside the values.
+        untrained: own names of buffers and of parameters that are not trained, whose values are in the state.
         base: of adapters, digests of what is not trained and not in the state, by own names (:mod:`.base`); else None.
         base_of: where that was loaded from.
         scheduler: its class and its state.
@@ -141,9 +140,10 @@ class StateRecord:
         buffers: own names of the buffers that differed between ranks: each rank's values are in the state
             (:mod:`.buffers`).
         dtype: of what is trained: masters, or the parameters themselves.
-        weights: a fingerprint of the weights that were saved with it (:func:`.resumable.fingerprint`).
-        digests: of the files that were saved with it, in hexadecimal, by their paths from the folder of the state on
-            (:mod:`.file_digests`).
+        weights: the files of weights that were saved with it, beside its folder. No resume reads them.
+        digests: of the files of the state, in hexadecimal, by name (:mod:`.file_digests`).
+        shared: by other names of tied parameters, and of buffers that layers share, the first name of each.
+        live: what torch calls tensors in wrappers, by own names.
         training: its id (:mod:`..holdings.history`).
         version: of the format.
     """
@@ -151,7 +151,7 @@ class StateRecord:
     optimizer: str
     keys: Sequence[str]
     groups: Sequence[GroupRecord]
-    exact: Sequence[str] = ()
+    untrained: Sequence[str] = ()
     base: Mapping[str, Sequence[Any]] | None = None
     base_of: str = ""
     scheduler: Mapping[str, Any] | None = None
@@ -163,15 +163,17 @@ class StateRecord:
     of_ranks: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     buffers: Sequence[str] = ()
     dtype: str | None = None
-    weights: str | None = None
+    weights: Sequence[str] = ()
     digests: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
+    live: Mapping[str, str] = field(default_factory=dict)
     training: str = ""
     version: int = _VERSION
 
     @property
-    def with_masters(self) -> set[str]:
-        """The parameters whose values are in the state, and not only in the weights beside it."""
-        return {name for group in self.groups for name in group.parameters} if MASTER in self.keys else set()
+    def trained(self) -> frozenset[str]:
+        """Own names of the parameters that are trained."""
+        return frozenset(name for group in self.groups for name in group.parameters)
 
     @property
     def has_parts(self) -> bool:
@@ -186,8 +188,8 @@ class StateRecord:
         """This record with other names of parameters."""
         groups = [group.renamed(rename) for group in self.groups]
         base = None if self.base is None else {rename(name): value for name, value in self.base.items()}
-        exact, buffers = [*map(rename, self.exact)], [*map(rename, self.buffers)]
-        return replace(self, groups=groups, exact=exact, buffers=buffers, base=base)
+        untrained, buffers = [*map(rename, self.untrained)], [*map(rename, self.buffers)]
+        return replace(self, groups=groups, untrained=untrained, buffers=buffers, base=base)
 
     @property
     def own(self) -> dict[str, Any]:
@@ -218,7 +220,10 @@ class StateRecord:
         if found.pop("format", None) != _FORMAT:
             raise CheckpointError(f'{path}: expected "format": "{_FORMAT}". Give a folder that save_state wrote.')
         if (version := found.get("version")) != _VERSION:
-            raise CheckpointError(f"{path}: expected version {_VERSION}; got {version!r}. Update hf_zero_stream.")
+            raise CheckpointError(
+                f"{path}: expected version {_VERSION}; got {version!r}. Another version of hf_zero_stream saved this "
+                "state: go on from it with that one."
+            )
         try:
             groups = [GroupRecord(**group) for group in found.pop("groups")]
             record = cls(groups=groups, **found)
@@ -320,8 +325,11 @@ def _are_of_ranks(value: Any) -> bool:
 
 def _is_file_digest(item: tuple[str, Any]) -> bool:
     name, digest = item
-    is_near = all(map(is_plain_name, name.removeprefix(OUTSIDE).split("/")))  # PEFT has folders of adapters
-    return is_near and isinstance(digest, str) and bool(_DIGEST.fullmatch(digest))
+    return is_plain_name(name) and isinstance(digest, str) and bool(_DIGEST.fullmatch(digest))
+
+
+def _is_near(name: Any) -> bool:
+    return isinstance(name, str) and all(map(is_plain_name, name.split("/")))  # PEFT has folders of adapters
 
 
 def _is_key(value: Any) -> bool:
@@ -332,7 +340,7 @@ def _is_key(value: Any) -> bool:
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "optimizer": lambda value: isinstance(value, str),
     "keys": lambda value: isinstance(value, list) and all(map(_is_key, value)),
-    "exact": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
+    "untrained": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
     "base": _is_base,
     "base_of": lambda value: isinstance(value, str),
     "scheduler": _is_scheduler,
@@ -343,9 +351,11 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "of_ranks": _are_of_ranks,
     "buffers": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
     "dtype": lambda value: value is None or isinstance(value, str),
-    "weights": lambda value: value is None or isinstance(value, str),
+    "weights": lambda value: isinstance(value, (list, tuple)) and all(_is_near(it) for it in value),
     "digests": lambda value: isinstance(value, dict) and all(map(_is_file_digest, value.items())),
     "training": lambda value: isinstance(value, str),
+    "shared": lambda value: _is_dict(value, str),
+    "live": lambda value: _is_dict(value, str),
 }
 """Conditions on the fields of a record from anywhere."""
 

@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import logging
 
 from ..checkpoint.format import excerpt
-from ..checkpoint.formats import KnownHeaders
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..holdings.introspection import is_packed
 from ..holdings.own_names import named_buffers, named_parameters
@@ -32,11 +30,8 @@ from .blocks import refuse_other_parts
 from .entries import Recorded, refuse_unlike
 from .groups import ADAMS, OF_SOME_ADAMS, options_of
 from .layout import files_of
-from .record import LATEST, GroupRecord, StateRecord
-from .resumable import fingerprint
+from .record import GroupRecord, StateRecord
 
-
-logger = logging.get_logger(__name__)
 
 _AT_ONCE = 32
 """Files that are looked for at the same time."""
@@ -226,7 +221,7 @@ def refuse_other_training(training: Training, record: StateRecord, place: Path) 
             training.scheduler, record.scheduler, record.batch_size, training.batch_size, str(place)
         )
     groups = training.optimizer.param_groups
-    training = training.without_frozen({name for group in record.groups for name in group.parameters})
+    training = training.without_frozen(record.trained)
     if len(groups) != len(record.groups):
         raise ConfigError(
             f"{place}: the optimizer had {len(record.groups)} groups, and has {len(groups)} now. Make the same groups."
@@ -320,29 +315,6 @@ def _refuse_other_options(group: Mapping[str, Any], recorded: GroupRecord, numbe
                 f"{place}: group {number} of the optimizer: {name}: expected something like {excerpt(mine)}; found "
                 f"{excerpt(value)}. Go on with the optimizer that was saved."
             )
-
-
-def has_its_weights(record: StateRecord, folder: Path, known: KnownHeaders | None = None) -> bool:
-    """Whether the weights in `folder` were saved with the state of `record`, as far as can be told."""
-    return record.weights is None or fingerprint(folder, known) in (None, record.weights)
-
-
-def refuse_other_weights(
-    record: StateRecord, folder: Path, place: Path, known: KnownHeaders, *, needs_all: bool
-) -> None:
-    """Raise a CheckpointError if values that are trained would come from weights of another state.
-
-    If it does not need all of them, but has the values that are trained itself, there is a warning.
-    """
-    if has_its_weights(record, folder, known):
-        return
-    what = f"{folder}: its weights are not those that were saved with the state {place.name}"
-    if needs_all:
-        raise CheckpointError(
-            f"{what}, and that has none of its own. Go on from the state that `{LATEST}` names, or save states to "
-            "folders of their own."
-        )
-    logger.warning(f"{what}. Parameters that are not trained, and buffers, come from them.")
 
 
 def refuse_missing_files(place: Path, keys: Sequence[str], others: Sequence[str]) -> None:

@@ -1,21 +1,21 @@
-"""``save_state()``: weights, and everything else that training needs to go on, by all ranks; nothing is gathered.
+"""``save_state()``: everything that training needs to go on, by all ranks; nothing is gathered.
 
 The folder is a checkpoint for ``from_pretrained``, as ``save_pretrained`` writes it, with two more entries::
 
     latest                                  the name of the folder below, in one line
     global_step12/training_state.json       see record.py
-    global_step12/model.fp32-*.safetensors, model.exp_avg-*.safetensors, ...
+    global_step12/model.values-*.safetensors, model.exp_avg-*.safetensors, ...
     global_step12/rng.safetensors
 
-States have the parameters' own names and shapes (see layout.py). All of it is published together, `latest` last. Until
-then a resume finds the state that was there before. Before anything is written, the weights are seen to be what a load
-of this very model asks for (see resumable.py).
+The folder of the state stands by itself: no resume reads the weights. Its values are masters where there are any. They
+have the parameters' own names and shapes (see layout.py). All of it is published together, `latest` last. Until then a
+resume finds the state that was there before.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,11 @@ from transformers import PreTrainedModel
 from ..bindings import history
 from ..bindings.tracebacks import shortening
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
-from ..checkpoint.formats import KnownHeaders
-from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
+from ..errors import ConfigError, SaveError, UnsupportedError
+from ..holdings.holding import Holding
 from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names
-from ..holdings.slots import EXACT, Forms, elementwise_keys, forms_of, holdings_of
+from ..holdings.slots import VALUES, Forms, elementwise_keys, forms_of, holdings_of
 from ..holdings.steps import Steps, unseen_reason
 from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
@@ -53,7 +53,7 @@ from ..seams.ds_config import settings_in_force
 from ..settings.config import StreamingConfig
 from ..sources.base import is_url
 from . import rng, schedules
-from .base import adapter_weights, keys_with_trained, refuse_unreachable_masters, split_base
+from .base import adapter_weights, split_base
 from .blocks import item_of, with_parts
 from .buffers import differing, digests_of_buffers
 from .buffers import item_of as buffers_item
@@ -62,7 +62,7 @@ from .entries import recorded_entries, refuse_lost
 from .file_digests import recorded
 from .foreign import write_guard_files
 from .groups import recorded_options
-from .layout import index_name, lay_out, names_of, of_same_dtypes, state_item, write_names
+from .layout import index_name, lay_out, names_in, of_same_dtypes, other_names, state_item
 from .plain import plain
 from .record import (
     FILE,
@@ -72,8 +72,15 @@ from .record import (
     dtype_of,
     is_tag,
 )
-from .refusals import digests_of, refuse_module_entries, refuse_optimizer, refuse_ranks_apart, training_of
-from .resumable import changed_in_weights, fingerprint, fingerprint_of_new, refuse_unloadable
+from .refusals import (
+    digests_of,
+    keeps_packing,
+    refuse_module_entries,
+    refuse_optimizer,
+    refuse_ranks_apart,
+    training_of,
+)
+from .weights import mark_as_older
 
 
 HOST_ARGUMENTS = "beside", "facts", "told"
@@ -117,7 +124,8 @@ def save_state(
 ) -> SaveReport | PendingSave:
     """Save the weights and the training state of a model, such that any number of ranks can go on (all ranks).
 
-    Every rank writes the bytes that it holds. Nothing is pickled.
+    Every rank writes the bytes that it holds. Nothing is pickled. The state has all that a resume reads; the weights
+    beside it are for ``from_pretrained`` and inference engines.
 
     Args:
         trained: a DeepSpeed engine, at any ZeRO stage; or a model, whole or sharded by DTensor (FSDP2, tensor
@@ -130,7 +138,7 @@ def save_state(
             its own, and gets it back.
         batch_size: samples in a step of all ranks, of a model that is not in an engine; needed to go on with another
             number of ranks in a scheduler that accelerate steps once for each rank.
-        with_weights: save the weights too; False if `folder` has those of this very step already.
+        with_weights: save the weights too; False saves the state alone.
         keep_older: False removes the states that are in `folder` already, once this one is complete.
         exclude_frozen: leave out what is not trained and is seen to be in the checkpoint that the model was loaded
             from, with the same values, as is done for adapters of PEFT. The folder has no weights then, only a state.
@@ -151,8 +159,7 @@ def save_state(
         What every rank did. If `asynchronous`, a :class:`PendingSave`, whose ``wait()`` gives that.
 
     Raises:
-        UnsupportedError: the optimizer's state is not elementwise, gradients are being accumulated, or a load of this
-            model could not read what would be saved.
+        UnsupportedError: the optimizer's state is not elementwise, or gradients are being accumulated.
         ConfigError: an argument or its value is not known. UrlError: nothing can be saved to the URL.
         SaveError: on all ranks, if a file cannot be written on any, or could not be in the background the last time;
             or if something but a step of an optimizer has changed values before they were written in the background.
@@ -167,10 +174,6 @@ def save_state(
         if hosts:
             refuse_url(folder, "save_state(hosts=True)")
         place = place_of_save(folder)
-        if not with_weights and not isinstance(place, Path):
-            raise UnsupportedError(
-                f"save_state(with_weights=False): expected a folder, whose weights are looked at; got {place}."
-            )
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).without_frozen()
         refuse_optimizer(training)
         make_ready(training.model, training.model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
@@ -181,17 +184,14 @@ def save_state(
             )
         forms = forms_of(training.slots)
         keys = elementwise_keys(training.slots, forms)
-        has_base = exclude_frozen or is_adapted(training.model)
-        if has_base:
-            refuse_unreachable_masters(training)
-            keys = keys_with_trained(keys)
-        exact = sorted(changed_in_weights(training.model, coordinator)) if not has_base else []
+        # Packed weights lie in memory as in no file of a state.
+        has_base = exclude_frozen or is_adapted(training.model) or keeps_packing(training.model)
         data = plain(data, "data", exactly=True, with_tensors=True)
         random_state = rng.of_this_rank()
         buffers = {} if coordinator.is_alone else digests_of_buffers(training.model)
         if snapshot_bytes is not None:
             snapshot_bytes = StreamingConfig(snapshot_bytes=snapshot_bytes).snapshot_bytes
-        record = _record(training, keys, exact, data, coordinator.world_size, forms)
+        record = _record(training, keys, data, coordinator.world_size, forms)
         refuse_lost(training, record, Path(folder), is_new=True, forms=forms)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
@@ -209,48 +209,32 @@ def save_state(
         record = replace(record.with_own_of(own), buffers=differing(of_buffers), training=ids[0])
         record = with_parts(record, training, coordinator)
         if has_base:
-            exact, digests_of_base = split_base(training, record.buffers, coordinator)
+            untrained, digests_of_base = split_base(training, record.buffers, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
-            record = replace(record, exact=exact, base=base, base_of=places_of(training.model))
+            record = replace(record, untrained=untrained, base=base, base_of=places_of(training.model))
         name, replaced = (tag, []) if hosts else coordinator.broadcast(partial(_name, place, tag, keep_older))
         steps = Steps.of_training(training) if asynchronous else Steps()
         items: list[SaveItem] = []
-        in_state, known = record.with_masters | {*exact}, KnownHeaders()
         max_shard_size = kwargs.get("max_shard_size", "5GB")
-        if with_weights and (is_adapted(training.model) or not has_base):
-            weights = _weights(training.model, save, in_state, known, max_shard_size, coordinator)
+        if with_weights and (is_adapted(training.model) or not exclude_frozen):
+            weights = _weights(training.model, save, max_shard_size, coordinator)
             items.append(replace(weights, changes_with=steps.of_values))
-        elif not has_base:
-            coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, known, Path(folder)))
-        held_for = {key: holdings_of(training.slots, key) for key in keys}
+        keys_of_slots = keys if record.untrained else [VALUES, *keys]
+        held_for = {key: holdings_of(training.slots, key) for key in keys_of_slots}
         together = of_same_dtypes(held_for)
         refuse_differing(coordinator, str(together).encode(), "would save other tensors")
         of_states = [state_item(held_for, name, group, max_shard_size) for group in together]
         items += [replace(item, changes_with=steps.of_states) for item in of_states]
+        if record.untrained:
+            values = _values_item(training, record.untrained, name, max_shard_size, coordinator)
+            items.append(replace(values, changes_with={**steps.of_values, **steps.of_states}))
         if (in_blocks := item_of(training, record, name, max_shard_size)) is not None:
             items.append(in_blocks)
         if record.buffers:
             items.append(buffers_item(training.model, record.buffers, name, max_shard_size, coordinator))
-        if exact:
-            held = partial(held_values, training.model, exact, coordinator)
-            laid_out = partial(lay_out, EXACT, max_shard_size, buffers=exact)
-            exactly = SaveItem(
-                lay_out=laid_out, index_name=index_name(EXACT), folder=name, held=held, buffers=frozenset(exact)
-            )
-            items.append(replace(exactly, changes_with=steps.of_values))
-
-        def fingerprinted(publication: AnyPublication) -> str | None:
-            if not with_weights:
-                return fingerprint(publication.temporary.parent, known)  # the final folder, around the temporary one
-            if has_base or hosts:  # what is trained beside a base is in the state too
-                return None
-            read = None if isinstance(publication, Publication) else publication.read
-            return fingerprint_of_new(publication.temporary, known, read)
-
-        names = names_of(training, keys, exact, has_base=has_base) if coordinator.is_main else {}  # rank 0 writes them
         # DeepSpeed has tools for the states of such an engine.
         has_zero = bool(getattr(trained, "zero_optimization", bool)())
-        write_rest = partial(_write_record, name, record, random_states, fingerprinted, names, has_zero)
+        write_rest = partial(_write_record, name, record, random_states, has_zero)
         finalizer = Finalizer(write_rest, LATEST, replaced)
         saved: SaveReport | PendingSave
         if asynchronous:
@@ -284,27 +268,29 @@ def _host_save(
     return partial(host_save, copies=copies, keep=keep, training=training, **own)
 
 
-def _weights(
-    model: nn.Module,
-    save: Save,
-    in_state: Collection[str],
-    known: KnownHeaders,
-    max_shard_size: int | str,
-    coordinator: Coordinator,
-) -> SaveItem:
+def _weights(model: nn.Module, save: Save, max_shard_size: int | str, coordinator: Coordinator) -> SaveItem:
     """Give the item beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
     if is_peft_model(model):
         return adapter_weights(model, coordinator)
     if not isinstance(model, PreTrainedModel):
         return SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
-    check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state, known)
-    weights = save.weights()
-    return replace(weights, check=check)
+    return save.weights()
 
 
-def _record(
-    training: Training, keys: list[str], exact: list[str], data: Any, world_size: int, forms: Forms
-) -> StateRecord:
+def _values_item(
+    training: Training, untrained: Sequence[str], folder: str, max_shard_size: int | str, coordinator: Coordinator
+) -> SaveItem:
+    """Give the item of all values: of what is trained as it is trained, and of what else the model has."""
+    model, names = training.model, frozenset(untrained)
+
+    def held() -> dict[str, Holding]:
+        return {**held_values(model, names, coordinator), **holdings_of(training.slots, VALUES)}
+
+    laid_out = partial(lay_out, VALUES, max_shard_size, buffers=names)
+    return SaveItem(lay_out=laid_out, index_name=index_name(VALUES), folder=folder, held=held, buffers=names)
+
+
+def _record(training: Training, keys: list[str], data: Any, world_size: int, forms: Forms) -> StateRecord:
     groups = []
     for number in range(len(training.optimizer.param_groups)):
         slots = [slot for slot in training.slots if slot.group == number]
@@ -313,10 +299,14 @@ def _record(
         options = recorded_options(training.optimizer, number)
         groups.append(GroupRecord(options, names, shapes=shapes, **recorded_entries(slots, keys, forms)))
     scheduler = training.scheduler
+    trained = {name for group in groups for name in group.parameters}
+    shared, live = other_names(training.model)
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
         keys=keys,
-        exact=exact,
+        untrained=sorted(names_in(training.model) - trained),
+        shared=shared,
+        live=live,
         groups=groups,
         scheduler=None if scheduler is None else schedules.recorded(scheduler),
         scaler=None if training.scaler_state is None else plain(training.scaler_state, "loss scaler"),
@@ -374,8 +364,6 @@ def _write_record(
     name: str,
     record: StateRecord,
     random_states: Sequence[rng.Arrays],
-    fingerprinted: Callable[[AnyPublication], str | None],
-    names: Mapping[str, Any],
     has_zero: bool,
     publication: AnyPublication,
     digests: Mapping[str, int],
@@ -384,16 +372,17 @@ def _write_record(
     folder = publication.temporary
     place = folder / name
     try:
-        weights = fingerprinted(publication)
         place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
         rng.write_ranks(random_states, place / rng.FILE)
-        write_names(place, names)
         if has_zero:
             write_guard_files(folder, name)
-        written = replace(record, weights=weights, digests=recorded(digests, name))
+        beside = [each for each in sorted(digests) if not each.startswith(f"{name}/")]
+        if isinstance(publication, Publication):
+            mark_as_older(folder, beside)
+        written = replace(record, weights=beside, digests=recorded(digests, name))
         (place / FILE).write_text(written.to_json(), encoding="utf-8")
         (folder / LATEST).write_text(name, encoding="utf-8")
-    except (OSError, ReadError) as error:
+    except OSError as error:
         raise SaveError(
             f"{folder.parent / name}: cannot finish this training state: {error}. What was there before still is."
         ) from error

@@ -1,4 +1,4 @@
-"""Reads the values of a model that goes on: those that the state has, and the others from the weights beside it."""
+"""Reads the tensors of a state into a training that goes on: what is trained into slots, all else into the model."""
 
 from __future__ import annotations
 
@@ -11,130 +11,73 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from ..checkpoint.formats import KnownHeaders
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.slot_memory import SlotMemory
 from ..engine.load import Load
 from ..errors import LoadError
-from ..holdings.introspection import has_partition, is_adapted
-from ..holdings.own_names import named_parameters
-from ..holdings.slots import BLOCKS, EXACT, MASTER
+from ..holdings.introspection import has_partition
+from ..holdings.slots import BLOCKS, VALUES
 from ..holdings.training import Training
-from ..loading.into import load_some_into, place_into
+from ..loading.into import place_into
 from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from .blocks import refuse_lacking, tensors_of
 from .buffers import load_buffers
-from .layout import files_of, lazy_state, persistent_buffers
+from .layout import files_of, lazy_state, names_in
 from .record import StateRecord
 
 
-def has_base(model: nn.Module, record: StateRecord) -> bool:
-    """Whether the state of `record` has no weights beside it, but adapters at most: its base is what it was."""
-    return record.base is not None or is_adapted(model)
-
-
-def has_more(model: nn.Module, record: StateRecord, names: AbstractSet[str]) -> bool:
-    """Whether anything of `model` but parameters of these `names` comes from the weights beside the state."""
-    if has_base(model, record):
-        return False
-    return any(name not in names for name, _ in named_parameters(model)) or bool(persistent_buffers(model))
-
-
 def load_values(
-    training: Training,
-    folder: Path,
-    place: Path,
-    record: StateRecord,
-    coordinator: Coordinator,
-    known: KnownHeaders,
-    *,
-    rank: int,
-    strict: bool,
+    training: Training, place: Path, record: StateRecord, coordinator: Coordinator, *, rank: int, strict: bool
 ) -> None:
-    """Weights in `folder`, elementwise states in `place`; from the weights' files what has no master in memory."""
-    model, swapped = training.model, training.swapped_masters
-    in_memory = record.with_masters - swapped
-    # One plan for masters and moments; where there are no masters, a state with a base has what is trained itself.
-    together = bool(in_memory) and (training.copies_masters or has_base(model, record))
+    """Read all values and elementwise states from the state in `place` (all ranks, in a load's meeting).
+
+    For `rank` and `strict` see :func:`load_model_values`.
+    """
+    # Where new masters cannot be brought into the model, it reads its values itself.
+    copies = training.copies_masters
+    trained = record.trained if copies else frozenset[str]()
     load_model_values(
-        model,
-        folder,
-        place,
-        record,
-        in_memory,
-        coordinator,
-        known,
-        rank=rank,
-        strict=strict,
-        with_masters=not swapped,
-        later=together,
+        training.model, place, record, coordinator, rank=rank, strict=strict, without=trained, with_masters=False
     )
     blocks = tensors_of(training, record) if record.has_parts else None
     states = partial(_states_in, training, place, record, blocks)
-    load_states(training, record.keys, states, coordinator, with_masters=together, blocks=blocks)
-    if together:
+    load_states(training, [VALUES, *record.keys], states, coordinator, blocks=blocks)
+    if copies:
         training.copy_masters()
 
 
 def load_model_values(
     model: nn.Module,
-    folder: Path,
     place: Path,
     record: StateRecord,
-    values: set[str],
     coordinator: Coordinator,
-    known: KnownHeaders,
     *,
     rank: int,
     strict: bool,
+    without: AbstractSet[str] = frozenset(),
     with_masters: bool = True,
-    later: bool = False,
 ) -> None:
-    """All that `model` has: `values` from the state in `place`, or by the caller `later`; the rest from weights.
+    """Read what `model` has into its own memory, but for parameters `without` (all ranks, in a load's meeting).
 
-    Of buffers that differed between ranks, it gets those of `rank`.
+    Of buffers that differed between ranks, it gets those of `rank`. If it is not `strict`, what the state lacks stays
+    as it is.
     """
-    if has_more(model, record, values):
-        how = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator, "known": known}
-        _load_weights(model, folder, values, **how)
-    for key, names in ((EXACT, {*record.exact}), (MASTER, set() if later else values)):
-        if names:
-            _load_state(model, place, record, key, names, coordinator, strict=strict)
-    load_buffers(model, place, record, rank, coordinator, strict=strict)
-
-
-def _load_weights(model: Any, folder: Path, without: set[str], **how: Any) -> None:
-    if isinstance(model, PreTrainedModel):
-        load_some_into(model, str(folder), without, needs_adapters=True, **how)
-        return
-    needed = {name for name, _ in named_parameters(model)} | {*persistent_buffers(model).values()}
-    _load_laid_out(model, folder, None, needed - without, without, **how)
-
-
-def _load_state(
-    model: Any, place: Path, record: StateRecord, key: str, needed: set[str], coordinator: Coordinator, *, strict: bool
-) -> None:
-    """Values from the state itself: those that were trained, or what no weights have as it is."""
-    without = record.with_masters - needed
-    _load_laid_out(model, place, key, needed, without, strict=strict, coordinator=coordinator)
-
-
-def _load_laid_out(
-    model: Any, place: Path, key: str | None, needed: set[str], without: set[str], *, strict: bool, **how: Any
-) -> None:
-    """Values of the state `key` in the folder `place`, or of weights; `needed` must be there, if it is `strict`."""
+    saved = names_in(model) if record.base is None else {*record.untrained} | record.trained
+    needed = saved - without
 
     def lazy_model(load: Load) -> LazyModel:
-        found = lazy_state(load, model, place, key, strict=strict)
+        found = lazy_state(load, model, place, VALUES, strict=strict)
         _refuse_lacking(place, found, needed if strict else set())
         return found
 
-    place_into(model, str(place), lazy_model, without, takes_packed=True, **how)
+    if needed:
+        how: dict[str, Any] = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator}
+        place_into(model, str(place), lazy_model, {*without}, takes_packed=True, **how)
+    load_buffers(model, place, record, rank, coordinator, strict=strict)
 
 
 def _refuse_lacking(place: Path, found: LazyModel, needed: set[str]) -> None:
@@ -158,27 +101,19 @@ def load_states(
     states: States,
     coordinator: Coordinator,
     *,
-    with_masters: bool,
     blocks: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Read the states `keys` of all slots by one plan (all ranks, in a load's meeting).
 
-    Masters are read `with_masters`, and else where they are in swap files. `blocks` are tensors that are read whole;
-    None if no rank has any.
+    `blocks` are tensors that are read whole; None if no rank has any.
     """
-    wanted = [
-        (slot, [key for key in keys if key != MASTER or slot.is_swapped or with_masters]) for slot in training.slots
-    ]
-    used = [key for key in keys if any(key in of_slot for _, of_slot in wanted)]
-    if not used and blocks is None:
-        return
-    wanted = [(slot, [key for key in of_slot if key == MASTER or not slot.is_in_blocks]) for slot, of_slot in wanted]
+    wanted = [(slot, [key for key in keys if key == VALUES or not slot.is_in_blocks]) for slot in training.slots]
     hides_zero3 = any(map(has_partition, training.model.parameters()))
     memory = SlotMemory(wanted, training.device, whole=blocks or {}, hides_zero3=hides_zero3)
     with coordinator.reporting():
         load = Load(settings_in_force(), {}, coordinator, memory)
         with closing(load), torch.no_grad():
-            load.place(LazyTensorModule(states(load, used), {}), set(), set())
+            load.place(LazyTensorModule(states(load, keys), {}), set(), set())
 
 
 def _states_in(

@@ -254,4 +254,4 @@ def test_a_model_in_the_folder_stays(cluster: None, zoo_checkpoint: Checkpoint, 
         (tmp_path / name).write_text(text)
     assert run_ranks(2, save_beside_a_model, zoo_checkpoint("llama"), tmp_path) == [[1, 2, 3]] * 2
     assert {name: (tmp_path / name).read_text() for name in theirs} == theirs
-    assert (tmp_path / "global_step2" / "global_step2" / "training_state.json").exists()
+    assert (tmp_path / "global_step2" / "training_state.json").exists()

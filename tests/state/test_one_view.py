@@ -77,8 +77,8 @@ def operations(folder: Path, target: Path, config: dict[str, Any] | None) -> dic
     return found
 
 
-EXPECTED = {name: (1, 1) for name in ("save_state", "save_state again", "load_state", "load_into")} | {
-    "save_pretrained": (1, 0)
+EXPECTED = {name: (1, 0) for name in ("save_state", "save_state again", "save_pretrained")} | {
+    name: (1, 1) for name in ("load_state", "load_into")
 }
 
 
@@ -181,8 +181,7 @@ def test_a_changed_byte(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Pat
     run_ranks(2, save_one, folder, target, 3, asynchronous)
     place = target / "first"
     digests = json.loads((place / "training_state.json").read_text())["digests"]
-    shards = [*target.glob("*.safetensors"), *place.glob("*.safetensors")]
-    assert {(place / name).resolve() for name in digests} == {path.resolve() for path in shards if path.stem != "rng"}
+    assert {*digests} == {path.name for path in place.glob("*.safetensors") if path.stem != "rng"}
     assert all(
         int(digest, 16) == digest_of_range(place / name, 0, (place / name).stat().st_size)
         for name, digest in digests.items()

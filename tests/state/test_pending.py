@@ -97,7 +97,7 @@ def test_a_failed_save_leaves_a_mark(tmp_path: Path, fails: bool) -> None:
 
     def save() -> None:
         with hf_zero_stream.streaming(StreamingConfig(asynchronous_save=True)):
-            callers.save(model, tmp_path, callers.Caller(), pytest.fail, optimizer=optimizer)
+            callers.save(model, tmp_path, pytest.fail, optimizer=optimizer)
 
     with full_disk() if fails else nullcontext():
         save()

@@ -77,7 +77,7 @@ def refused_saves(folder: Path, target: Path) -> dict[str, str]:
         "sparse": ("mask", lambda param: torch.zeros(param.to_local().shape).to_sparse(), [0, 1]),
         "complex": ("phase", lambda param: torch.zeros_like(param, dtype=torch.complex64), [0, 1]),
         "columns first": ("rows", lambda param: torch.zeros(param.to_local().t().shape).t(), [0, 1]),
-        "a name of ours": ("fp32", lambda param: torch.zeros_like(param), [0, 1]),
+        "a name of ours": ("values", lambda param: torch.zeros_like(param), [0, 1]),
         "no name": (3, lambda param: torch.zeros_like(param), [0, 1]),
         "an object": ("projector", lambda param: object(), [0, 1]),
         "another kind of dict": ("counts", lambda param: Counter(a=1), [0, 1]),
@@ -129,7 +129,7 @@ def test_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> Non
         "sparse": "UnsupportedError: The optimizer keeps mask, .*It is sparse",
         "complex": "UnsupportedError: The optimizer keeps phase, .*complex",
         "columns first": "UnsupportedError: The optimizer keeps rows, .*row-major order",
-        "a name of ours": "UnsupportedError: The optimizer keeps 'fp32' for model",
+        "a name of ours": "UnsupportedError: The optimizer keeps 'values' for model",
         "no name": "UnsupportedError: The optimizer keeps 3 for model",
         "an object": "UnsupportedError: the optimizer's projector of model.*: expected numbers",
         "another kind of dict": "UnsupportedError: the optimizer's counts of .* would not come back as it is",
@@ -184,7 +184,7 @@ def fall_back(folder: Path, target: Path) -> dict[str, str]:
 
     found["a shard is gone"] = without(shard, shard.unlink)
     found["other shapes"] = without(place / "training_state.json", with_other_shape)
-    found["masters are gone"] = without(next(place.glob("model.fp32*.safetensors")), lambda: drop_a_tensor(place))
+    found["masters are gone"] = without(next(place.glob("model.values*.safetensors")), lambda: drop_a_tensor(place))
     found["nothing was read"] = str(all(map(torch.equal, before, trained_values(engine))))
     other = engine_of(folder, config, frozen_embeddings)
     found["other parameters"] = message_of(lambda: load(other, target / "state"))
@@ -206,7 +206,7 @@ def trained_values(engine: Any) -> list[torch.Tensor]:
 
 
 def drop_a_tensor(place: Path) -> None:
-    path = next(place.glob("model.fp32*.safetensors"))
+    path = next(place.glob("model.values*.safetensors"))
     tensors = load_file(path)
     del tensors["model.norm.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
@@ -220,7 +220,7 @@ def test_loads_and_what_falls_back(
         "saving in the middle": "UnsupportedError: save_state: gradients are being accumulated",
         "a shard is gone": "CheckpointError: .*model.exp_avg.*this file of the training state is gone",
         "other shapes": "CheckpointError: .* had shape .* when the state was saved",
-        "masters are gone": "LoadError: .*the saved fp32 lacks 1 parameters that are trained: model.norm.weight",
+        "masters are gone": "LoadError: .*values of 1 parameters that are trained are not there: model.norm.weight",
         "other parameters": "ConfigError: .*group 0 of the optimizer trained",
         "nothing was read": "True",
         "shared buffers": ".*training_state.json",

@@ -149,7 +149,7 @@ class AdapterTraining(Training):
 def in_state(folder: Path) -> set[str]:
     """The names of what is not trained and in the state in `folder`."""
     place = folder / (folder / "latest").read_text()
-    return set(json.loads((place / "training_state.json").read_text())["exact"])
+    return set(json.loads((place / "training_state.json").read_text())["untrained"])
 
 
 def train_and_save(folder: Path, target: Path, home: str, changes: Sequence[str], streams: bool) -> Any:

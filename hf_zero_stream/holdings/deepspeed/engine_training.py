@@ -16,7 +16,7 @@ from torch import nn
 from ...errors import UnsupportedError, refuse_unknown_version
 from ...ranks.coordinator import Coordinator
 from ..own_names import named_parameters, parameters
-from ..slots import MASTER, Member, Slot, entries_of, slots_of_parameters
+from ..slots import VALUES, Member, Slot, entries_of, slots_of_parameters
 from ..training import STEPS, Training
 from . import partitions
 from .autotp_shards import autotp_shard_of, is_empty_on_any_rank, trained_box
@@ -71,7 +71,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         replacing_state=partial(_replacing_state, wrapper),
         batch_size=engine.train_batch_size(),
         device=partitions.local_device(),
-        copy_masters=partial(_copy_masters, model, wrapper),
+        copy_masters=partial(_copy_masters, model, wrapper) if slots and slots[0].has_masters else lambda: None,
         can_copy_masters=not _has_swapped(wrapper),
         copies_own_masters=isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3),
         unseen_steps=_unseen_steps(wrapper, optimizer),
@@ -142,7 +142,7 @@ def _copy_masters(model: nn.Module, wrapper: Any) -> None:
         params = dict(named_parameters(model))
         for slot in _stage_3(model, wrapper):
             for name, _, first, start, stop, _ in slot.members:
-                params[name].ds_tensor.data[: stop - start].copy_(slot.flat(MASTER)[first : first + stop - start])
+                params[name].ds_tensor.data[: stop - start].copy_(slot.flat(VALUES)[first : first + stop - start])
     elif hasattr(wrapper, "update_lp_params"):
         wrapper.update_lp_params()
     elif hasattr(wrapper, "optimizer"):  # stage 0: every rank trains all of each parameter

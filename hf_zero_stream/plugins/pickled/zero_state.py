@@ -21,7 +21,7 @@ from ...engine.load import Load
 from ...errors import ConfigError, UnsupportedError
 from ...holdings.introspection import is_adapted
 from ...holdings.own_names import named_buffers, named_parameters
-from ...holdings.slots import MASTER
+from ...holdings.slots import VALUES
 from ...holdings.training import Training
 from ...loading.into import place_into
 from ...ranks.coordinator import Coordinator
@@ -77,7 +77,7 @@ def _record_of(zero: ZeroFolder, training: Training, with_scheduler: bool) -> St
     steps, samples = (zero.counters.get(name, 0) for name in ("global_steps", "global_samples"))
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
-        keys=[*zero.keys, FP32],
+        keys=[*zero.keys],
         groups=[_group_record(group, zero.views()) for group in zero.groups],
         scheduler=scheduler,
         scaler=scaler if scaler.keys() == (training.scaler_state or {}).keys() else None,
@@ -150,19 +150,16 @@ def _load(training: Training, zero: ZeroFolder, coordinator: Coordinator) -> Non
     """Read weights, masters, what is not trained, and moments; each rank the bytes of its own shards (all ranks)."""
     if coordinator.is_main:
         _warn_of_missing(training, zero)
-    place, states = partial(place_into, training.model, zero.path, coordinator=coordinator), partial(_states, zero)
-    if is_adapted(training.model):
-        base = partial(_untrained, zero, quantised_names(training.model))
-        place(base, set(), with_masters=False, takes_packed=True)
-        load_states(training, [*zero.keys, MASTER], states, coordinator, with_masters=True)
+    # Quantised weights do not lie in files as they do in memory; a resume has those of the base.
+    left_out = quantised_names(training.model) if is_adapted(training.model) else frozenset[str]()
+    copies = training.copies_masters
+    values = partial(_values, zero, left_out, with_trained=not copies)
+    place_into(
+        training.model, zero.path, values, set(), with_masters=False, takes_packed=True, coordinator=coordinator
+    )
+    load_states(training, [VALUES, *zero.keys], partial(_states, zero), coordinator)
+    if copies:
         training.copy_masters()
-        return
-    # Masters that are in swap files come as moments do, after the weights that belong to them.
-    swapped = training.swapped_masters
-    place(partial(_weights, zero, without=set()), set(), with_masters=not swapped)
-    if swapped and swapped != zero.views().keys():
-        place(partial(_weights, zero, without=swapped), set())
-    load_states(training, [*zero.keys, MASTER], states, coordinator, with_masters=False)
 
 
 def _lazy(load: Load, views: Mapping[str, View]) -> dict[str, LazyTensor]:
@@ -172,25 +169,21 @@ def _lazy(load: Load, views: Mapping[str, View]) -> dict[str, LazyTensor]:
 def _states(zero: ZeroFolder, load: Load, keys: Sequence[str]) -> dict[str, LazyTensor]:
     """The lazy states `keys` of all parameters, by ``key.name``."""
     first = load.checkpoint.add(zero.shards)
-    return _lazy(load, {f"{key}.{name}": view for key in keys for name, view in zero.views(key, first).items()})
+    names = {VALUES: FP32}
+    return _lazy(
+        load, {f"{key}.{name}": view for key in keys for name, view in zero.views(names.get(key, key), first).items()}
+    )
 
 
-def _untrained(zero: ZeroFolder, quantised: AbstractSet[str], load: Load) -> LazyModel:
-    """The model below adapters, without `quantised` weights, which do not lie in files as they do in memory."""
+def _values(zero: ZeroFolder, left_out: AbstractSet[str], load: Load, *, with_trained: bool) -> LazyModel:
+    """What the model has, but for what is `left_out`; with fp32 values of what is trained, or without."""
     first = load.checkpoint.add(zero.shards)
+    trained = zero.views(FP32, first) if with_trained else {}
     frozen, buffers = (
-        _lazy(load, {name: view for name, view in views.items() if name not in quantised})
-        for views in (zero.frozen(first), zero.buffers(first))
+        _lazy(load, {name: view for name, view in views.items() if name not in left_out})
+        for views in ({**trained, **zero.frozen(first)}, zero.buffers(first))
     )
     return LazyTensorModule(frozen, buffers), set(), set()
-
-
-def _weights(zero: ZeroFolder, load: Load, without: AbstractSet[str]) -> LazyModel:
-    """The model; if there are some to leave out, the other trained parameters alone."""
-    first = load.checkpoint.add(zero.shards)
-    trained = {name: view for name, view in zero.views(FP32, first).items() if name not in without}
-    frozen, buffers = ({}, {}) if without else (zero.frozen(first), zero.buffers(first))
-    return LazyTensorModule(_lazy(load, {**trained, **frozen}), _lazy(load, buffers)), set(), set()
 
 
 def _warn_of_missing(training: Training, zero: ZeroFolder) -> None:

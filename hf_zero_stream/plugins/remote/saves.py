@@ -128,9 +128,6 @@ class BucketSave:
             return
         raise taken_place(self.place.url)
 
-    def read(self, path: str, start: int, nbytes: int) -> bytes:
-        return self.place.read(str(Path(path).relative_to(self.temporary)), start, nbytes)
-
     def commit(self, weights_name: str, index_name: str, last_name: str = "", replaced: Sequence[str] = ()) -> None:
         assert self.order is not None
         paths = sorted(path for path in self.temporary.rglob("*") if path.is_file())
