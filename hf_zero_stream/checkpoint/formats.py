@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ReadError
 from ..registry import (
     DISTRIBUTED_ENDING,
     METADATA,
@@ -53,8 +53,11 @@ UNFINISHED = ".hf_zero_stream-saving-"
 
 
 def has_unfinished(folder: Path) -> bool:
-    """Whether a save into `folder` has died, or goes on."""
-    return folder.is_dir() and next(folder.glob(f"{UNFINISHED}*"), None) is not None
+    """Whether a save into `folder` has died, or goes on; a ReadError if it cannot be looked at."""
+    try:
+        return folder.is_dir() and next(folder.glob(f"{UNFINISHED}*"), None) is not None
+    except OSError as error:
+        raise ReadError(f"{folder}: cannot be listed: {error.strerror or error}. Mend its disk.") from error
 
 
 class Format(Protocol):

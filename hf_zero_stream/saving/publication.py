@@ -206,9 +206,9 @@ def finish_interrupted(folder: Path) -> list[str]:
     Raises:
         SaveError: it cannot be finished, or another process has been at it for too long.
     """
-    if not any((temporary / _LIST).exists() for temporary in folder.glob(f"{UNFINISHED}*")):
-        return []
     try:
+        if not any((temporary / _LIST).exists() for temporary in folder.glob(f"{UNFINISHED}*")):
+            return []
         with _locked(folder, folder):  # ranks that load alone may come here at the same time
             return _finish_lists(folder)
     except OSError as error:

@@ -22,8 +22,8 @@ import shutil
 import socket
 import stat
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,8 +33,9 @@ from transformers.utils import logging
 from ...checkpoint.file_digests import digest_of_range
 from ...checkpoint.format import parse_object
 from ...checkpoint.formats import UNFINISHED
-from ...errors import CheckpointError, ConfigError, SaveError
+from ...errors import CheckpointError, ConfigError, HfZeroStreamError, ReadError, SaveError
 from ...ranks.coordinator import Coordinator
+from ...saving.preparation import as_save_error
 from ...saving.publication import Publication, is_of_save
 from ...seams.ds_config import settings_in_force
 from ...sources.base import is_plain_name
@@ -239,12 +240,26 @@ def refuse_shared(folder: Path, hosts: Hosts, coordinator: Coordinator) -> None:
                         "hosts=True."
                     )
 
-        coordinator.run_on_all(mark)
-        coordinator.run_on_all(look)
+        coordinator.run_on_all(as_save_error(folder)(mark))
+        coordinator.run_on_all(as_save_error(folder)(look))
         _apart.add(key)
     finally:
         with suppress(OSError):
             mine.unlink()
+
+
+@contextmanager
+def as_read_error(folder: Path) -> Iterator[None]:
+    """Turn an error of the system inside, where loads look into the `folder` of this host, into a ReadError."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, HfZeroStreamError):
+            raise
+        raise ReadError(
+            f"{error.filename or folder}: {socket.gethostname()} cannot use its folder of states: "
+            f"{error.strerror or error}. Mend its disk, or go on without this host."
+        ) from error
 
 
 def states_in(folder: Path) -> list[FoundState]:
@@ -315,13 +330,19 @@ def begin_in(folder: Path, *, takes: bool = True) -> Publication:
 def remove_states(folder: Path, names: Iterable[str]) -> None:
     """Remove the states of these names that are in the folder of this host.
 
-    Each goes as a whole: if the process ends meanwhile, the next save removes the rest.
+    Each goes as a whole: if the process ends meanwhile, the next save removes the rest. One that cannot be removed
+    stays, and a warning says so: the state that has come after it is whole.
     """
     for place in (folder / name for name in names):
         left = folder / f"{UNFINISHED}{uuid.uuid4().hex[:12]}"
-        with suppress(FileNotFoundError):  # this host has nothing of it, or somebody else was faster
+        try:
             place.rename(left)
-            shutil.rmtree(left, ignore_errors=True)
+        except FileNotFoundError:  # this host has nothing of it, or somebody else was faster
+            continue
+        except OSError as error:
+            logger.warning(f"{place}: this older state cannot be removed: {error.strerror or error}. It stays there.")
+            continue
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def remove_states_of(folder: Path, training: str, steps: int) -> None:

@@ -25,6 +25,7 @@ from .folders import (
     PIECES,
     Hosts,
     HostState,
+    as_read_error,
     begin_in,
     own_folder,
     pieces_in,
@@ -98,7 +99,7 @@ def newest_of_both(
 def _look_for_states(folder: Path, hosts: Hosts, coordinator: Coordinator) -> list[FoundState]:
     """The states that all hosts have between them, the newest first (all ranks, in a meeting)."""
     looks = coordinator.rank == hosts.leader and os.path.lexists(folder)
-    mine = coordinator.run_on_all(lambda: states_in(own_folder(folder)) if looks else [])
+    mine = coordinator.run_on_all(as_read_error(folder)(lambda: states_in(own_folder(folder)) if looks else []))
     return joined(coordinator.all_gather(mine))
 
 
@@ -124,7 +125,7 @@ def _spread(place: Path, hosts: Hosts, coordinator: Coordinator) -> None:
             (publication.temporary / place.name / PIECES).mkdir(mode=0o700)
             publication.commit("", "")
 
-    coordinator.run_on_all(add)
+    coordinator.run_on_all(as_read_error(place.parent)(add))
 
 
 @contextmanager
@@ -136,7 +137,8 @@ def pieces_mounted(place: Path, coordinator: Coordinator) -> Iterator[None]:
     """
     hosts = Hosts.meet(coordinator)
     _spread(place, hosts, coordinator)
-    state, there = coordinator.run_on_all(partial(_look, place, coordinator.rank == hosts.leader))
+    look = partial(_look, place, coordinator.rank == hosts.leader)
+    state, there = coordinator.run_on_all(as_read_error(place)(look))
     of_hosts = hosts.of_leaders(coordinator.all_gather(there))
     reader_of: dict[int, int] = {}
     for piece in range(len(state.pieces)):

@@ -32,7 +32,7 @@ from ...holdings.own_names import parameters
 from ...holdings.training import STEPS, Training
 from ...reports.text import bytes_text
 from ...saving.files import Comparison, ShardWriter
-from ...saving.preparation import Finalizer
+from ...saving.preparation import Finalizer, as_save_error
 from ...saving.publication import Publication
 from ...saving.save import Save
 from ...saving.targets import AnyPublication
@@ -124,16 +124,16 @@ class HostSave(Save):
     def _write(self, publication: AnyPublication, finalizer: Finalizer) -> None:
         settle(parameters(self.model))
         coordinator, hosts = self._coordinator, self._hosts
-        is_leader = coordinator.rank == hosts.leader
-        own = coordinator.run_on_all(lambda: begin_in(self._own_folder) if is_leader else None)
+        is_leader, named = coordinator.rank == hosts.leader, as_save_error(self._own_folder)
+        own = coordinator.run_on_all(named(lambda: begin_in(self._own_folder) if is_leader else None))
         try:
-            found = coordinator.run_on_all(lambda: states_in(self._own_folder) if is_leader else [])
+            found = coordinator.run_on_all(named(lambda: states_in(self._own_folder) if is_leader else []))
             paths, of_hosts = zip(
                 *coordinator.all_gather((None if own is None else own.temporary, found)), strict=True
             )
             state = self._write_pieces(paths[hosts.leader], hosts, joined(of_hosts))
             with self._clock("publish"):
-                tree = coordinator.broadcast(partial(self._tree, publication, finalizer))
+                tree = coordinator.broadcast(named(partial(self._tree, publication, finalizer)))
                 for of_rank in coordinator.all_gather(self._beside):
                     tree |= of_rank
                 coordinator.run_on_all(lambda: None if own is None else self._commit(own, state, tree))
@@ -177,7 +177,7 @@ class HostSave(Save):
                 for rank, nbytes in wanted.items():
                     _allocate(path_of(rank), nbytes)
 
-        coordinator.run_on_all(make_room)
+        coordinator.run_on_all(as_save_error(self._own_folder)(make_room))
         digests = coordinator.all_gather(self._fill(path_of(coordinator.rank), mine))
         with self._clock("copy"):
             copy_pieces(coordinator, hosts, copies, sizes, digests, path_of)
