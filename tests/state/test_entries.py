@@ -153,7 +153,7 @@ def test_every_home(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -
     for source in ("ZeRO-3", "ZeRO-2", FSDP2):
         for home in homes:
             found = different_states(tmp_path / source, tmp_path / f"{source} by {home}")
-            assert [name for name in found if "fp32" not in name] == [], (source, home)  # FSDP2 has no masters
+            assert found == [], (source, home)
 
 
 class OnlyNew(torch.optim.Optimizer):

@@ -36,6 +36,8 @@ from tests.support.training_state import (
     all_in_one_group,
     different_states,
     engine_of,
+    frozen_embeddings,
+    resume,
     resume_all,
     resume_and_save_all,
     state_config,
@@ -75,6 +77,26 @@ def test_nvme(cluster: None, tmp_path: Path, parameters: bool) -> None:
     )
     for number in range(2):
         assert different_states(source, tmp_path / "again" / f"{number} {tmp_path.name}") == []
+
+
+def save_without_base(folder: Path, target: Path, config: dict[str, Any]) -> list[float]:
+    engine = engine_of(folder, config, frozen_embeddings)
+    train(engine, range(3))
+    hf_zero_stream.save_state(engine, target / "ours", data={"position": 7}, exclude_frozen=True)
+    return train(engine, (3, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("async_io")
+@pytest.mark.parametrize("parameters", [False, True], ids=["optimizer", "both"])
+def test_nvme_without_what_is_frozen(cluster: None, tmp_path: Path, parameters: bool) -> None:
+    folder = make_moe_checkpoint(tmp_path / "moe", 4e6, num_layers=2, num_experts=8)
+    config = nvme_config(tmp_path / "swap", parameters=parameters)
+    continued = run_ranks(2, save_without_base, folder, tmp_path, config)
+    resumed = run_ranks(2, resume, folder, tmp_path / "ours", config, frozen_embeddings, "ours")
+    assert resumed == continued
+    values = load_file(tmp_path / "ours" / "global_step3" / "model.values.safetensors")
+    assert values and not any("embed_tokens" in name for name in values)
 
 
 def losing_in_swap_files(folder: Path, source: Path, config: dict[str, Any]) -> list[str]:
