@@ -4,8 +4,8 @@ An optimizer of torch has an entry of state for each tensor that it trains. That
 of one, or a flat buffer in which parts of many parameters lie: a *slot*. What is kept for each element, such as Adam's
 moments, is laid out as the slot is. So where an element of a parameter lies in a slot says where its moments are.
 
-An entry is *elementwise*, or small (a number, None, a string, a dtype, and tuples, lists and dicts of these), or one
-of a slot that is kept *in blocks*, or refused by name: nothing that an optimizer keeps is passed over.
+An entry is *elementwise*, or small (a number, None, a string, a dtype, and tuples, lists and dicts of these), or any
+other tensor, which belongs to its slot *as a whole*, or refused by name: nothing is passed over.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .shards import local_shard_of
 VALUES = "values"
 """The name, among the states of a slot, of what is trained; in files, of the values of all that a model has."""
 
-BLOCKS = "blocks"
-"""What stands for the name of a state in the names of files with all that is kept of slots in blocks."""
+WHOLE = "whole"
+"""What stands for the name of a state in the names of files with all that is kept of slots as a whole."""
 
 BUFFERS = "buffers"
 """What stands for the name of a state in the names of files with buffers of which ranks have values of their own."""
 
-_TAKEN = (VALUES, BLOCKS, BUFFERS)
+_TAKEN = (VALUES, WHOLE, BUFFERS)
 
 _ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
 
@@ -97,36 +97,21 @@ class Slot:
         if key == VALUES:
             return self.values
         value = self.entries.get(key)
-        return value if _is_laid_out(value, self.values) and not self.is_in_blocks else None
+        return value if _is_laid_out(value, self.values) else None
 
     @property
-    def is_in_blocks(self) -> bool:
-        """Whether codes of 8 bits are kept, and numbers of the blocks that they are cut into, as a scale of each.
+    def whole(self) -> list[str]:
+        """The names of tensors that belong to the slot as it is, and to no other part of the parameters.
 
-        Blocks are counted from the slot's first element on, padding too. So all of its tensors belong to the slot as
-        it is, and to no other part of the parameters.
+        Such are factors of a moment, matrices of a preconditioner, and codes of 8 bits with a scale for each block of
+        them: blocks are counted from the slot's first element on, padding too.
         """
-        for it in self.entries.values():
-            if isinstance(it, torch.Tensor) and it.dtype == torch.uint8:
-                return not self.is_swapped and self._has_codes_of_blocks()
-        return False  # as nearly always
-
-    def _has_codes_of_blocks(self) -> bool:
-        tensors = [it for it in self.entries.values() if isinstance(it, torch.Tensor)]
-        codes = [it for it in tensors if it.dtype == torch.uint8]
-        several, numel = [it for it in tensors if it.numel() > 1], local_of(self.values).numel()
-        return (
-            any(it.numel() >= numel for it in codes if it.numel() > 1)
-            and not all(_is_laid_out(it, self.values) for it in several)
-            and all(_is_plain(it) and it.is_contiguous() for it in several)
-        )
-
-    @property
-    def blocks(self) -> dict[str, torch.Tensor]:
-        """The tensors that are kept, if that is in blocks; 0-dim ones are numbers."""
-        if not self.is_in_blocks:
-            return {}
-        return {key: it for key, it in self.entries.items() if isinstance(it, torch.Tensor) and it.dim()}
+        tensors = {key: it for key, it in self.entries.items() if isinstance(it, torch.Tensor)}
+        if self.is_swapped:
+            return []
+        others = [key for key, it in tensors.items() if it.numel() != 1 and not _is_laid_out(it, self.values)]
+        has_codes = any(it.dtype == torch.uint8 and it.numel() > 1 for it in tensors.values())
+        return [key for key, it in tensors.items() if it.dim()] if others and has_codes else others
 
     @property
     def is_padding(self) -> bool:
@@ -192,14 +177,16 @@ def elementwise_keys(slots: Sequence[Slot], forms: Forms | None = None) -> list[
     keys: dict[str, None] = {}
     alike = first_of_forms(slots, forms_of(slots) if forms is None else forms)
     for slot in alike:
-        for key, value in slot.entries.items():
-            if slot.elementwise(key) is not None and not slot.has_one_element():
+        whole = slot.whole
+        for key in slot.entries:
+            if slot.elementwise(key) is not None and not slot.has_one_element() and key not in whole:
                 keys[key] = None
     for slot in alike:
+        whole = slot.whole
         for key, value in slot.entries.items():
-            _refuse_key(key, slot, names_files=key in keys or key in slot.blocks)
-            if isinstance(value, torch.Tensor) and not slot.is_in_blocks:
-                _refuse_tensor(key, value, slot)
+            _refuse_key(key, slot, names_files=key in keys or key in whole)
+            if isinstance(value, torch.Tensor):
+                _refuse_tensor(key, value, slot, is_whole=key in whole)
     return [*keys]
 
 
@@ -247,20 +234,17 @@ def _refuse_key(key: Any, slot: Slot, *, names_files: bool) -> None:
         )
 
 
-def _refuse_tensor(key: str, value: torch.Tensor, slot: Slot) -> None:
-    """Raise an UnsupportedError unless `value` is elementwise, or has one element."""
+def _refuse_tensor(key: str, value: torch.Tensor, slot: Slot, *, is_whole: bool) -> None:
+    """Raise an UnsupportedError unless the memory of `value` is all that there is of it."""
     local = local_of(value)
-    if type(local) not in (torch.Tensor, nn.Parameter):
+    if is_whole and isinstance(value, DTensor):
+        why = f", a DTensor of shape {tuple(slot.values.shape)}: it is not known what of it belongs to this rank."
+    elif type(local) not in (torch.Tensor, nn.Parameter):
         why = f". It is a {type(local).__name__}, whose memory is not known."
     elif not _is_plain(local):
         why = ". It is sparse, quantised, complex or on the meta device."
-    elif not _is_laid_out(value, slot.values):
-        if value.numel() == 1:
-            return
-        why = (
-            f", of shape {tuple(slot.values.shape)}. Only state that has one number for an element can be cut for "
-            "another number of ranks."
-        )
+    elif is_whole or not _is_laid_out(value, slot.values):
+        return
     elif not (local.is_contiguous() and local_of(slot.values).is_contiguous()):
         why = ". Its elements are not in row-major order (contiguous)."
     else:
@@ -280,10 +264,7 @@ def _names(slot: Slot) -> str:
 
 
 def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
-    """Return this rank's holding of the state `key` of each trained parameter, by the parameter's name.
-
-    Of what is kept in blocks there are the values alone.
-    """
+    """Return this rank's holding of the state `key` of each trained parameter, by the parameter's name."""
 
     def values_of(slot: Slot, member: Member) -> torch.Tensor:
         start, stop = member.held
@@ -300,7 +281,7 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     found = {}
     for slot in slots:
         kept = slot.elementwise(key)
-        for member in slot.members if key == VALUES or not slot.is_in_blocks else ():
+        for member in slot.members:
             found[member.name] = Holding(
                 member.box,
                 torch.float32 if slot.is_swapped else (slot.values if kept is None else kept).dtype,
@@ -312,10 +293,6 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
                 is_zero=kept is None and not slot.is_swapped,
             )
     return found
-
-
-StorageKindOf = Callable[[Slot, str], str]
-"""The :func:`storage_kind` that a state is to be for a slot."""
 
 
 def storage_kind(value: torch.Tensor, values: torch.Tensor) -> str:
@@ -336,19 +313,8 @@ def is_storage_kind(text: str) -> bool:
     return all(word in ("host", "local") for word in (others if is_dtype else [first, *others]))
 
 
-def make_entries(optimizer: Any, slots: Iterable[Slot], keys: Sequence[str], kinds: StorageKindOf) -> None:
-    """Make the elementwise states `keys` of zeros where an optimizer has none, or has them of another kind."""
-    for slot in slots:
-        if slot.entries is not optimizer.state.get(slot.values):
-            optimizer.state[slot.values] = slot.entries
-        with slot.opened():
-            for key in () if slot.is_in_blocks else keys:
-                found, kind = slot.elementwise(key), kinds(slot, key)
-                if found is None or (storage_kind(found, slot.values) != kind and not slot.is_swapped):
-                    slot.entries[key] = _zeros_of(kind, slot.values)
-
-
-def _zeros_of(kind: str, values: torch.Tensor) -> torch.Tensor:
+def zeros_of(kind: str, values: torch.Tensor) -> torch.Tensor:
+    """An elementwise state of this :func:`storage_kind` for a slot that trains `values`."""
     words = kind.split()
     if "local" in words:
         values = local_of(values)

@@ -39,8 +39,11 @@ class ForeignState(Protocol):
     def record_for(self, training: Training, with_scheduler: bool) -> StateRecord:
         """Give what a state of ours would have recorded; an error of ours if it cannot go on in `training`."""
 
-    def load(self, training: Training, coordinator: Coordinator) -> None:
-        """Read weights, masters and moments; each rank the bytes of its own shards (all ranks)."""
+    def load(self, training: Training, record: StateRecord, coordinator: Coordinator) -> None:
+        """Read weights, masters and moments; each rank the bytes of its own shards (all ranks).
+
+        `record` is what :meth:`record_for` gave.
+        """
 
 
 def foreign_state_in(folder: Path) -> ForeignState | None:

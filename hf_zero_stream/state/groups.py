@@ -11,7 +11,7 @@ from ..checkpoint.format import excerpt
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.slots import Slot, is_number
 from .plain import is_same, plain, restored
-from .record import GroupRecord, StateRecord
+from .record import GroupRecord
 
 
 ADAMS = {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}
@@ -84,6 +84,11 @@ def _is_small(value: Any) -> bool:
     return not (isinstance(value, torch.Tensor) and value.numel() > 1)
 
 
+def is_tensor(written: Any) -> bool:
+    """Whether :func:`with_kind` has written a tensor."""
+    return isinstance(written, Mapping) and list(written) == [_TENSOR]
+
+
 def options_of(recorded: GroupRecord, device: torch.device | None = None) -> dict[str, Any]:
     """The options that were recorded; tensors on `device`, or on the host if they were there.
 
@@ -95,7 +100,7 @@ def options_of(recorded: GroupRecord, device: torch.device | None = None) -> dic
 
 def option_of(name: str, value: Any, device: torch.device | None) -> Any:
     """Read what :func:`with_kind` has written, tensors on `device`, or on the host if they were there."""
-    if not isinstance(value, Mapping) or list(value) != [_TENSOR]:
+    if not is_tensor(value):
         return restored(value)
     try:
         found = value[_TENSOR]
@@ -108,24 +113,25 @@ def option_of(name: str, value: Any, device: torch.device | None) -> Any:
         ) from error
 
 
-def drop_options(optimizer: Any, record: StateRecord) -> None:
+def drop_options(optimizer: Any, groups: Sequence[GroupRecord]) -> None:
     """Drop what steps have put into the groups, and had not when the state was saved."""
     if any(optimizer.state.values()):
         kept = {*_NOT_RECORDED, *getattr(optimizer, "defaults", {}), "initial_lr"}  # the last is a scheduler's
-        for group, recorded in zip(optimizer.param_groups, record.groups, strict=True):
+        for group, recorded in zip(optimizer.param_groups, groups, strict=True):
             for name in group.keys() - kept - recorded.options.keys():
                 if is_number(group[name]) and not isinstance(group[name], bool):
                     del group[name]
 
 
 def set_group(optimizer: Any, number: int, recorded: GroupRecord, slots: Sequence[Slot]) -> None:
-    """Set the options of the optimizer's group of this `number`, which trains `slots`.
+    """Set the options of the optimizer's group of this `number`, which trains some of `slots`.
 
     All that was recorded is set, but for what :mod:`.refusals` has found to make no difference to another Adam.
     """
     group = optimizer.param_groups[number]
     is_adam = type(optimizer).__name__ in ADAMS
-    for name, value in options_of(recorded, next((slot.values.device for slot in slots), None)).items():
+    device = next((slot.values.device for slot in slots if slot.group == number), None)
+    for name, value in options_of(recorded, device).items():
         if name == _DECOUPLED and isinstance(optimizer, torch.optim.AdamW):
             continue
         if name in group:

@@ -19,7 +19,7 @@ from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.holder import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, own_names, own_or_clean
-from ..holdings.slots import BLOCKS, BUFFERS, VALUES
+from ..holdings.slots import BUFFERS, VALUES, WHOLE
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at
@@ -36,9 +36,9 @@ from ..sources.base import is_url
 from ..sources.by_path import mounted_by_plugin
 from . import schedules
 from .base import has_base, refuse_other_base
-from .entries import Recorded, prepare_entries, refuse_lost, set_entries
 from .file_digests import refuse_other_bytes
 from .foreign import ForeignState, foreign_state_in
+from .forms import refuse_lost, set_entries
 from .groups import drop_options, set_group, set_option
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
@@ -46,6 +46,7 @@ from .refusals import refuse_missing_files, refuse_optimizer, refuse_other_train
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
 from .values import load_model_values, load_values
+from .wholes import groups_for, restore_strides, wholes_for
 
 
 logger = logging.get_logger(__name__)
@@ -217,21 +218,22 @@ def _resumed(
                 if has_base(training.model, record):
                     refuse_other_base(training.model, record, place, coordinator)
         with training.replacing_state():
-            drop_options(training.optimizer, record)
-            prepare_entries(training.optimizer, training.slots, record)
+            groups, whole = groups_for(training, record, place), wholes_for(training, record)
+            drop_options(training.optimizer, groups)
+            set_entries(training.optimizer, training.slots, record.form_of, whole)
             if isinstance(found, StateRecord):
                 load_values(training, place, record, coordinator, rank=rank, strict=strict)
             else:
-                found.load(training, coordinator)
+                found.load(training, record, coordinator)
             rates = _set_rest(training, record)
-            for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the rate
-                of_group = [slot for slot in training.slots if slot.group == number]
-                set_group(training.optimizer, number, recorded, of_group)
-                set_entries(training.optimizer, number, Recorded(recorded, record.keys), of_group)
+            for number, recorded in enumerate(groups):  # after the scheduler, which may not set the rate
+                set_group(training.optimizer, number, recorded, training.slots)
                 if rates is not None:
                     set_option(training.optimizer.param_groups[number], "lr", rates[number])
+            restore_strides(training, record)
             if isinstance(found, StateRecord):
-                coordinator.run_on_all(partial(refuse_lost, training, record, place))
+                kind, keys, forms = record.optimizer, record.keys, record.form_of
+                coordinator.run_on_all(partial(refuse_lost, training, kind, keys, forms, whole, place))
         history.set_id(training.optimizer, record.training)
     if with_rng and not isinstance(found, StateRecord):
         logger.warning_once(f"{place}: {found.writer} saves no random numbers, so those of all ranks are new.")
@@ -313,7 +315,7 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     if (foreign := _foreign_state_in(place)) is not None:  # newer than a state of ours there
         return place, foreign
     record = StateRecord.read(place / FILE)
-    others = {BLOCKS: record.has_parts, BUFFERS: record.buffers}
+    others = {WHOLE: record.has_tensors_of_parts, BUFFERS: record.buffers}
     keys = [VALUES, *record.keys, *(key for key, is_there in others.items() if is_there)]
     refuse_missing_files(place, keys, [RNG_FILE] if with_rng else [])
     return place, record

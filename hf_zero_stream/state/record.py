@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,91 +36,66 @@ _OF_RANKS = ("data", "scheduler", "scaler")
 
 
 @dataclass(frozen=True)
+class Form:
+    """What an optimizer keeps of a parameter (:mod:`.forms`).
+
+    Attributes:
+        each: of elementwise entries, by name: how they are (:func:`..holdings.slots.storage_kind`).
+        small: all others that do not go whole, by name, as JSON has them (:func:`.groups.with_kind`).
+    """
+
+    each: Mapping[str, str] = field(default_factory=dict)
+    small: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an optimizer keeps of a slot as a whole (:mod:`.wholes`).
+
+    Attributes:
+        tensors: by name dtype, shape, whether it is on the host, and strides if its elements are in another order.
+        values: all others, by name, as JSON has them.
+    """
+
+    tensors: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class GroupRecord:
     """A group of an optimizer.
 
     Attributes:
         options: learning rate, weight decay, ...
         parameters: own names of those that are trained.
-        numbers: what the optimizer keeps of each of them that is one number, as `step`: by name, one for all
-            parameters, or a list with one for each.
-        shapes: of the parameters; may be empty if they are not known.
-        lacking: what the optimizer keeps of some of the parameters only, by name: the others.
-        kinds: of those `numbers` that are tensors, their dtypes, and ``host`` if only they are there, by name.
-        others: what it keeps beside, such as None, by name: each value that there is, and the names of the parameters
-            that have it; None for all of them.
-        tensors: elementwise states that differ from what is trained, by name: how
-            (:func:`..holdings.slots.storage_kind`), and of which parameters.
-        in_blocks: what it keeps in blocks (:mod:`.blocks`), by name: of which parameters.
-        parts: each slot that is kept in blocks, on whatever rank: a digest of what lies in it, and for each name in it
-            dtype, shape, and whether only it is on the host.
+        shapes: of these.
+        forms: the numbers of their forms.
+        own: options that differed between ranks, by a digest of what each trained in this group (:mod:`.wholes`).
     """
 
     options: Mapping[str, Any]
     parameters: Sequence[str]
-    numbers: Mapping[str, Any]
-    shapes: Sequence[Sequence[int]] = ()
-    lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    others: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
-    tensors: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
-    in_blocks: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    parts: Sequence[Sequence[Any]] = ()
+    shapes: Sequence[Sequence[int]]
+    forms: Sequence[int]
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def renamed(self, rename: Callable[[str], str]) -> GroupRecord:
-        """This record with other names of parameters."""
-
-        def names(of: Sequence[str]) -> list[str]:
-            return [*map(rename, of)]
-
-        return replace(
-            self,
-            parameters=names(self.parameters),
-            lacking={key: names(of) for key, of in self.lacking.items()},
-            others={
-                key: [[written, None if of is None else names(of)] for written, of in values]
-                for key, values in self.others.items()
-            },
-            tensors={key: {kind: names(of) for kind, of in of_key.items()} for key, of_key in self.tensors.items()},
-            in_blocks={key: names(of) for key, of in self.in_blocks.items()},
-        )
-
-    def faults(self) -> Iterable[str]:
-        """The fields that are not what they must be, in a record from anywhere."""
+    def faults(self, forms: int) -> Iterable[str]:
+        """The fields that are not what they must be, in a record from anywhere that has so many `forms`."""
         sizes = len(self.parameters) if isinstance(self.parameters, list) else -1
         if not _is_dict(self.options, object):
             yield "options"
-        if not isinstance(self.parameters, list) or not all(isinstance(name, str) for name in self.parameters):
+        if not _are_names(self.parameters):
             yield "parameters"
-        if not _is_dict(self.numbers, object) or not all(
-            all(map(is_plain_number, values)) and len(values) == sizes
-            if isinstance(values, list)
-            else is_plain_number(values)
-            for values in self.numbers.values()
-        ):
-            yield "numbers"
-        if (
-            not isinstance(self.shapes, list)
-            or len(self.shapes) not in (0, sizes)
-            or not all(map(_is_shape, self.shapes))
-        ):
+        if not isinstance(self.shapes, list) or len(self.shapes) != sizes or not all(map(_is_shape, self.shapes)):
             yield "shapes"
-        if not _is_dict(self.lacking, list) or not all(map(_are_names, self.lacking.values())):
-            yield "lacking"
-        if not _is_dict(self.in_blocks, list) or not all(map(_are_names, self.in_blocks.values())):
-            yield "in_blocks"
-        if not isinstance(self.parts, (list, tuple)) or not all(map(_is_part, self.parts)):
-            yield "parts"
-        if not _is_dict(self.kinds, str) or not all(map(_is_kind_of_number, self.kinds.values())):
-            yield "kinds"
-        if not _is_dict(self.others, list) or not all(map(_is_other, chain.from_iterable(self.others.values()))):
-            yield "others"
-        if not _is_dict(self.tensors, dict) or not all(
-            is_storage_kind(kind) and _are_names(names)
-            for of_key in self.tensors.values()
-            for kind, names in of_key.items()
+        if (
+            not isinstance(self.forms, list)
+            or len(self.forms) != sizes
+            or not all(_is_integer(number) and 0 <= number < forms for number in self.forms)
         ):
-            yield "tensors"
+            yield "forms"
+        if not _is_dict(self.own, dict):
+            yield "own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +105,9 @@ class StateRecord:
     Attributes:
         optimizer: its class.
         keys: the elementwise states, each in files of its own, beside the values.
+        forms: what is kept of parameters: each different one once.
+        whole: own names of the parameters of which anything belongs to a slot as a whole.
+        parts: what that is, by a digest of what lies in the slot.
         untrained: own names of buffers and of parameters that are not trained, whose values are in the state.
         base: of adapters, digests of what is not trained and not in the state, by own names (:mod:`.base`); else None.
         base_of: where that was loaded from.
@@ -151,6 +129,9 @@ class StateRecord:
     optimizer: str
     keys: Sequence[str]
     groups: Sequence[GroupRecord]
+    forms: Sequence[Form]
+    whole: Sequence[str] = ()
+    parts: Mapping[str, Part] = field(default_factory=dict)
     untrained: Sequence[str] = ()
     base: Mapping[str, Sequence[Any]] | None = None
     base_of: str = ""
@@ -175,10 +156,21 @@ class StateRecord:
         """Own names of the parameters that are trained."""
         return frozenset(name for group in self.groups for name in group.parameters)
 
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """By the name of each parameter that is trained its place among all."""
+        return {name: place for place, name in enumerate(chain.from_iterable(it.parameters for it in self.groups))}
+
+    @cached_property
+    def form_of(self) -> dict[str, Form]:
+        """By the name of each parameter that is trained its form."""
+        numbers = ((name, it) for group in self.groups for name, it in zip(group.parameters, group.forms, strict=True))
+        return {name: self.forms[number] for name, number in numbers}
+
     @property
-    def has_parts(self) -> bool:
-        """Whether anything is kept in blocks, in files of its own."""
-        return any(group.parts for group in self.groups)
+    def has_tensors_of_parts(self) -> bool:
+        """Whether there are files of what is kept as a whole."""
+        return any(part.tensors for part in self.parts.values())
 
     @property
     def base_digests(self) -> dict[str, Digest] | None:
@@ -186,10 +178,10 @@ class StateRecord:
 
     def renamed(self, rename: Callable[[str], str]) -> StateRecord:
         """This record with other names of parameters."""
-        groups = [group.renamed(rename) for group in self.groups]
+        groups = [replace(group, parameters=[*map(rename, group.parameters)]) for group in self.groups]
         base = None if self.base is None else {rename(name): value for name, value in self.base.items()}
-        untrained, buffers = [*map(rename, self.untrained)], [*map(rename, self.buffers)]
-        return replace(self, groups=groups, untrained=untrained, buffers=buffers, base=base)
+        untrained, buffers, whole = ([*map(rename, names)] for names in (self.untrained, self.buffers, self.whole))
+        return replace(self, groups=groups, untrained=untrained, buffers=buffers, whole=whole, base=base)
 
     @property
     def own(self) -> dict[str, Any]:
@@ -226,15 +218,20 @@ class StateRecord:
             )
         try:
             groups = [GroupRecord(**group) for group in found.pop("groups")]
-            record = cls(groups=groups, **found)
-        except (TypeError, KeyError) as error:
+            forms = [Form(**form) for form in found.pop("forms")]
+            parts = {digest: Part(**part) for digest, part in found.pop("parts").items()}
+            record = cls(groups=groups, forms=forms, parts=parts, **found)
+        except (TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path}: its entries are not those of a training state: {error}") from error
         record._check(path)
         return record
 
     def _check(self, path: Path) -> None:
         faults = [name for name, is_sound in _FIELDS.items() if not is_sound(getattr(self, name))]
-        faults += [f"groups[{number}].{name}" for number, group in enumerate(self.groups) for name in group.faults()]
+        groups = enumerate(self.groups)
+        faults += [f"groups[{number}].{name}" for number, group in groups for name in group.faults(len(self.forms))]
+        faults += [f"forms[{number}]" for number, form in enumerate(self.forms) if not _is_form(form)]
+        faults += [f"parts[{digest}]" for digest, part in self.parts.items() if not _is_part(part)]
         if faults:
             raise CheckpointError(
                 f"{path}: {', '.join(faults[:8])}: expected what save_state writes there. Copy the state again, or go "
@@ -244,8 +241,9 @@ class StateRecord:
         if len(set(names)) != len(names) or len(set(self.keys)) != len(self.keys):
             raise CheckpointError(f"{path}: expected names of parameters, each in one group, and of states, each once")
         try:
-            groups = [[group.options, group.others] for group in self.groups]
-            restored([self.own, self.of_ranks, groups])
+            options = [[group.options, group.own] for group in self.groups]
+            small = [*(form.small for form in self.forms), *(part.values for part in self.parts.values())]
+            restored([self.own, self.of_ranks, options, small])
         except (TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{path}: expected dicts as save_state writes them: {error}") from error
 
@@ -265,46 +263,38 @@ def _is_integer(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**63
 
 
-def is_plain_number(value: Any) -> bool:
-    """Whether `value` is None, or a number that JSON has as it is."""
-    return value is None or isinstance(value, bool) or _is_integer(value) or _is_no_nan(value)
-
-
-def _is_no_nan(value: Any) -> bool:
-    return isinstance(value, float) and not math.isnan(value)
-
-
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _is_kind_of_number(value: str) -> bool:
-    return isinstance(getattr(torch, value.removesuffix(" host"), None), torch.dtype)
-
-
-def _is_other(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and (value[1] is None or _are_names(value[1]))
 
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, list) and all(_is_integer(size) and size >= 0 for size in value)
 
 
-def _is_part(value: Any) -> bool:
+def _is_form(form: Form) -> bool:
     return (
-        isinstance(value, list)
-        and len(value) == 2
+        _is_dict(form.each, str)
+        and all(_is_key(key) and is_storage_kind(kind) for key, kind in form.each.items())
+        and _is_dict(form.small, object)
+    )
+
+
+def _is_part(part: Part) -> bool:
+    has_tensors = _is_dict(part.tensors, list) and all(map(_is_tensor, part.tensors.items()))
+    return has_tensors and _is_dict(part.values, object)
+
+
+def _is_tensor(item: tuple[str, Any]) -> bool:
+    key, value = item
+    return (
+        _is_key(key)
+        and len(value) == 4
         and isinstance(value[0], str)
-        and _is_dict(value[1], list)
-        and all(
-            _is_key(key)
-            and len(it) == 3
-            and isinstance(it[0], str)
-            and _is_kind_of_number(it[0])
-            and _is_shape(it[1])
-            and isinstance(it[2], bool)
-            for key, it in value[1].items()
-        )
+        and isinstance(getattr(torch, value[0], None), torch.dtype)
+        and _is_shape(value[1])
+        and isinstance(value[2], bool)
+        and _is_shape(value[3])
+        and len(value[3]) in (0, len(value[1]))
     )
 
 
@@ -340,6 +330,7 @@ def _is_key(value: Any) -> bool:
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "optimizer": lambda value: isinstance(value, str),
     "keys": lambda value: isinstance(value, list) and all(map(_is_key, value)),
+    "whole": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
     "untrained": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
     "base": _is_base,
     "base_of": lambda value: isinstance(value, str),

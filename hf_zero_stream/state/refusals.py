@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
@@ -11,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,15 @@ from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
 from . import schedules
 from .base import quantised_modules
-from .blocks import refuse_other_parts
-from .entries import Recorded, refuse_unlike
+from .forms import refuse_unlike, refuse_unsound
 from .groups import ADAMS, OF_SOME_ADAMS, options_of
 from .layout import files_of
 from .record import GroupRecord, StateRecord
+from .wholes import groups_for, refuse_other_parts
 
 
 _AT_ONCE = 32
 """Files that are looked for at the same time."""
-
-SlotDigests = Mapping[tuple[int, str], bytes]
-
-_NOT_ELEMENTWISE = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
-"""DeepSpeed's optimizers that keep errors of compression, which belong to the ranks and not to parameters."""
 
 _ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
 
@@ -48,11 +42,6 @@ def refuse_optimizer(training: Training) -> None:
     """Raise an UnsupportedError for an optimizer that keeps what a state has no place for, as far as can be told."""
     optimizer = training.optimizer
     kind = type(optimizer).__name__
-    if kind in _NOT_ELEMENTWISE:
-        raise UnsupportedError(
-            f"{kind} keeps errors of compression, which belong to the ranks and not to parameters: its state cannot "
-            f"be cut for another number of ranks. {_ELSE}"
-        )
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
         raise UnsupportedError(
             f"{kind} is none that torch.optim.Optimizer.__init__ has made, so that it is not known what it keeps, and "
@@ -169,42 +158,6 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, Sized) and not len(value))
 
 
-def digests_of(groups: Sequence[GroupRecord]) -> SlotDigests:
-    """A digest of all that the optimizer of this rank keeps and is small, by its group's number and its name."""
-    found = {}
-    for number, group in enumerate(groups):
-        fields = (
-            group.options,
-            group.numbers,
-            group.kinds,
-            group.others,
-            group.lacking,
-            group.tensors,
-            group.in_blocks,
-        )
-        for name in {name for kept in fields for name in kept}:
-            text = json.dumps([kept.get(name) for kept in fields])
-            found[number, name] = hashlib.sha256(text.encode()).digest()
-    return found
-
-
-def refuse_ranks_apart(of_ranks: Sequence[SlotDigests]) -> None:
-    """Raise an UnsupportedError if the optimizers of the ranks keep different numbers, by :func:`digests_of` them."""
-    names = dict.fromkeys(key for of_rank in of_ranks for key in of_rank)
-    different = [key for key in names if len({of_rank.get(key) for of_rank in of_ranks}) > 1]
-    if any(name == "step" for _, name in different):
-        raise UnsupportedError(
-            "The ranks have not made the same number of steps: what the optimizer keeps as `step` differs between "
-            "them. All ranks must save after the same step."
-        )
-    if different:
-        number, name = different[0]
-        raise UnsupportedError(
-            f"The optimizer keeps {name} in group {number}, which differs between ranks: it belongs to a rank and not "
-            "to parameters. Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
-        )
-
-
 def refuse_other_training(training: Training, record: StateRecord, place: Path) -> None:
     """Raise before anything is read if a state cannot go on in `training`.
 
@@ -220,34 +173,35 @@ def refuse_other_training(training: Training, record: StateRecord, place: Path) 
         schedules.refuse_other(
             training.scheduler, record.scheduler, record.batch_size, training.batch_size, str(place)
         )
-    groups = training.optimizer.param_groups
     training = training.without_frozen(record.trained)
-    if len(groups) != len(record.groups):
+    groups, slots = training.optimizer.param_groups, training.slots
+    if len(groups) != len(record.groups) and training.scheduler is not None and record.scheduler is not None:
         raise ConfigError(
-            f"{place}: the optimizer had {len(record.groups)} groups, and has {len(groups)} now. Make the same groups."
+            f"{place}: the optimizer had {len(record.groups)} groups, and has {len(groups)} now, and the scheduler "
+            "keeps rates of each. Make as many groups, or pass with_scheduler=False and set the new one yourself."
         )
-    for number, recorded in enumerate(record.groups):
-        mine = {member.name for slot in training.slots if slot.group == number for member in slot.members}
-        different = sorted(mine ^ set(recorded.parameters))
-        if different:
-            raise ConfigError(
-                f"{place}: group {number} of the optimizer trained {len(recorded.parameters)} parameters, and trains "
-                f"{len(mine)} now. Only one of the two has {', '.join(different[:8])}. Make the same groups."
+    shapes = {member.name: list(member.box.shape) for slot in slots for member in slot.members}
+    if different := sorted(shapes.keys() ^ record.trained):
+        raise ConfigError(
+            f"{place}: the optimizer trained {len(record.trained)} parameters, and trains {len(shapes)} now. Only one "
+            f"of the two has {', '.join(different[:8])}. Train the same."
+        )
+    saved = (zip(each.parameters, each.shapes, strict=True) for each in record.groups)
+    for name, shape in chain.from_iterable(saved):
+        if list(shape) != shapes[name]:
+            raise CheckpointError(
+                f"{place}: {name} had shape {list(shape)} when the state was saved, and has {shapes[name]} now. "
+                "Go on with the model that was trained."
             )
-        shapes = {member.name: list(member.box.shape) for slot in training.slots for member in slot.members}
-        for name, shape in zip(recorded.parameters, recorded.shapes, strict=False):  # they may not be known
-            if list(shape) != shapes[name]:
-                raise CheckpointError(
-                    f"{place}: {name} had shape {list(shape)} when the state was saved, and has {shapes[name]} now. "
-                    "Go on with the model that was trained."
-                )
+    for number, recorded in enumerate(groups_for(training, record, place)):
+        has_step = any("step" in record.forms[form].small for form in recorded.forms)
         _refuse_other_amsgrad(kind, groups[number], recorded, number, place)
         if kind in ADAMS:
-            _refuse_other_adam(training.optimizer, groups[number], recorded, number, place)
+            _refuse_other_adam(training.optimizer, groups[number], recorded, number, place, has_step=has_step)
         _refuse_other_options(groups[number], recorded, number, place)
-        of_group = [slot for slot in training.slots if slot.group == number]
-        refuse_unlike(of_group, Recorded(recorded, record.keys), number, place)
-        refuse_other_parts(of_group, record, number, place)
+    refuse_unsound(record.forms, place)
+    refuse_unlike(slots, record.form_of, place)
+    refuse_other_parts(training, record, place)
 
 
 def _refuse_other_amsgrad(
@@ -265,7 +219,7 @@ def _refuse_other_amsgrad(
 
 
 def _refuse_other_adam(
-    optimizer: Any, group: Mapping[str, Any], recorded: GroupRecord, number: int, place: Path
+    optimizer: Any, group: Mapping[str, Any], recorded: GroupRecord, number: int, place: Path, *, has_step: bool
 ) -> None:
     """Raise a ConfigError if an Adam of another maker would make other steps of the same options."""
     kind, where = type(optimizer).__name__, f"{place}: group {number} of the optimizer"
@@ -285,12 +239,12 @@ def _refuse_other_adam(
             f"{kind} is the other. Make it with adam_w_mode={bool(decoupled)}."
         )
     counts_alone = type(optimizer).__module__.partition(".")[0] in ("torch", "deepspeed")
-    if counts_alone and saved.get("step") and "step" not in recorded.numbers:
+    if counts_alone and saved.get("step") and not has_step:
         raise ConfigError(
             f"{where}: the saved optimizer counted the steps of a group, and {kind} counts those of each parameter. "
             "Use the same optimizer."
         )
-    if not counts_alone and kind == "FusedAdam" and "step" in recorded.numbers and not saved.get("step"):
+    if not counts_alone and kind == "FusedAdam" and has_step and not saved.get("step"):
         raise ConfigError(
             f"{where}: the saved optimizer counted the steps of each parameter, and {kind} counts those of a group. "
             "Use the same optimizer."

@@ -31,7 +31,7 @@ from ..errors import ConfigError, SaveError, UnsupportedError
 from ..holdings.holding import Holding
 from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names
-from ..holdings.slots import VALUES, Forms, elementwise_keys, forms_of, holdings_of
+from ..holdings.slots import VALUES, Slot, holdings_of
 from ..holdings.steps import Steps, unseen_reason
 from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
@@ -54,13 +54,12 @@ from ..settings.config import StreamingConfig
 from ..sources.base import is_url
 from . import rng, schedules
 from .base import adapter_weights, split_base
-from .blocks import item_of, with_parts
 from .buffers import differing, digests_of_buffers
 from .buffers import item_of as buffers_item
 from .digests import places_of
-from .entries import recorded_entries, refuse_lost
 from .file_digests import recorded
 from .foreign import write_guard_files
+from .forms import agreed, kept_here, numbered
 from .groups import recorded_options
 from .layout import index_name, lay_out, names_in, of_same_dtypes, other_names, state_item
 from .plain import plain
@@ -73,14 +72,13 @@ from .record import (
     is_tag,
 )
 from .refusals import (
-    digests_of,
     keeps_packing,
     refuse_module_entries,
     refuse_optimizer,
-    refuse_ranks_apart,
     training_of,
 )
 from .weights import mark_as_older
+from .wholes import item_of, with_own_options, with_parts
 
 
 HOST_ARGUMENTS = "beside", "facts", "told"
@@ -182,8 +180,8 @@ def save_state(
             raise UnsupportedError(
                 "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
             )
-        forms = forms_of(training.slots)
-        keys = elementwise_keys(training.slots, forms)
+        kept = kept_here(training)
+        options = [recorded_options(training.optimizer, each) for each in range(len(training.optimizer.param_groups))]
         # Packed weights lie in memory as in no file of a state.
         has_base = exclude_frozen or is_adapted(training.model) or keeps_packing(training.model)
         data = plain(data, "data", exactly=True, with_tensors=True)
@@ -191,8 +189,7 @@ def save_state(
         buffers = {} if coordinator.is_alone else digests_of_buffers(training.model)
         if snapshot_bytes is not None:
             snapshot_bytes = StreamingConfig(snapshot_bytes=snapshot_bytes).snapshot_bytes
-        record = _record(training, keys, data, coordinator.world_size, forms)
-        refuse_lost(training, record, Path(folder), is_new=True, forms=forms)
+        record = _record(training, data, coordinator.world_size)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
@@ -202,12 +199,16 @@ def save_state(
         save = kind(training.model, folder, coordinator=coordinator, is_of_training=True, **kwargs)
     with meeting(SAVE, "a training state", coordinator):
         own_id = history.id_of(training.optimizer, makes=True)
-        mine = digests_of(record.groups), record.own, random_state, buffers, own_id
-        digests, own, random_states, of_buffers, ids = zip(*coordinator.all_gather(mine), strict=True)
-        refuse_ranks_apart(digests)
+        mine = kept, options, record.own, random_state, buffers, own_id
+        of_ranks, all_options, own, random_states, of_buffers, ids = zip(*coordinator.all_gather(mine), strict=True)
         history.set_id(training.optimizer, ids[0])
+        kept, forms = agreed(training, of_ranks, coordinator)
+        different, numbers = numbered(training.slots, forms)
+        groups = _groups(training, all_options[0], numbers)
         record = replace(record.with_own_of(own), buffers=differing(of_buffers), training=ids[0])
-        record = with_parts(record, training, coordinator)
+        record = replace(record, groups=groups, forms=different, keys=kept.keys)
+        record = with_parts(record, training, kept, coordinator)
+        record = with_own_options(record, training, all_options, coordinator)
         if has_base:
             untrained, digests_of_base = split_base(training, record.buffers, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
@@ -219,8 +220,8 @@ def save_state(
         if with_weights and (is_adapted(training.model) or not exclude_frozen):
             weights = _weights(training.model, save, max_shard_size, coordinator)
             items.append(replace(weights, changes_with=steps.of_values))
-        keys_of_slots = keys if record.untrained else [VALUES, *keys]
-        held_for = {key: holdings_of(training.slots, key) for key in keys_of_slots}
+        keys = kept.keys if record.untrained else [VALUES, *kept.keys]
+        held_for = {key: holdings_of(_slots_with(training, key, kept.whole), key) for key in keys}
         together = of_same_dtypes(held_for)
         refuse_differing(coordinator, str(together).encode(), "would save other tensors")
         of_states = [state_item(held_for, name, group, max_shard_size) for group in together]
@@ -228,8 +229,8 @@ def save_state(
         if record.untrained:
             values = _values_item(training, record.untrained, name, max_shard_size, coordinator)
             items.append(replace(values, changes_with={**steps.of_values, **steps.of_states}))
-        if (in_blocks := item_of(training, record, name, max_shard_size)) is not None:
-            items.append(in_blocks)
+        if (as_a_whole := item_of(training, record, name, max_shard_size)) is not None:
+            items.append(as_a_whole)
         if record.buffers:
             items.append(buffers_item(training.model, record.buffers, name, max_shard_size, coordinator))
         # DeepSpeed has tools for the states of such an engine.
@@ -290,24 +291,34 @@ def _values_item(
     return SaveItem(lay_out=laid_out, index_name=index_name(VALUES), folder=folder, held=held, buffers=names)
 
 
-def _record(training: Training, keys: list[str], data: Any, world_size: int, forms: Forms) -> StateRecord:
-    groups = []
-    for number in range(len(training.optimizer.param_groups)):
-        slots = [slot for slot in training.slots if slot.group == number]
-        members = [member for slot in slots for member in slot.members]
+def _slots_with(training: Training, key: str, whole: Mapping[int, Sequence[str]]) -> list[Slot]:
+    """The slots of groups in which the state `key` does not go whole."""
+    return [slot for slot in training.slots if key not in whole.get(slot.group, ())]
+
+
+def _groups(training: Training, options: Sequence[Mapping[str, Any]], forms: Mapping[str, int]) -> list[GroupRecord]:
+    """What is recorded of the optimizer's groups, with these `options`, and the numbers of `forms` by parameter."""
+    found = []
+    for number, of_group in enumerate(options):
+        members = [member for slot in training.slots if slot.group == number for member in slot.members]
         names, shapes = [member.name for member in members], [list(member.box.shape) for member in members]
-        options = recorded_options(training.optimizer, number)
-        groups.append(GroupRecord(options, names, shapes=shapes, **recorded_entries(slots, keys, forms)))
+        found.append(GroupRecord(of_group, names, shapes, [forms[name] for name in names]))
+    return found
+
+
+def _record(training: Training, data: Any, world_size: int) -> StateRecord:
+    """The record, without what ranks must agree on first: what the optimizer keeps."""
     scheduler = training.scheduler
-    trained = {name for group in groups for name in group.parameters}
+    trained = {member.name for slot in training.slots for member in slot.members}
     shared, live = other_names(training.model)
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
-        keys=keys,
+        keys=[],
+        groups=[],
+        forms=[],
         untrained=sorted(names_in(training.model) - trained),
         shared=shared,
         live=live,
-        groups=groups,
         scheduler=None if scheduler is None else schedules.recorded(scheduler),
         scaler=None if training.scaler_state is None else plain(training.scaler_state, "loss scaler"),
         counters=dict(training.counters),

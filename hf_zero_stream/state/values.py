@@ -17,17 +17,18 @@ from ..destinations.slot_memory import SlotMemory
 from ..engine.load import Load
 from ..errors import LoadError
 from ..holdings.introspection import has_partition
-from ..holdings.slots import BLOCKS, VALUES
+from ..holdings.slots import VALUES, WHOLE
 from ..holdings.training import Training
 from ..loading.into import place_into
 from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
-from .blocks import refuse_lacking, tensors_of
 from .buffers import load_buffers
+from .forms import form_for
 from .layout import files_of, lazy_state, names_in
-from .record import StateRecord
+from .record import Form, StateRecord
+from .wholes import refuse_lacking, tensors_of
 
 
 def load_values(
@@ -43,9 +44,9 @@ def load_values(
     load_model_values(
         training.model, place, record, coordinator, rank=rank, strict=strict, without=trained, with_masters=False
     )
-    blocks = tensors_of(training, record) if record.has_parts else None
-    states = partial(_states_in, training, place, record, blocks)
-    load_states(training, [VALUES, *record.keys], states, coordinator, blocks=blocks)
+    whole = tensors_of(training, record) if record.has_tensors_of_parts else None
+    states = partial(_states_in, training, place, record, whole)
+    load_states(training, record.keys, record.form_of, states, coordinator, whole=whole)
     if copies:
         training.copy_masters()
 
@@ -98,41 +99,43 @@ States = Callable[[Load, Sequence[str]], dict[str, Any]]
 def load_states(
     training: Training,
     keys: Sequence[str],
+    forms: Mapping[str, Form],
     states: States,
     coordinator: Coordinator,
     *,
-    blocks: Mapping[str, torch.Tensor] | None = None,
+    whole: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Read the states `keys` of all slots by one plan (all ranks, in a load's meeting).
+    """Read the values of all slots, and the states `keys` that they have, by one plan (all ranks, in a meeting).
 
-    `blocks` are tensors that are read whole; None if no rank has any.
+    `whole` are tensors that are read as they are; None if no rank has any.
     """
-    wanted = [(slot, [key for key in keys if key == VALUES or not slot.is_in_blocks]) for slot in training.slots]
+    kept = {slot: form_for(slot, forms).each for slot in training.slots}
+    wanted = [(slot, [VALUES, *(key for key in keys if key in each)]) for slot, each in kept.items()]
     hides_zero3 = any(map(has_partition, training.model.parameters()))
-    memory = SlotMemory(wanted, training.device, whole=blocks or {}, hides_zero3=hides_zero3)
+    memory = SlotMemory(wanted, training.device, whole=whole or {}, hides_zero3=hides_zero3)
     with coordinator.reporting():
         load = Load(settings_in_force(), {}, coordinator, memory)
         with closing(load), torch.no_grad():
-            load.place(LazyTensorModule(states(load, keys), {}), set(), set())
+            load.place(LazyTensorModule(states(load, [VALUES, *keys]), {}), set(), set())
 
 
 def _states_in(
     training: Training,
     place: Path,
     record: StateRecord,
-    blocks: Mapping[str, torch.Tensor] | None,
+    whole: Mapping[str, torch.Tensor] | None,
     load: Load,
     keys: Sequence[str],
 ) -> dict[str, Any]:
-    """:data:`States` in the folder `place`, of which this is the `record`; and what is kept in `blocks`."""
+    """:data:`States` in the folder `place`, of which this is the `record`; and what goes `whole`."""
     found: dict[str, Any] = {}
     for key in keys:
         lazy, missing, _ = lazy_state(load, training.model, place, key)
         convert_lazy(training.model, lazy, missing)
         found |= {f"{key}.{name}": tensor for name, tensor in lazy.named_parameters() if name not in missing}
-    if blocks is not None:
-        pieces = load.open([*map(str, files_of(place, BLOCKS))], None)
+    if whole is not None:
+        pieces = load.open([*map(str, files_of(place, WHOLE))], None)
         of_parts = {name: it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
-        refuse_lacking(blocks, of_parts, place)
+        refuse_lacking(whole, of_parts, place)
         found |= of_parts
     return found

@@ -125,7 +125,7 @@ def at_each_step(
                 folder = Path(shutil.copytree(old_folder, Path(parent) / "saved"))
                 child = os.fork()
                 if child == 0:
-                    os.close(2)
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # bars go somewhere
                     for kind in (tqdm, tqdm_auto):  # the lock that processes share dies with one that holds it
                         kind.set_lock(threading.RLock())
                     code = 1

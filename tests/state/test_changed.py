@@ -354,6 +354,43 @@ def test_schedulers_and_scalers_that_are_missing_are_named(
     assert len(said) == 3
 
 
+def in_groups(model: Any, *groups: tuple[Callable[[str], bool], float]) -> torch.optim.Optimizer:
+    """An AdamW with a group for the parameters whose names are of each kind, with its weight decay."""
+    named = [*model.named_parameters()]
+    return torch.optim.AdamW(
+        [
+            {"params": [param for name, param in named if is_of(name)], "weight_decay": decay}
+            for is_of, decay in groups
+        ],
+        lr=1e-2,
+    )
+
+
+def test_groups_that_are_made_anew(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Options belong to parameters: groups may be split, put together where theirs are the same, and change places."""
+
+    def is_norm(name: str) -> bool:
+        return "norm" in name
+
+    def is_attention(name: str) -> bool:
+        return "attn" in name
+
+    model, _ = made(zoo_checkpoint("llama"))
+    optimizer = in_groups(model, (lambda name: not is_norm(name), 0.3), (is_norm, 0.0))
+    train_here(model, optimizer, range(2))
+    save(model, tmp_path, optimizer)
+    losses = train_here(model, optimizer, (2, 3))
+    model, _ = made(zoo_checkpoint("llama"))
+    rest = (lambda name: not is_norm(name) and not is_attention(name), 0.7)
+    optimizer = in_groups(model, (is_norm, 0.5), (is_attention, 0.7), rest)
+    load(model, tmp_path, optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.3, 0.3]
+    assert train_here(model, optimizer, (2, 3)) == pytest.approx(losses, rel=1e-6)
+    model, _ = made(zoo_checkpoint("llama"))
+    with pytest.raises(ConfigError, match="group 0 .* parameters of several groups .* with other weight_decay"):
+        load(model, tmp_path, in_groups(model, (lambda name: True, 0.3)))
+
+
 # --------------------------------------------------------------------------------------------------------- the record
 
 RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -366,13 +403,22 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a rate": (lambda it: it["groups"][0]["options"].update(lr="fast"), "lr: expected something like 0.01"),
     "betas": (lambda it: it["groups"][0]["options"].update(betas=[1]), "betas: expected something like"),
     "parameters": (lambda it: it["groups"][0].update(parameters="abc"), r"groups\[0\].parameters"),
-    "numbers": (lambda it: it["groups"][0].update(numbers=[]), r"groups\[0\].numbers"),
-    "too few numbers": (lambda it: it["groups"][0]["numbers"].update(step=[1]), r"groups\[0\].numbers"),
-    "no number": (lambda it: it["groups"][0]["numbers"].update(step="x"), r"groups\[0\].numbers"),
-    "not a number": (lambda it: it["groups"][0]["numbers"].update(step=float("nan")), r"groups\[0\].numbers"),
-    "a huge number": (lambda it: it["groups"][0]["numbers"].update(step=10**400), r"groups\[0\].numbers"),
+    "no forms": (lambda it: it.update(forms=3), "entries are not those of a training state"),
+    "a form that is not there": (lambda it: it["groups"][0]["forms"].__setitem__(0, 9), r"groups\[0\].forms"),
+    "too few forms": (lambda it: it["groups"][0].update(forms=[0]), r"groups\[0\].forms"),
+    "no number": (lambda it: it["forms"][0]["small"].update(step="x"), "step: expected a number of steps"),
+    "no tensor": (
+        lambda it: it["forms"][0]["small"]["step"].update({"(tensor)": 3}),
+        "expected a tensor of one element",
+    ),
+    "a huge number": (
+        lambda it: it["forms"][0]["small"]["step"]["(tensor)"].update(value=10**400),
+        "expected a tensor of one element",
+    ),
+    "a kind": (lambda it: it["forms"][0]["each"].update(exp_avg="float33"), r"forms\[0\]"),
+    "a part": (lambda it: it.update(parts={"a": {"tensors": {"a": [3]}, "values": {}}}), r"parts\[a\]"),
+    "own options": (lambda it: it["groups"][0].update(own=[3]), r"groups\[0\].own"),
     "shapes": (lambda it: it["groups"][0].update(shapes=[5]), r"groups\[0\].shapes"),
-    "lacking": (lambda it: it["groups"][0].update(lacking={"a": [3]}), r"groups\[0\].lacking"),
     "counters": (lambda it: it.update(counters={"global_steps": "x"}), "counters: expected what save_state writes"),
     "a scheduler": (lambda it: it.update(scheduler={"class": "StepLR", "state": 3}), "scheduler: expected"),
     "a scaler": (lambda it: it.update(scaler=3), "scaler: expected"),

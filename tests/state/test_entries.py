@@ -11,7 +11,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError
-from hf_zero_stream.state import entries
+from hf_zero_stream.state import forms
 from hf_zero_stream.state import load as loading
 from hf_zero_stream.state.plain import is_same
 from tests.state.optimizers import FSDP2, ZERO, training_in
@@ -256,7 +256,7 @@ def test_a_load_that_loses_something(
     for key, change in (("nothing", lambda it: it.pop("nothing")), ("flag", lambda it: it.update(flag=1))):
 
         def losing(optimizer: Any, *args: Any, change: Any = change) -> None:
-            entries.set_entries(optimizer, *args)
+            forms.set_entries(optimizer, *args)
             change(next(iter(optimizer.state.values())))
 
         monkeypatch.setattr(loading, "set_entries", losing)

@@ -25,7 +25,7 @@ import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.sources.local import LocalFiles
-from hf_zero_stream.state import entries
+from hf_zero_stream.state import forms
 from hf_zero_stream.state import load as loading
 from tests import sampling
 from tests.state.test_changed import train_here
@@ -106,7 +106,7 @@ def losing_in_swap_files(folder: Path, source: Path, config: dict[str, Any]) -> 
         engine = engine_of(folder, config, all_in_one_group)  # DeepSpeed's swapper knows what it has swapped
 
         def losing(optimizer: Any, number: int, recorded: Any, slots: Any, key: str = key) -> None:
-            entries.set_entries(optimizer, number, recorded, slots)
+            forms.set_entries(optimizer, number, recorded, slots)
             swapped = [slot for slot in slots if slot.is_swapped]
             assert swapped
             for slot in swapped:

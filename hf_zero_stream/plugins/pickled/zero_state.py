@@ -29,7 +29,7 @@ from ...seams.session import LazyModel
 from ...sources.local import LocalFiles
 from ...state.base import quantised_names
 from ...state.groups import ADAMS
-from ...state.record import CLIENT, GroupRecord, StateRecord
+from ...state.record import CLIENT, Form, GroupRecord, StateRecord
 from ...state.refusals import keeps_packing
 from ...state.schedules import class_of
 from ...state.values import load_states
@@ -54,8 +54,8 @@ class ZeroState:
     def record_for(self, training: Training, with_scheduler: bool) -> StateRecord:
         return _record_of(self.zero, training, with_scheduler)
 
-    def load(self, training: Training, coordinator: Coordinator) -> None:
-        _load(training, self.zero, coordinator)
+    def load(self, training: Training, record: StateRecord, coordinator: Coordinator) -> None:
+        _load(training, self.zero, record, coordinator)
 
 
 def read_state(folder: Path) -> ZeroState:
@@ -74,11 +74,13 @@ def _record_of(zero: ZeroFolder, training: Training, with_scheduler: bool) -> St
     _refuse_other_optimizer(zero, training)
     scheduler = _scheduler_record(zero, training) if with_scheduler else None
     scaler = {name: value for name, value in zero.scaler.items() if name in (training.scaler_state or {})}
+    groups, forms = _groups_of(zero)
     steps, samples = (zero.counters.get(name, 0) for name in ("global_steps", "global_samples"))
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
         keys=[*zero.keys],
-        groups=[_group_record(group, zero.views()) for group in zero.groups],
+        groups=groups,
+        forms=forms,
         scheduler=scheduler,
         scaler=scaler if scaler.keys() == (training.scaler_state or {}).keys() else None,
         counters=zero.counters,
@@ -88,14 +90,30 @@ def _record_of(zero: ZeroFolder, training: Training, with_scheduler: bool) -> St
     )
 
 
-def _group_record(group: ZeroGroup, views: Mapping[str, View]) -> GroupRecord:
-    numbers = {
-        key: values[0] if all(value == values[0] for value in values) else list(values)
-        for key, values in group.numbers.items()
-    }
-    shapes = [list(views[name].sizes) for name in group.parameters]
-    others = {key: [[None, list(names)]] for key, names in group.nothing.items()}
-    return GroupRecord(dict(group.options), list(group.parameters), numbers, shapes, others=others)
+def _groups_of(zero: ZeroFolder) -> tuple[list[GroupRecord], list[Form]]:
+    """The groups, and the different forms of what is kept of their parameters."""
+    views = zero.views()
+    numbers: dict[str, int] = {}
+    forms: list[Form] = []
+    groups = []
+    for group in zero.groups:
+        of_group = []
+        for place, name in enumerate(group.parameters):
+            form = _form(zero, group, place, name)
+            number = numbers.setdefault(repr(form), len(numbers))
+            forms += [form] if number == len(forms) else []
+            of_group.append(number)
+        shapes = [list(views[name].sizes) for name in group.parameters]
+        groups.append(GroupRecord(dict(group.options), list(group.parameters), shapes, of_group))
+    return groups, forms
+
+
+def _form(zero: ZeroFolder, group: ZeroGroup, place: int, name: str) -> Form:
+    small = {key: values[place] for key, values in group.numbers.items()}
+    if None in small.values():  # no step has been made of it
+        return Form()
+    nothing = {key: None for key, names in group.nothing.items() if name in names}
+    return Form(dict.fromkeys(zero.keys, ""), small | nothing)
 
 
 def _refuse_module_entries(zero: ZeroFolder, training: Training) -> None:
@@ -146,7 +164,7 @@ def _scheduler_record(zero: ZeroFolder, training: Training) -> Mapping[str, Any]
     return {"class": class_of(training.scheduler), "state": zero.scheduler}
 
 
-def _load(training: Training, zero: ZeroFolder, coordinator: Coordinator) -> None:
+def _load(training: Training, zero: ZeroFolder, record: StateRecord, coordinator: Coordinator) -> None:
     """Read weights, masters, what is not trained, and moments; each rank the bytes of its own shards (all ranks)."""
     if coordinator.is_main:
         _warn_of_missing(training, zero)
@@ -157,7 +175,7 @@ def _load(training: Training, zero: ZeroFolder, coordinator: Coordinator) -> Non
     place_into(
         training.model, zero.path, values, set(), with_masters=False, takes_packed=True, coordinator=coordinator
     )
-    load_states(training, [VALUES, *zero.keys], partial(_states, zero), coordinator)
+    load_states(training, record.keys, record.form_of, partial(_states, zero), coordinator)
     if copies:
         training.copy_masters()
 

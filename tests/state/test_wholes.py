@@ -1,6 +1,7 @@
 """Optimizers with states of their own kinds.
 
-- Optimizers of 8 bits in blocks: as many ranks go on as stock does, to the last bit; others are refused.
+- What belongs to a slot as a whole, as blocks of 8 bits: as many ranks go on as stock does, to the last bit; others
+  are refused, but where each rank trains whole parameters.
 - The optimizers of the table in docs/state.md whose packages are installed: saved, and gone on from.
 """
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import hf_zero_stream
@@ -17,9 +19,10 @@ from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, Unsup
 from hf_zero_stream.holdings.slots import Member, Slot
 from hf_zero_stream.holdings.training import Training
 from hf_zero_stream.planning.boxes import ParameterBox
-from hf_zero_stream.state import blocks
+from hf_zero_stream.state import wholes
+from hf_zero_stream.state.forms import kept_here
 from hf_zero_stream.state.plain import is_same
-from hf_zero_stream.state.record import GroupRecord, StateRecord
+from hf_zero_stream.state.record import Form, GroupRecord, StateRecord
 from tests.state.optimizers import FSDP2, ONE, ZERO, of_module, parameters_of, run, training_in, verdict
 from tests.state.test_entries import of_this_rank
 from tests.support.cluster import run_ranks
@@ -134,14 +137,14 @@ def test_as_stock(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> 
             assert is_same(then, mine), (home, rank)
     for home in HOMES:
         assert different_states(tmp_path / home, tmp_path / f"{home} later") == [], home
-        assert [*(tmp_path / home).glob("*/model.blocks.safetensors")], home
+        assert [*(tmp_path / home).glob("*/model.whole.safetensors")], home
     losses = of_saved[0][HOMES.index(STAGE_0)][1]
     for home, found in zip(HOMES, run_ranks(2, resumed_by_others, folder, tmp_path, HOMES)[0], strict=True):
         if home == STAGE_0:
             assert found == pytest.approx(losses, rel=1e-5)  # blocks are those of whole parameters
         else:
             message, is_as_before = found
-            assert "kept in blocks of 8 bits, which cannot be cut anew. 3 ranks saved them" in message, message
+            assert "belong to all that a rank trains as one, and cannot be cut anew. 3 ranks saved" in message, message
             assert "Go on with as many ranks" in message and is_as_before, (home, message)
 
 
@@ -159,13 +162,13 @@ def test_one_process(zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: py
         each.load(tmp_path)
         assert is_same(of_this_rank(each.inner), kept)
         assert each.train((3, 4)) == losses
-    held = blocks._held
-    monkeypatch.setattr(blocks, "_held", lambda *args: dict([*held(*args).items()][1:]))
-    with pytest.raises(SaveError, match="expected .* elements in blocks of this rank in the files"):
+    held = wholes._held
+    monkeypatch.setattr(wholes, "_held", lambda *args: dict([*held(*args).items()][1:]))
+    with pytest.raises(SaveError, match="expected .* elements that this rank keeps whole in the files"):
         training.save(tmp_path / "less")
     assert [*(tmp_path / "less").iterdir()] == []
     monkeypatch.undo()
-    (file,) = tmp_path.glob("*/model.blocks.safetensors")
+    (file,) = tmp_path.glob("*/model.whole.safetensors")
     shown = file.read_bytes()
     file.write_bytes(shown.replace(b'"U8"', b'"I8"', 1))
     with pytest.raises(CheckpointError, match=r"expected torch.uint8 of shape .*; found torch.int8"):
@@ -181,7 +184,7 @@ class SomeRanks:
     world_size = 3
 
     def all_gather(self, mine: Any) -> list[Any]:
-        return [mine, mine, [[] for _ in mine]]
+        return [mine, mine, ([], [])]
 
 
 def test_parts_that_some_ranks_share() -> None:
@@ -190,9 +193,96 @@ def test_parts_that_some_ranks_share() -> None:
     slot = Slot(0, values, entries, [Member("weight", ParameterBox.whole((8,)), 0, 0, 8)])
     optimizer = torch.optim.SGD([torch.nn.Parameter(values)], lr=1.0)
     training = Training(model=torch.nn.Module(), optimizer=optimizer, slots=[slot])
-    record = StateRecord(optimizer="SGD", keys=[], groups=[GroupRecord({}, ["weight"], {})])
-    with pytest.raises(UnsupportedError, match="keeps codes, scales in blocks in group 0, and 2 of 3 ranks train"):
-        blocks.with_parts(record, training, SomeRanks())  # type: ignore[arg-type]
+    record = StateRecord(optimizer="SGD", keys=[], groups=[GroupRecord({}, ["weight"], [[8]], [0])], forms=[Form()])
+    kept = kept_here(training)
+    assert kept.whole == {0: ["codes", "scales"]}
+    with pytest.raises(UnsupportedError, match="keeps codes, scales as a whole, and 2 of 3 ranks train"):
+        wholes.with_parts(record, training, kept, SomeRanks())  # type: ignore[arg-type]
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what nobody can cut: norms of rows, columns first, a count that one rank has, a number of each rank's own.
+
+    An option is a rank's own, too. Steps depend on all of it.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        group = self.param_groups[0]
+        group["scale"] = group.get("scale", 1.0) + rank
+        for param in group["params"]:
+            values, gradient = (it.to_local() if isinstance(it, DTensor) else it for it in (param, param.grad))
+            state = self.state[param]
+            if "norms" not in state:
+                state |= {"norms": torch.zeros(3), "turned": torch.zeros(2, 3).t(), "own": 0.5}
+                if rank == 1:
+                    state["count"] = torch.zeros(1, dtype=torch.int64)
+            state["norms"] += gradient.float().abs().sum() if gradient.numel() else 0
+            state["turned"] += torch.arange(6.0).view(3, 2)
+            state["own"] += rank
+            if "count" in state:
+                state["count"] += 1
+            change = (state["norms"] @ state["turned"]).sum() / (1 + state["norms"].sum()) * group["scale"]
+            values.sub_(
+                gradient, alpha=float(1e-3 * (change + state["own"] + state.get("count", torch.zeros(1)).sum()))
+            )
+
+
+def odd(model: Any) -> torch.optim.Optimizer:
+    return Odd(parameters_of(model), lr=1e-3)
+
+
+def save_odd(folder: Path, target: Path, homes: Sequence[str]) -> list[Any]:
+    found = []
+    for home in homes:
+        training = training_in(home, folder, odd)
+        training.train(range(3))
+        training.save(target / home)
+        found.append((of_this_rank(training.inner), training.train((3, 4))))
+    return found
+
+
+def resume_odd(folder: Path, target: Path, homes: Sequence[str]) -> list[Any]:
+    found: list[Any] = []
+    for home in homes:
+        training = training_in(home, folder, odd)
+        try:
+            training.load(target / home)
+        except ConfigError as error:
+            found.append(str(error))
+        else:
+            kept = of_this_rank(training.inner)
+            strides = {state["turned"].stride() for state in training.inner.state.values()}
+            found.append((kept, training.train((3, 4)), strides))
+    return found
+
+
+def test_whatever_cannot_be_cut(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder, homes = zoo_checkpoint("llama"), ["ZeRO-3", "ZeRO-2", FSDP2]
+    saved = run_ranks(2, save_odd, folder, tmp_path, homes, timeout=200)
+    resumed = run_ranks(2, resume_odd, folder, tmp_path, homes, timeout=200)
+    for of_saved, of_resumed in zip(saved, resumed, strict=True):
+        for home, (kept, losses), (kept_then, losses_then, strides) in zip(homes, of_saved, of_resumed, strict=True):
+            assert is_same(kept_then, kept) and losses_then == losses, home
+            assert strides == {(1, 3)}, home
+    for message in run_ranks(3, resume_odd, folder, tmp_path, homes, timeout=200)[0]:
+        assert "belong to all that a rank trains as one, and cannot be cut anew. 2 ranks saved" in message
+
+
+def test_factors_in_one_process(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Adafactor's moments of matrices are sums of rows and of columns."""
+    folder = zoo_checkpoint("llama")
+    make = of_module("torch.optim", "Adafactor")
+    training = training_in(ONE, folder, make)
+    training.train(range(3))
+    kept = of_this_rank(training.inner)
+    assert any("row_var" in state for state in kept)
+    training.save(tmp_path)
+    losses = training.train((3, 4))
+    again = training_in(ONE, folder, make)
+    again.load(tmp_path)
+    assert is_same(of_this_rank(again.inner), kept) and again.train((3, 4)) == losses
 
 
 ANY = "any number of ranks"
@@ -201,16 +291,11 @@ WITH_OPTIONS = ("AdamW, amsgrad", "SGD, momentum", "RMSprop, centered", "LoRA+ (
 IN_32_BIT = ("AdamW32bit", "PagedAdamW32bit", "Lion32bit", "RMSprop32bit", "Adagrad32bit")
 IN_8_BIT = ("AdamW8bit", "PagedAdamW8bit", "Lion8bit", "AdEMAMix8bit")
 
-REFUSED = {"Adafactor": "keeps RMS in group 0, which differs between ranks"}
-"""By its name: why a state cannot be cut for other ranks. DeepSpeed saves it, and goes on from it."""
-
 
 def check(found: dict[tuple[str, str], object]) -> None:
     for (name, home), row in found.items():
         said = verdict(row)
-        if name in REFUSED:
-            assert REFUSED[name] in said and said.endswith("DeepSpeed's own: goes on"), (name, home, said)
-        elif name.endswith("8bit"):
+        if name.endswith("8bit") or name == "Adafactor":  # which computes of what each rank has
             assert said == "as many ranks; others are an error", (name, home, said)
         else:
             assert said.startswith(ANY), (name, home, said)

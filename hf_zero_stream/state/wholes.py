@@ -1,0 +1,303 @@
+"""Saves what an optimizer keeps of a slot as a whole, as it is, for slots in which the same elements lie.
+
+Factors of a moment, a preconditioner, codes of 8 bits in blocks (bitsandbytes), errors of a compression, or a number
+that each rank computes of what it has: nobody can cut these for another part of the parameters. So they are saved with
+a digest of what lies in their slot. Ranks that train the same, such as replicas, have one such *part* together. Where
+each rank trains whole parameters, any number of ranks goes on; else as many as there were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.safetensors import NotedShard
+from ..errors import CheckpointError, ConfigError, SaveError, UnsupportedError
+from ..holdings.holding import Holding, open_flat
+from ..holdings.introspection import local_of
+from ..holdings.slots import WHOLE, Slot, storage_kind
+from ..holdings.training import Training
+from ..planning.boxes import ParameterBox
+from ..ranks.coordinator import Coordinator
+from ..saving.parameters import NewParameters
+from ..saving.preparation import SaveItem
+from .forms import Kept, Wholes
+from .groups import option_of, with_kind
+from .layout import index_name, lay_out
+from .record import GroupRecord, Part, StateRecord
+
+
+def with_parts(record: StateRecord, training: Training, kept: Kept, coordinator: Coordinator) -> StateRecord:
+    """This record with the parts of all ranks, and which parameters have any (all ranks).
+
+    Raises:
+        UnsupportedError: some ranks have a part together, and others another one.
+    """
+    if not kept.whole:
+        return record
+    having = [*_having(training, kept)]
+    names = dict.fromkeys(member.name for slot, _ in having for member in slot.members)
+    mine = [(_digest(slot, record), _described(slot, keys)) for slot, keys in having]
+    parts: dict[str, list[Part]] = {}
+    everyone = coordinator.all_gather(([*names], mine))
+    for digest, part in (each for _, of_rank in everyone for each in of_rank):
+        parts.setdefault(digest, []).append(part)
+    for of_part in parts.values():
+        if len(of_part) not in (1, coordinator.world_size) or any(repr(each) != repr(of_part[0]) for each in of_part):
+            keys = ", ".join([*of_part[0].tensors, *of_part[0].values])
+            raise UnsupportedError(
+                f"The optimizer keeps {keys} as a whole, and {len(of_part)} of {coordinator.world_size} ranks train "
+                "the same elements: expected one rank, or all with the same numbers, and tensors of the same shapes. "
+                "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
+            )
+    every = dict.fromkeys(name for names, _ in everyone for name in names)
+    return replace(record, whole=[*every], parts={digest: of_part[0] for digest, of_part in parts.items()})
+
+
+def with_own_options(
+    record: StateRecord, training: Training, of_ranks: Sequence[Sequence[Mapping[str, Any]]], coordinator: Coordinator
+) -> StateRecord:
+    """This record with the options of all ranks that differ between them, by what each trains (all ranks).
+
+    Raises:
+        UnsupportedError: ranks that train the same have other ones.
+    """
+    apart = [
+        sorted(name for name in {**of_group[0]} if any(each.get(name, ()) != of_group[0][name] for each in of_group))
+        for of_group in zip(*of_ranks, strict=True)
+    ]
+    if not any(apart):
+        return record
+    options = of_ranks[coordinator.rank]
+    mine = [
+        (_digest_of_group(training, number, record), {name: options[number].get(name) for name in names})
+        for number, names in enumerate(apart)
+    ]
+    groups = []
+    for number, of_group in enumerate(zip(*coordinator.all_gather(mine), strict=True)):
+        own: dict[str, Any] = {}
+        if any(own.setdefault(digest, values) != values for digest, values in of_group):
+            raise UnsupportedError(
+                f"The optimizer's group {number} has other {', '.join(apart[number])} on some ranks, which train the "
+                "same. Use the same options on all."
+            )
+        kept = {name: value for name, value in record.groups[number].options.items() if name not in apart[number]}
+        groups.append(replace(record.groups[number], options=kept, own=own if apart[number] else {}))
+    return replace(record, groups=groups)
+
+
+def _having(training: Training, kept: Kept) -> Iterator[tuple[Slot, list[str]]]:
+    """The slots of which anything is kept whole, and the names of that; padding is not saved."""
+    for slot in training.slots:
+        keys = [key for key in slot.entries if key in kept.whole.get(slot.group, ())]
+        if keys and not slot.is_padding:
+            yield slot, keys
+
+
+def _described(slot: Slot, keys: Sequence[str]) -> Part:
+    tensors: dict[str, list[Any]] = {}
+    values: dict[str, Any] = {}
+    for key in keys:
+        value = slot.entries[key]
+        if isinstance(value, torch.Tensor) and value.dim():
+            is_on_host = "host" in storage_kind(value, slot.values).split()
+            strides = [] if value.is_contiguous() else [*value.stride()]
+            tensors[key] = [str(value.dtype).removeprefix("torch."), list(value.shape), is_on_host, strides]
+        else:
+            values[key] = with_kind(value, f"the optimizer's {key} of {slot.members[0].name}", small=True)
+    return Part(tensors, values)
+
+
+def _digest(slot: Slot, record: StateRecord) -> str:
+    """A digest of which elements of which parameters lie where in `slot`; those go by their places in the record."""
+    places = record.places
+    lie = [
+        [places[member.name], member.box.intervals, member.first, *member.held]
+        for member in slot.members
+        if member.held[0] < member.held[1]
+    ]
+    return hashlib.sha256(json.dumps([list(local_of(slot.values).shape), lie]).encode()).hexdigest()
+
+
+def _digest_of_group(training: Training, number: int, record: StateRecord) -> str:
+    """A digest of all that this rank trains in a group."""
+    slots = [slot for slot in training.slots if slot.group == number and not slot.is_padding]
+    return hashlib.sha256("".join(_digest(slot, record) for slot in slots).encode()).hexdigest()
+
+
+def item_of(training: Training, record: StateRecord, folder: str, max_shard_size: int | str) -> SaveItem | None:
+    """Give the item of all tensors of parts, in files in the `folder` of the state; None if there are none."""
+    model = _Parts()
+    for name, empty in _named(record).items():
+        model.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    if not model._parameters:
+        return None
+    return SaveItem(
+        lay_out=partial(_laid_out, training, record, max_shard_size),
+        index_name=index_name(WHOLE),
+        folder=folder,
+        held=partial(_held, training, record),
+        model=model,
+    )
+
+
+def _laid_out(
+    training: Training, record: StateRecord, max_shard_size: int | str, folder: Path, parameters: NewParameters
+) -> list[NotedShard]:
+    """The shards with all of it; a SaveError if these lack an element that this rank keeps, or that the record has."""
+    shards = lay_out(WHOLE, max_shard_size, folder, parameters)
+    found = {name: entry.numel() for shard in shards for name, entry in shard.tensors.items()}
+    kept = {name: value.numel() for name, value in tensors_of(training, record).items()}
+    of_all = {name: empty.numel() for name, empty in _named(record).items()}
+    if any(found.get(name) != numel for name, numel in kept.items()) or found != of_all:
+        raise SaveError(
+            f"{type(training.optimizer).__name__}: expected {sum(kept.values())} elements that this rank keeps whole "
+            f"in the files, and {sum(of_all.values())} of all; found {sum(found.values())} in all. Nothing was "
+            "written. Use the checkpoints of DeepSpeed or accelerate, and report this."
+        )
+    return shards
+
+
+class _Parts(nn.Module):
+    """Has a parameter without memory for each tensor of each part."""
+
+
+def _named(record: StateRecord) -> dict[str, torch.Tensor]:
+    """By the name of each tensor in the files, one of its dtype and shape without memory."""
+    return {
+        f"{number}-{key}": torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for number, part in enumerate(record.parts.values())
+        for key, (dtype, shape, _, _) in part.tensors.items()
+    }
+
+
+def _held(training: Training, record: StateRecord) -> dict[str, Holding]:
+    mine = tensors_of(training, record)
+    found = {}
+    for name, empty in _named(record).items():
+        box, value = ParameterBox.whole(empty.shape), mine.get(name)
+        is_here = value is not None
+        opened = partial(open_flat, value if value is not None else torch.empty(0, dtype=empty.dtype))
+        # Where all ranks have it, their values are compared.
+        found[name] = Holding(box, empty.dtype, 0, box.numel if is_here else 0, opened, is_whole=is_here)
+    return found
+
+
+def tensors_of(training: Training, record: StateRecord) -> dict[str, torch.Tensor]:
+    """The tensors that this rank keeps whole, by the names that they have in the files."""
+    numbers = {digest: number for number, digest in enumerate(record.parts)}
+    found: dict[str, torch.Tensor] = {}
+    for slot in training.slots if record.parts else ():
+        digest = "" if slot.is_padding else _digest(slot, record)
+        if digest in numbers:
+            of_slot = record.parts[digest].tensors
+            found |= {f"{numbers[digest]}-{key}": slot.entries[key] for key in of_slot}
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------- at a resume
+
+
+def groups_for(training: Training, record: StateRecord, place: Path) -> list[GroupRecord]:
+    """What was recorded of the groups that the parameters of each present group were in; one without any has nothing.
+
+    Raises:
+        ConfigError: parameters with different options are in one group now; or each rank had options of its own.
+    """
+    group_of = {name: number for number, group in enumerate(record.groups) for name in group.parameters}
+    found = []
+    for number in range(len(training.optimizer.param_groups)):
+        names = (member.name for slot in training.slots if slot.group == number for member in slot.members)
+        first, *others = [record.groups[each] for each in dict.fromkeys(map(group_of.__getitem__, names))] or [
+            _NOTHING
+        ]
+        for other in others:
+            options = {**first.options, **other.options}
+            if different := sorted(name for name in options if _differ(name, first, other)):
+                raise ConfigError(
+                    f"{place}: group {number} of the optimizer has parameters of several groups that were saved, with "
+                    f"other {', '.join(different[:8])}. Make groups of parameters that have the same options."
+                )
+        if first.own:
+            own = first.own.get(_digest_of_group(training, number, record))
+            if own is None or others:
+                kept = ", ".join(next(iter(first.own.values())))
+                raise _cut_anew(place, number, kept, "it", record.world_size)
+            first = replace(first, options={**first.options, **own})
+        found.append(first)
+    return found
+
+
+_NOTHING = GroupRecord({}, [], [], [])
+
+
+def _differ(name: str, one: GroupRecord, other: GroupRecord) -> bool:
+    return one.options.get(name, GroupRecord) != other.options.get(name, GroupRecord) or one.own != other.own
+
+
+def _cut_anew(place: Path, group: int, kept: str, whose: str, world_size: int) -> ConfigError:
+    return ConfigError(
+        f"{place}: group {group} of the optimizer: {kept} of {whose} and what is trained with it belong to all that a "
+        f"rank trains as one, and cannot be cut anew. {world_size} ranks saved them, and no part of theirs begins and "
+        "ends where this rank's does now. Go on with as many ranks, at the same stage, with the same groups and "
+        "sub-groups; or load the weights alone, and begin with a new optimizer. DeepSpeed's own checkpoints would not "
+        "go on here either."
+    )
+
+
+def refuse_other_parts(training: Training, record: StateRecord, place: Path) -> None:
+    """Raise a ConfigError unless what was kept whole was that of slots as they are cut now."""
+    names = {*record.whole}
+    for slot in training.slots if names else ():
+        first = next((it.name for it in slot.members if it.name in names and it.held[0] < it.held[1]), None)
+        if first is not None and _digest(slot, record) not in record.parts:
+            kept = {key: None for part in record.parts.values() for key in (*part.tensors, *part.values)}
+            raise _cut_anew(place, slot.group, ", ".join(kept), first, record.world_size)
+
+
+def wholes_for(training: Training, record: StateRecord) -> Wholes:
+    """The entries that belong to slots as they are: small ones as they were, zeros for tensors that will be read."""
+    found: dict[Slot, dict[str, Any] | None] = {}
+    names = {*record.whole}
+    for slot in training.slots if names else ():
+        part = None if slot.is_padding else record.parts.get(_digest(slot, record))
+        if slot.is_padding and any(member.name in names for member in slot.members):
+            found[slot] = None
+        if part is not None:
+            kept = {key: option_of(key, written, slot.values.device) for key, written in part.values.items()}
+            for key, (dtype, shape, is_on_host, _) in part.tensors.items():
+                device = torch.device("cpu") if is_on_host else slot.values.device
+                kept[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            found[slot] = kept
+    return found
+
+
+def restore_strides(training: Training, record: StateRecord) -> None:
+    """Give tensors that have been read the order of elements in memory that they had: results depend on it."""
+    for slot in training.slots if record.parts else ():
+        part = None if slot.is_padding else record.parts.get(_digest(slot, record))
+        for key, (_, _, _, strides) in part.tensors.items() if part is not None else ():
+            if strides:
+                value = slot.entries[key]
+                as_before = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+                slot.entries[key] = as_before.copy_(value)
+
+
+def refuse_lacking(wanted: Mapping[str, torch.Tensor], found: Mapping[str, Any], place: Path) -> None:
+    """Raise a CheckpointError unless the `wanted` tensors are what was `found` in the files."""
+    for name, value in wanted.items():
+        there = found.get(name)
+        if there is None or there.shape != value.shape or there.dtype != value.dtype:
+            what = "nothing" if there is None else f"{there.dtype} of shape {tuple(there.shape)}"
+            raise CheckpointError(
+                f"{place}: {name} in the files of what is kept {WHOLE}: expected {value.dtype} of shape "
+                f"{tuple(value.shape)}; found {what}. Copy the state again, or go on from an older one."
+            )
