@@ -90,7 +90,14 @@ class Slot:
     def flat(self, key: str) -> torch.Tensor:
         """The elementwise state `key`, or the values, as a flat tensor; zeros, if no step has made it yet."""
         value = self.elementwise(key)
-        return torch.zeros_like(local_of(self.values).view(-1)) if value is None else local_of(value).view(-1)
+        if value is None:
+            return torch.zeros(local_of(self.values).numel(), dtype=self.values.dtype, device=self.values.device)
+        return local_of(value).contiguous().view(-1)
+
+    @property
+    def is_in_one_piece(self) -> bool:
+        """Whether :meth:`flat` gives the memory of the values itself: they may be in another order, or expanded."""
+        return local_of(self.values).is_contiguous()
 
     def elementwise(self, key: str) -> torch.Tensor | None:
         """The elementwise state `key`, or the values; None if there is none for this slot."""

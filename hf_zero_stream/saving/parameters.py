@@ -20,6 +20,7 @@ from ..destinations.base import narrowed
 from ..engine.compute import MemoryEvaluator
 from ..errors import SaveError
 from ..holdings.holding import Holding
+from ..holdings.introspection import has_converted_experts
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
@@ -191,7 +192,7 @@ class NewParameters(Parameters):
             self._lazy = LazyParameters(model, coordinator, dtype, self.gather, held)
             others = [holdings_of_model(model, coordinator, dtype, other) for other in beside]
         holdings = self._lazy.holdings
-        self._names = holdings.keys()
+        self._model, self._names = model, holdings.keys()
         self._is_held = held is not None
         self._offered: set[str] = set()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
@@ -231,6 +232,11 @@ class NewParameters(Parameters):
         entries = self._lazy.state_dict(keeps_adapters=False, buffers=buffers)
         tied = self._lazy.by_name.keys() - self._names
         return self._offering({name: entry for name, entry in entries.items() if name not in tied})
+
+    @property
+    def own_names(self) -> set[str]:
+        """The names by which a load looks for what is held; those of converted experts are made anew."""
+        return set() if has_converted_experts(self._model) or not self._is_held else {*self._names}
 
     def _offering(self, entries: dict[str, Any]) -> dict[str, Any]:
         self._offered |= _names_in(entry.view_of_node for entry in entries.values() if isinstance(entry, LazyTensor))

@@ -49,7 +49,7 @@ def lay_out(
     """
     entries = parameters.own_entries(buffers=buffers)
     entries = {name: it for name, it in entries.items() if isinstance(it, torch.Tensor)}
-    if lost := sorted({*buffers} - entries.keys()):
+    if lost := sorted((parameters.own_names | {*buffers}) - entries.keys()):
         raise UnsupportedError(
             f"{', '.join(lost[:8])}: expected {len(lost)} tensor(s) of the model in its state dict; it does not give "
             "them. Let it return them under their own names."

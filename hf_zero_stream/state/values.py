@@ -40,7 +40,8 @@ def load_values(
     """
     # Where new masters cannot be brought into the model, it reads its values itself.
     copies = training.copies_masters
-    trained = record.trained if copies else frozenset[str]()
+    apart = {member.name for slot in training.slots if not slot.is_in_one_piece for member in slot.members}
+    trained = record.trained - apart if copies else frozenset[str]()
     load_model_values(
         training.model, place, record, coordinator, rank=rank, strict=strict, without=trained, with_masters=False
     )
@@ -110,7 +111,10 @@ def load_states(
     `whole` are tensors that are read as they are; None if no rank has any.
     """
     kept = {slot: form_for(slot, forms).each for slot in training.slots}
-    wanted = [(slot, [VALUES, *(key for key in keys if key in each)]) for slot, each in kept.items()]
+    wanted = [
+        (slot, [*([VALUES] if slot.is_in_one_piece else []), *(key for key in keys if key in each)])
+        for slot, each in kept.items()
+    ]
     hides_zero3 = any(map(has_partition, training.model.parameters()))
     memory = SlotMemory(wanted, training.device, whole=whole or {}, hides_zero3=hides_zero3)
     with coordinator.reporting():

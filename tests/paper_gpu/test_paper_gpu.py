@@ -174,7 +174,7 @@ def saved_in_the_background(folder: Path, target: Path, devices: int, waited_for
     from tests.paper_gpu.cuda import paper
 
     model = spread(plain_model(folder), devices)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()

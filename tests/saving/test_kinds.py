@@ -191,10 +191,6 @@ ROWS_OF_WAYS = [save, save_state, pytest.param(stream, marks=pytest.mark.plugin(
 def test_known(tmp_path: Path, kind: str, way: Any) -> None:
     model = odd(KNOWN[kind])
     model.save_pretrained(tmp_path / "stock")
-    if kind == "float8" and way is save_state:  # a load would cast it, and torch cannot
-        with pytest.raises(UnsupportedError, match="float8|Float8"):
-            way(model, tmp_path / "ours")
-        return
     assert differing(way(model, tmp_path / "ours"), tensors_of(tmp_path / "stock")) == []
 
 
@@ -206,13 +202,13 @@ SCATTERED: dict[str, Change] = {
 """In memory, elements do not lie one after the other; as with some :data:`KNOWN`."""
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in KNOWN if kind != "float8"), *SCATTERED])
+@pytest.mark.parametrize("kind", [*KNOWN, *SCATTERED])
 def test_known_in_states(tmp_path: Path, kind: str) -> None:
     """A new model goes on with the values, in the memory that it has."""
     change = {**KNOWN, **SCATTERED}[kind]
     model, new = odd(change), odd(change)
     save_state(model, tmp_path)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
     places = {name: (value.data_ptr(), value.stride()) for name, value in new.state_dict().items()}
     with torch.no_grad():
         for tensor in [*new.parameters(), *new.buffers()]:
@@ -221,7 +217,10 @@ def test_known_in_states(tmp_path: Path, kind: str) -> None:
     hf_zero_stream.load_state(new, tmp_path, optimizer=torch.optim.SGD(trained, lr=0.1))
     found = new.state_dict()
     assert {name: (value.data_ptr(), value.stride()) for name, value in found.items()} == places
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (
+        found.keys() == expected.keys()
+        and differing({name: value.contiguous() for name, value in found.items()}, expected) == []
+    )
 
 
 def test_different_values_for_one_place(tmp_path: Path) -> None:
@@ -250,7 +249,7 @@ def test_names_of_state_dicts(tmp_path: Path) -> None:
     model = odd(change)
     model.save_pretrained(tmp_path / "stock")
     assert differing(save(model, tmp_path / "ours"), tensors_of(tmp_path / "stock")) == []
-    with pytest.raises(UnsupportedError, match="shift"):
+    with pytest.raises(UnsupportedError, match=r"first\.bias: expected 1 tensor.* of the model in its state dict"):
         save_state(model, tmp_path / "state")
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from hf_zero_stream.errors import UnsupportedError
-from tests.saving.test_kinds import KNOWN, UNKNOWN, WAYS, Wrapping, odd, save_state
+from tests.saving.test_kinds import KNOWN, UNKNOWN, WAYS, Wrapping, odd
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 
@@ -61,8 +61,6 @@ def outcomes(kinds: Sequence[str], folder: Path) -> dict[str, list[str]]:
 @pytest.mark.plugin("stream")
 def test_known_under_fsdp2(cluster: None, tmp_path: Path) -> None:
     for found in run_ranks(2, outcomes, list(KNOWN), tmp_path):
-        of_float8 = dict(zip(WAYS, found.pop("float8"), strict=True))
-        assert of_float8.pop(save_state) == REFUSED and {*of_float8.values()} == {""}  # a load cannot cast it
         assert {each for of_kind in found.values() for each in of_kind} == {"", NOT_SHARDED}
 
 
