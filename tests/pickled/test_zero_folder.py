@@ -188,7 +188,11 @@ def steps_of(folder: Path) -> list[Any]:
     record = json.loads((folder / "global_step3" / "training_state.json").read_text())
     shared = ("lr", "betas", "eps", "weight_decay")
     return [
-        ({name: group["options"][name] for name in shared}, group["numbers"], sorted(group["parameters"]))
+        (
+            {name: group["options"][name] for name in shared},
+            [record["forms"][number]["small"] for number in group["forms"]],
+            sorted(group["parameters"]),
+        )
         for group in record["groups"]
     ]
 

@@ -207,5 +207,7 @@ def values_in(place: Path) -> dict[str, torch.Tensor]:
 def different_states(first: Path, second: Path) -> list[str]:
     """What differs between two folders of ``save_state``: files of weights and elementwise states; steps, options."""
     files = [name for name in different(first, second) if name.endswith(".safetensors") and "rng" not in name]
-    groups = [json.loads(next(each.glob("*/training_state.json")).read_text())["groups"] for each in (first, second)]
-    return files if groups[0] == groups[1] else [*files, "groups"]
+    records = [json.loads(next(each.glob("*/training_state.json")).read_text()) for each in (first, second)]
+    # As text, by which NaN is the same as NaN.
+    kept = [json.dumps([record[name] for name in ("groups", "forms", "whole", "parts")]) for record in records]
+    return files if kept[0] == kept[1] else [*files, "groups"]
