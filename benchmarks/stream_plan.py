@@ -59,9 +59,10 @@ def world_on_paper(model: nn.Module, world: int) -> Iterator[None]:
     def all_gather(self: Any, value: Any, error: BaseException | None = None) -> list[Any]:
         if error is not None:
             raise error
-        if not (isinstance(value, list) and value and isinstance(value[0], _Held)):
+        held, digest = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
+        if not (isinstance(held, list) and held and isinstance(held[0], _Held)):
             return [value] * world
-        return list(map(pickle.loads, told))
+        return [(pickle.loads(of_rank), digest) for of_rank in told]
 
     sizes = [param.numel() for param in model.parameters()]
     told = [

@@ -174,6 +174,12 @@ class Coordinator:
         self.agree()
         return result
 
+    def gather_results(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank; returns every rank's result, once it has succeeded on all."""
+        with self.reporting():
+            result = work()
+        return self.all_gather(result)
+
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """Report an error inside (Ctrl-C too) to all ranks at an agreement, unless one raised it; raise it again."""

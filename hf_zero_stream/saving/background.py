@@ -67,9 +67,13 @@ class WholeCopy:
         memory = coordinator.run_on_all(partial(HostMemory.of_model, model, self.copied_bytes))
         self._copies = [HostCopy(memory, stop - size) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
         pairs = zip(plans, self._copies, strict=True)
-        execute_saves([SaveTask(each.plan, each.parameters, copy.put) for each, copy in pairs], coordinator, threads)
-        for copy in self._copies:
-            copy.wait()
+        tasks = [SaveTask(each.plan, each.parameters, copy.put) for each, copy in pairs]
+
+        def wait() -> None:
+            for copy in self._copies:
+                copy.wait()
+
+        execute_saves(tasks, coordinator, threads, wait)
 
     def write(self, check: Callable[[], None]) -> None:
         for copy, writer in zip(self._copies, self._writers, strict=True):

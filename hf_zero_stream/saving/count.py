@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,14 +24,13 @@ from ..errors import SaveError
 from ..holdings.holding import Holding
 from ..holdings.introspection import LOADED_SHAPES, packed_weights
 from ..holdings.own_names import named_modules, own_names, own_or_clean
-from ..ranks.coordinator import Coordinator
 from ..seams.ds_config import zero3_hidden
 from .lazy_parameters import digest
 from .parameters import Parameters
 from .plan import SavePlan, Sources
 
 
-__all__ = ["LeftOut", "anything", "ignored_by", "nothing", "refuse_cut", "refuse_too_few"]
+__all__ = ["LeftOut", "anything", "ignored_by", "nothing", "refuse_cut", "refuse_too_few", "smaller_ones"]
 
 LeftOut = Callable[[str], bool]
 """Whether a parameter, by its own name, need not be in the files."""
@@ -86,25 +85,44 @@ def packed_padding(model: nn.Module) -> dict[str, int]:
     }
 
 
-def refuse_cut(model: nn.Module, parameters: Parameters, coordinator: Coordinator) -> None:
-    """Raise a SaveError if ranks hold different values of a parameter that is smaller than whole (all ranks).
+class Smaller(NamedTuple):
+    """A parameter that is smaller than whole.
 
     Whole is what it was when it was loaded or, where anything has another shape by now, what the model's class makes
-    of its config. A smaller one with the same values on all ranks is the user's choice. A module that is no model of
-    transformers' has no such class.
+    of its config. A module that is no model of transformers' has no such class.
+
+    Attributes:
+        shapes: its own, and the whole one.
+        place: the elements that a rank gives, or has in full.
+        values: a digest of these.
     """
-    if coordinator.is_alone:
-        return
-    with coordinator.reporting():
-        held = {source: (parameters.layout.names[source], each) for source, each in parameters.holdings.items()}
-        smaller = _smaller(model, {name: each.box.shape for name, each in held.values() if not each.is_gathered})
-        mine = [(name, _described(each)) for name, each in held.values() if name in smaller]
+
+    name: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    place: Any
+    values: bytes
+
+
+def smaller_ones(model: nn.Module, parameters: Parameters) -> list[Smaller]:
+    """Those that this rank holds; mostly none."""
+    held = {source: (parameters.layout.names[source], each) for source, each in parameters.holdings.items()}
+    smaller = _smaller(model, {name: each.box.shape for name, each in held.values() if not each.is_gathered})
+    return [Smaller(name, smaller[name], *_described(each)) for name, each in held.values() if name in smaller]
+
+
+def refuse_cut(model: nn.Module, of_ranks: Iterable[Iterable[Smaller]]) -> None:
+    """Raise a SaveError if ranks hold different values of a parameter that is smaller than whole.
+
+    With the same values on all ranks it is the user's choice.
+    """
     seen: dict[tuple[str, Any], set[bytes]] = defaultdict(set)
-    for name, (place, values) in chain.from_iterable(coordinator.all_gather(mine)):
-        seen[name, place].add(values)
+    shapes = {}
+    for each in chain.from_iterable(of_ranks):
+        seen[each.name, each.place].add(each.values)
+        shapes[each.name] = each.shapes
     parts = dict.fromkeys(name for (name, _), values in seen.items() if len(values) > 1)
     if parts:
-        described = [f"{name}: {smaller[name][0]} of {smaller[name][1]}" for name in parts]
+        described = [f"{name}: {shapes[name][0]} of {shapes[name][1]}" for name in parts]
         raise SaveError(
             f"Each rank seems to hold {len(parts)} parameter(s) in full, with other values than others, and in "
             f"smaller shapes than {type(model).__name__} has by its config: {', '.join(described[:8])}. Each has a "

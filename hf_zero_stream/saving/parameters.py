@@ -25,7 +25,7 @@ from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
 from .plan import Share, Sources
-from .shares import cover, join, refuse_or_say_differing, refuse_other_parameters, wrapper_of
+from .shares import cover, digest_of_names, join, refuse_differing, refuse_or_say_differing, wrapper_of
 
 
 class _Held(NamedTuple):
@@ -252,8 +252,8 @@ class NewParameters(Parameters):
             _Held(None if each.box.is_whole else each.box, each.start, each.stop, each.is_whole, digests.get(name))
             for name, each in holdings.items()
         ]
-        everyone = self._coordinator.all_gather(mine)
-        refuse_other_parameters(holdings, self._coordinator)
+        everyone, names = zip(*self._coordinator.all_gather((mine, digest_of_names(holdings))), strict=True)
+        refuse_differing(names, "have parameters of other names or shapes")
         self.layout.same.update(
             _same(
                 [

@@ -5,6 +5,7 @@ Plans are made anew, or are those of the last save of the same training if nothi
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tempfile
 from collections import Counter
@@ -23,10 +24,11 @@ from transformers.utils import logging
 from ..checkpoint.file_digests import WORD, digest_of_bytes
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..errors import HfZeroStreamError, SaveError
+from ..holdings.holding import Holding
 from ..holdings.kinds import persistent_buffers
 from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator
-from .count import LeftOut, nothing, packed_padding, refuse_cut, refuse_too_few
+from .count import LeftOut, nothing, packed_padding, refuse_cut, refuse_too_few, smaller_ones
 from .files import ShardWriter
 from .lazy_parameters import Held, holdings_of_model
 from .parameters import Layout, NewParameters, Parameters
@@ -87,21 +89,23 @@ class SavePlanner:
     settings: Any = None
     is_state: bool = False
 
-    def plan(self, folder: Path, item: SaveItem) -> list[WritePlan]:
-        """The plans of `item` and of its siblings; the `folder` is that of rank 0."""
-        place = folder / item.folder
-        with as_save_error(place):
-            return self._plan(place, item)
-
-    def _plan(self, place: Path, item: SaveItem) -> list[WritePlan]:
-        if self.coordinator.is_main:
-            place.mkdir(exist_ok=True)
-        if self.settings is None:
-            return self._planned(place, item)
-        kept = _kept.setdefault(self.model, {})
-        found = self._planned_as_before(place, item, kept.get(item.index_name))
-        if found is not None:
+    def plan(self, folder: Path, items: Sequence[SaveItem]) -> list[WritePlan]:
+        """The plans of all `items` and of their siblings; the `folder` is that of rank 0."""
+        places = [folder / item.folder for item in items]
+        with as_save_error(folder):
+            for place in places if self.coordinator.is_main else ():
+                place.mkdir(exist_ok=True)
+            if self.settings is None:
+                return [each for place, item in zip(places, items, strict=True) for each in self._planned(place, item)]
+            kept = _kept.setdefault(self.model, {})
+            as_before = self._planned_as_before(places, items, [kept.get(item.index_name) for item in items])
+            found = []
+            for place, item, plans in zip(places, items, as_before, strict=True):
+                found += self._planned_anew(place, item, kept) if plans is None else plans
             return found
+
+    def _planned_anew(self, place: Path, item: SaveItem, kept: dict[str, _Kept]) -> list[WritePlan]:
+        """The plans of `item`, of which the first is kept."""
         kept.pop(item.index_name, None)
         before = self._files(place)
         first, *others = self._planned(place, item)
@@ -133,17 +137,37 @@ class SavePlanner:
         """The circumstances of the model before anything is laid out."""
         return circumstances(self.model)
 
-    def _planned_as_before(self, place: Path, item: SaveItem, kept: _Kept | None) -> list[WritePlan] | None:
-        """The plans, by that of the last save; None if anything but values is another on any rank."""
-        is_same = kept is not None and kept.circumstances == self._circumstances(item, self._before)
-        if not all(self.coordinator.all_gather(is_same)) or kept is None:
-            return None
-        of_model = partial(holdings_of_model, item.model or self.model, self.coordinator, item.dtype)
-        wanted = [(kept.layout, partial(of_model, held)) for held in (item.held, *(held for held, _ in item.siblings))]
-        found = Parameters.following(wanted, self.coordinator, self._compares, self.threads)
-        parameters = [each for each in found if each is not None]
-        if len(parameters) < len(wanted):
-            return None
+    def _planned_as_before(
+        self, places: Sequence[Path], items: Sequence[SaveItem], kept: Sequence[_Kept | None]
+    ) -> list[list[WritePlan] | None]:
+        """The plans of each item by that of the last save; None if anything but values is another on any rank."""
+        mine = [
+            it is not None and it.circumstances == self._circumstances(item, self._before)
+            for item, it in zip(items, kept, strict=True)
+        ]
+        same = [all(of_ranks) for of_ranks in zip(*self.coordinator.all_gather(mine), strict=True)]
+        wanted: list[tuple[Layout, Callable[[], Mapping[str, Holding]]]] = []
+        for item, it, is_same in zip(items, kept, same, strict=True):
+            if is_same and it is not None:
+                of_model = partial(holdings_of_model, item.model or self.model, self.coordinator, item.dtype)
+                all_held = (item.held, *(held for held, _ in item.siblings))
+                wanted += [(it.layout, partial(of_model, held)) for held in all_held]
+        follows = Parameters.following(wanted, self.coordinator, self._compares, self.threads) if wanted else []
+        following = iter(follows)
+        found: list[list[WritePlan] | None] = []
+        for place, item, it, is_same in zip(places, items, kept, same, strict=True):
+            plans = None
+            if is_same and it is not None:
+                of_item = [next(following) for _ in (item, *item.siblings)]
+                parameters = [each for each in of_item if each is not None]
+                if len(parameters) == len(of_item):
+                    plans = self._as_before(place, item, it, parameters)
+            found.append(plans)
+        return found
+
+    def _as_before(
+        self, place: Path, item: SaveItem, kept: _Kept, parameters: Sequence[Parameters]
+    ) -> list[WritePlan]:
         for name, data in kept.files.items():  # none but on rank 0
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_bytes(data)
@@ -180,9 +204,11 @@ class SavePlanner:
             )
             padding = packed_padding(self.model)
             refuse_too_few(plan, parameters.sources, parameters.expected, item.left_out, padding)
-        refuse_differing(coordinator, b"".join(shard.header for shard in shards), "would save other tensors")
-        if item.held is None:
-            refuse_cut(self.model, parameters, coordinator)
+            smaller = smaller_ones(self.model, parameters) if item.held is None and not coordinator.is_alone else []
+            headers = hashlib.sha256(b"".join(shard.header for shard in shards)).digest()
+        digests, of_ranks = zip(*coordinator.all_gather((headers, smaller)), strict=True)
+        refuse_differing(digests, "would save other tensors")
+        refuse_cut(self.model, of_ranks)
         return item.write_plans([parameters, *parameters.beside], shards, plan)
 
 

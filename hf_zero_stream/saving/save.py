@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -39,7 +39,15 @@ from .pending import PendingSave, finish_pending
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan, digests_of
 from .publication import Publication
 from .readiness import kind_of_save, make_ready
-from .targets import AnyPublication, ObjectWriter, UploadTarget, begin_at, place_of_save, refuse_other_place, target_at
+from .targets import (
+    AnyPublication,
+    ObjectWriter,
+    UploadTarget,
+    begin_at,
+    place_of_save,
+    refuse_other_places,
+    target_at,
+)
 from .upload import check_all, planned_shards, send_all, uploads_of
 from .whole import note_weights
 from .write import Put, SaveTask, bytes_of, execute_saves
@@ -49,6 +57,9 @@ logger = logging.get_logger(__name__)
 
 # Arguments of transformers' ``save_pretrained``.
 _CHANGES_NOTHING = {"push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function"}
+
+
+T = TypeVar("T")
 
 _NO_MORE = Finalizer()
 
@@ -101,6 +112,8 @@ class Save:
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = place, dtype, state_dict
         self._settings, self._is_of_training = settings_in_force(), is_of_training
+        self.has_one_place = False
+        """Whether ranks have agreed already on where they save."""
         self._what = "training state" if is_of_training else "weights"
         self._verify = self._has_single_writer = False
         self._plans: list[WritePlan] = []
@@ -253,15 +266,16 @@ class Save:
 
     def _write_files(self, folder: Path, *, has_digests: bool) -> Sequence[Mapping[str, int]]:
         """Write all shards; returns the digests of what each rank has written."""
+
+        def finish(writers: Sequence[ShardWriter]) -> Mapping[str, int]:
+            sync_all(writers)
+            return digests_of(self._plans, writers)
+
         writer = partial(ShardWriter, has_digests=has_digests)
-        with self._execute("write", folder, writer, "Writing") as writers, self._clock("sync"):
-            self._coordinator.run_on_all(partial(sync_all, writers))
-        mine = digests_of(self._plans, writers)
-        digests = self._coordinator.all_gather(mine) if has_digests else []
+        digests = self._execute("write", folder, writer, "Writing", finish)
         if self._verify:
-            with self._execute("verify", folder, Comparison, "Verifying"):
-                pass
-        return digests
+            self._execute("verify", folder, Comparison, "Verifying", lambda _: None)
+        return digests if has_digests else []
 
     def _upload(self, publication: Any, target: UploadTarget) -> None:
         """Send all shards; what they replace stays until :meth:`.targets.RemotePublication.commit`."""
@@ -302,8 +316,8 @@ class Save:
         coordinator = self._coordinator
         publication: AnyPublication | None = None
         try:
-            place = coordinator.broadcast(lambda: self._folder)
-            coordinator.run_on_all(partial(refuse_other_place, self._folder, place, coordinator.rank))
+            if not self.has_one_place:
+                refuse_other_places(coordinator.all_gather(self._folder))
             write_from, self._verify, publication = coordinator.broadcast(self._begun)
             folder = publication.temporary
             if self._target is None and write_from == "auto":
@@ -311,7 +325,7 @@ class Save:
             self._has_single_writer = write_from == "rank0"
             with self._clock("plan"):
                 planner = self._planner()
-                self._plans = [each for item in items for each in planner.plan(folder, item)]
+                self._plans = planner.plan(folder, items)
                 coordinator.run_on_main(partial(self._reserve, folder))
             yield publication
         except BaseException:
@@ -347,25 +361,40 @@ class Save:
             logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
         return bool(blind)
 
-    @contextmanager
     def _execute(
-        self, phase: str, folder: Path, kind: Callable[[Sequence[Path]], ShardWriter], description: str
-    ) -> Iterator[Sequence[ShardWriter]]:
-        """Carry out all plans, into writers of this `kind` in the `folder`, which are open inside."""
+        self,
+        phase: str,
+        folder: Path,
+        kind: Callable[[Sequence[Path]], ShardWriter],
+        description: str,
+        finish: Callable[[Sequence[ShardWriter]], T],
+    ) -> list[T]:
+        """Carry out all plans, into writers of this `kind` in the `folder`, and `finish` these (all ranks)."""
         nbytes = sum(each.plan.bytes_written for each in self._plans)
         with ExitStack() as opened:
             writers = [opened.enter_context(closing(kind(each.paths(folder)))) for each in self._plans]
-            with self._clock(phase), self._bar(nbytes, description) as advance:
+            with self._bar(nbytes, description) as advance:
 
                 def put(writer: ShardWriter, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
                     buffers = [bytes_of(piece) for piece in pieces]
                     writer.put(shard, position, buffers)
                     advance(sum(map(len, buffers)))
 
-                tasks = self._tasks([partial(put, writer) for writer in writers])
-                execute_saves(tasks, self._coordinator, self._threads())
-            self._memory.sample()
-            yield writers
+                puts = [partial(put, writer) for writer in writers]
+                return self._execute_into(phase, puts, partial(finish, writers))
+
+    def _execute_into(self, phase: str, puts: Sequence[Put], finish: Callable[[], Any] = lambda: None) -> list[Any]:
+        """Carry out all plans, of which each `put` takes the bytes of one, and `finish` (all ranks)."""
+        with ExitStack() as writing:
+            writing.enter_context(self._clock(phase))
+
+            def then() -> Any:
+                writing.close()
+                self._memory.sample()
+                with self._clock("sync"):
+                    return finish()
+
+            return execute_saves(self._tasks(puts), self._coordinator, self._threads(), then)
 
     def _bar(self, own_bytes: int, doing: str) -> AbstractContextManager[Callable[[int], None]]:
         """The progress bar of all tensors that ranks write, of which this one writes `own_bytes`."""

@@ -72,15 +72,13 @@ def cover(name: str, numel: int, held: Iterable[tuple[int, int, int]]) -> tuple[
     return tuple(shares)
 
 
-def refuse_other_parameters(holdings: Mapping[str, Holding], coordinator: Coordinator) -> None:
-    """Raise a SaveError on all ranks if they have parameters of other names or shapes."""
-    mine = [(name, each.box.shape) for name, each in holdings.items()]
-    refuse_differing(coordinator, repr(mine).encode(), "have parameters of other names or shapes")
+def digest_of_names(holdings: Mapping[str, Holding]) -> bytes:
+    """A digest of the names and shapes of parameters."""
+    return hashlib.sha256(repr([(name, each.box.shape) for name, each in holdings.items()]).encode()).digest()
 
 
-def refuse_differing(coordinator: Coordinator, mine: bytes, found: str) -> None:
-    """Raise a SaveError on all ranks if these bytes differ between them; `found` says in which case they do."""
-    digests = coordinator.all_gather(hashlib.sha256(mine).digest())
+def refuse_differing(digests: Sequence[bytes], found: str) -> None:
+    """Raise a SaveError if the digests of all ranks differ; `found` says in which case they do."""
     if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise SaveError(f"Rank(s) {different} {found} than rank 0: the model must be the same on every rank.")
 

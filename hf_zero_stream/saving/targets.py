@@ -121,9 +121,11 @@ def place_of_save(folder: str | os.PathLike[str]) -> Path | str:
     return target_at(folder).canonical(str(folder)) if is_url(folder) else Path(folder)
 
 
-def refuse_other_place(mine: Path | str, of_rank_0: Path | str, rank: int) -> None:
-    """Raise a ConfigError if only one of two ranks saves to a URL, or to another one; folders may have other names."""
-    if mine != of_rank_0 and not (isinstance(mine, Path) and isinstance(of_rank_0, Path)):
-        raise ConfigError(
-            f"Expected one place to save to on all ranks; rank {rank} saves to {mine}, rank 0 to {of_rank_0}."
-        )
+def refuse_other_places(of_ranks: Sequence[Path | str]) -> None:
+    """Raise a ConfigError if only some ranks save to a URL, or to another one; folders may have other names."""
+    first = of_ranks[0]
+    for rank, place in enumerate(of_ranks):
+        if place != first and not (isinstance(place, Path) and isinstance(first, Path)):
+            raise ConfigError(
+                f"Expected one place to save to on all ranks; rank {rank} saves to {place}, rank 0 to {first}."
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from itertools import chain, filterfalse, groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from ..sources.local import IOV_MAX
 from .parameters import Parameters, Values, opened
 from .plan import ExchangeRound, SavePlan, Segment, SegmentPart
 
+
+T = TypeVar("T")
 
 WRITE_BYTES = 8 * 2**20
 """Largest single write, and the size of the buffer that casts and device copies go through."""
@@ -36,16 +38,26 @@ class SaveTask(NamedTuple):
     put: Put
 
 
-def execute_saves(tasks: Sequence[SaveTask], coordinator: Coordinator, threads: int) -> None:
-    """Give each `put`, from several `threads`, all bytes that this rank writes; all ranks must call it together."""
+def execute_saves(tasks: Sequence[SaveTask], coordinator: Coordinator, threads: int, then: Callable[[], T]) -> list[T]:
+    """Give each `put`, from several `threads`, all bytes that this rank writes, and do `then` (all ranks).
+
+    Returns what that gives on each rank. Where ranks exchange nothing, they agree once, at the end.
+    """
 
     def write_all_alone() -> None:
         for task in tasks:
             _write_alone(*task, threads)
 
-    coordinator.run_on_all(write_all_alone)
-    for task in tasks:
-        write_exchanged(*task, coordinator)
+    def write() -> T:
+        if any(plan.rounds or plan.computations for plan, _, _ in tasks):
+            coordinator.run_on_all(write_all_alone)
+            for task in tasks:
+                write_exchanged(*task, coordinator)
+        else:
+            write_all_alone()
+        return then()
+
+    return coordinator.gather_results(write)
 
 
 def write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinator: Coordinator) -> None:

@@ -29,6 +29,7 @@ from ..holdings.slots import (
 )
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
+from ..saving.shares import refuse_differing
 from .groups import is_tensor, option_of, with_kind
 from .record import Form
 
@@ -74,11 +75,13 @@ class Kept(NamedTuple):
         keys: the names of elementwise entries.
         whole: by the number of a group, the names of entries that belong to its slots as a whole.
         digests: of what is kept under each other name in each group: the same on ranks that keep the same.
+        trained: a digest of the names, shapes and dtypes of what is trained.
     """
 
     keys: Sequence[str]
     whole: Mapping[int, Sequence[str]]
     digests: Mapping[tuple[int, str], bytes]
+    trained: bytes
 
 
 def kept_here(training: Training) -> Kept:
@@ -98,16 +101,23 @@ def _kept(slots: Sequence[Slot], keys: Sequence[str], whole: Mapping[int, Sequen
         names = [member.name for member in slot.members]
         for key, kept in (*form.each.items(), *form.small.items()):
             columns.setdefault((slot.group, key), []).append([names, key in form.each, kept])
-    digests = {place: hashlib.sha256(json.dumps(column).encode()).digest() for place, column in columns.items()}
-    return Kept(keys, whole, digests), forms
+    digests = {place: _digest(column) for place, column in columns.items()}
+    members = ([member.name, member.box.shape, str(slot.values.dtype)] for slot in slots for member in slot.members)
+    return Kept(keys, whole, digests, _digest([*members])), forms
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(json.dumps(value).encode()).digest()
 
 
 def agreed(training: Training, everyone: Sequence[Kept], coordinator: Coordinator) -> tuple[Kept, list[Form]]:
     """What all ranks keep, by what each does: what differs between them goes whole; and the forms of these slots.
 
     Raises:
+        SaveError: on all ranks: they train other parameters.
         UnsupportedError: on all ranks: they have not made the same number of steps.
     """
+    refuse_differing([each.trained for each in everyone], "would save other tensors")
     keys = [*dict.fromkeys(key for each in everyone for key in each.keys)]
     whole = _together([each.whole for each in everyone])
     mine, forms = _kept(training.slots, keys, whole)

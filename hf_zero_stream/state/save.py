@@ -46,8 +46,7 @@ from ..saving.preparation import Finalizer, SaveItem, as_save_error
 from ..saving.publication import Publication, finish_interrupted
 from ..saving.readiness import make_ready
 from ..saving.save import Save
-from ..saving.shares import refuse_differing
-from ..saving.targets import AnyPublication, place_of_save, target_at
+from ..saving.targets import AnyPublication, place_of_save, refuse_other_places, target_at
 from ..saving.whole import note_state
 from ..seams.ds_config import settings_in_force
 from ..settings.config import StreamingConfig
@@ -198,10 +197,18 @@ def save_state(
             kind = _host_save(copies, keep, with_weights, training, kwargs)
         save = kind(training.model, folder, coordinator=coordinator, is_of_training=True, **kwargs)
     with meeting(SAVE, "a training state", coordinator):
-        own_id = history.id_of(training.optimizer, makes=True)
-        mine = kept, options, record.own, random_state, buffers, own_id
-        of_ranks, all_options, own, random_states, of_buffers, ids = zip(*coordinator.all_gather(mine), strict=True)
+        own_id, names = history.id_of(training.optimizer, makes=True), (tag, list[str]())
+        with coordinator.reporting():
+            if coordinator.is_main and not hosts:
+                names = _name(place, tag, keep_older)
+        mine = kept, options, record.own, random_state, buffers, own_id, names, place
+        of_ranks, all_options, own, random_states, of_buffers, ids, names_of_ranks, places = zip(
+            *coordinator.all_gather(mine), strict=True
+        )
+        refuse_other_places(places)
+        save.has_one_place = True
         history.set_id(training.optimizer, ids[0])
+        name, replaced = names_of_ranks[0]
         kept, forms = agreed(training, of_ranks, coordinator)
         different, numbers = numbered(training.slots, forms)
         groups = _groups(training, all_options[0], numbers)
@@ -213,7 +220,6 @@ def save_state(
             untrained, digests_of_base = split_base(training, record.buffers, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
             record = replace(record, untrained=untrained, base=base, base_of=places_of(training.model))
-        name, replaced = (tag, []) if hosts else coordinator.broadcast(partial(_name, place, tag, keep_older))
         steps = Steps.of_training(training) if asynchronous else Steps()
         items: list[SaveItem] = []
         max_shard_size = kwargs.get("max_shard_size", "5GB")
@@ -222,9 +228,7 @@ def save_state(
             items.append(replace(weights, changes_with=steps.of_values))
         keys = kept.keys if record.untrained else [VALUES, *kept.keys]
         held_for = {key: holdings_of(_slots_with(training, key, kept.whole), key) for key in keys}
-        together = of_same_dtypes(held_for)
-        refuse_differing(coordinator, str(together).encode(), "would save other tensors")
-        of_states = [state_item(held_for, name, group, max_shard_size) for group in together]
+        of_states = [state_item(held_for, name, group, max_shard_size) for group in of_same_dtypes(held_for)]
         items += [replace(item, changes_with=steps.of_states) for item in of_states]
         if record.untrained:
             values = _values_item(training, record.untrained, name, max_shard_size, coordinator)

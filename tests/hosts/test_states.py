@@ -157,7 +157,7 @@ def test_folders_that_are_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp
         "link": "is a link",
         "others write": "may be written by others",
         "no room": "are free",
-        "a full container": "1000 bytes of memory are free",
+        "a full container": "1000 B of memory are free",
     }[fault]
     folder.mkdir()
     for of_rank in run_ranks(2, save_refused, checkpoint, tmp_path / "disks", folder, fault):

@@ -31,12 +31,12 @@ from ...errors import ConfigError, SaveError
 from ...holdings.own_names import parameters
 from ...holdings.training import STEPS, Training
 from ...reports.text import bytes_text
-from ...saving.files import Comparison, ShardWriter
+from ...saving.files import Comparison, ShardWriter, sync_all
 from ...saving.preparation import Finalizer, as_save_error
 from ...saving.publication import Publication
 from ...saving.save import Save
 from ...saving.targets import AnyPublication
-from ...saving.write import Put, bytes_of, execute_saves
+from ...saving.write import Put, bytes_of
 from ...sources.local import kind_of_file_system
 from ...sources.memory import free_memory
 from .choice import FoundState, facts_of, joined, next_number, piece_name, replaced_by
@@ -225,14 +225,10 @@ class HostSave(Save):
     def _fill(self, path: Path, mine: Sequence[tuple[int, int, int]]) -> int:
         """Write this rank's piece; returns its digest."""
         with closing(ShardWriter([path], has_digests=True)) as writer:
-            with self._clock("write"):
-                execute_saves(self._tasks(self._puts(writer, mine)), self._coordinator, self._threads())
-            self._memory.sample()
-            with self._clock("sync"):
-                self._coordinator.run_on_all(writer.sync)
+            self._execute_into("write", self._puts(writer, mine), partial(sync_all, [writer]))
         if self._verify:
-            with self._clock("verify"), closing(Comparison([path])) as comparison:
-                execute_saves(self._tasks(self._puts(comparison, mine)), self._coordinator, self._threads())
+            with closing(Comparison([path])) as comparison:
+                self._execute_into("verify", self._puts(comparison, mine))
         return writer.digests[0] % WORD
 
     def _puts(self, writer: ShardWriter, mine: Sequence[tuple[int, int, int]]) -> list[Put]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -27,7 +28,7 @@ from ...planning.plan import materialise_reason
 from ...ranks.coordinator import Coordinator, expected_at, meeting
 from ...reports.measures import collector_paused
 from ...saving.arguments import dtype_of_argument
-from ...saving.count import refuse_cut
+from ...saving.count import refuse_cut, smaller_ones
 from ...saving.lazy_parameters import holdings_of_model
 from ...saving.parameters import Layout, NewParameters, Parameters
 from ...saving.preparation import circumstances, quiet
@@ -357,8 +358,10 @@ class WeightStream:
                 for bucket in buckets
                 for entry in bucket.entries
             ]
-        refuse_differing(coordinator, repr(metadata).encode(), "would stream other tensors")
-        refuse_cut(self._held, parameters, coordinator)
+            found = sha256(repr(metadata).encode()).digest(), smaller_ones(self._held, parameters)
+        digests, smaller = zip(*coordinator.all_gather(found), strict=True)
+        refuse_differing(digests, "would stream other tensors")
+        refuse_cut(self._held, smaller)
         # Looked at afterwards: transformers completes a model's config when it lays it out.
         plan = _Plan(self._circumstances(), parameters.layout, buckets, metadata, adapted)
         computed = list(filter(planner.is_computed, tensors)) if coordinator.is_main else []
