@@ -109,7 +109,7 @@ def load_state(
 
     Args:
         trained, optimizer, scheduler, scaler: what is going to train, as for :func:`hf_zero_stream.save_state`; made
-            as for a new training, of the same model with the same groups.
+            as for a new training, of the same model.
         folder: what ``save_state`` wrote, or a URL that it wrote to, or DeepSpeed's ``engine.save_checkpoint`` (ZeRO
             stages 1 to 3).
         tag: the name of the state; default: what `latest` says.
@@ -123,7 +123,7 @@ def load_state(
 
     Raises:
         CheckpointError: on all ranks: `folder` has no such state, or it is not sound.
-        ConfigError: on all ranks: the state is that of another optimizer, or of other groups.
+        ConfigError: on all ranks: the state is that of another optimizer, or of one that trained other parameters.
         HfZeroStreamError: on all ranks, in the middle of reading: some values are new; load again.
     """
     load = partial(
