@@ -157,14 +157,14 @@ class BucketSave:
         except (ConflictError, PlaceTakenError) as error:
             self.order = before
             raise taken_place(self.place.url) from error
-        except SaveError as error:
+        except HfZeroStreamError as error:
             raise SaveError(
                 f"{error} Perhaps this save has happened all the same: the next save or load there finds out."
             ) from error
         shutil.rmtree(self.temporary, ignore_errors=True)
         try:
             _finish(self.place, order, self.version)
-        except SaveError as error:
+        except HfZeroStreamError as error:
             raise SaveError(
                 f"{error} This save is complete: saving there again, or load_state, finishes it."
             ) from error
