@@ -35,6 +35,9 @@ from .wholes import groups_for, refuse_other_parts
 _AT_ONCE = 32
 """Files that are looked for at the same time."""
 
+_KEEP_A_PHASE = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+"""DeepSpeed's optimizers (before 0.19) that keep outside of their state whether they compress yet."""
+
 _ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
 
 
@@ -42,6 +45,8 @@ def refuse_optimizer(training: Training) -> None:
     """Raise an UnsupportedError for an optimizer that keeps what a state has no place for, as far as can be told."""
     optimizer = training.optimizer
     kind = type(optimizer).__name__
+    if kind in _KEEP_A_PHASE:
+        raise UnsupportedError(f"{kind} keeps the phase of its compression outside of its state. {_ELSE}")
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
         raise UnsupportedError(
             f"{kind} is none that torch.optim.Optimizer.__init__ has made, so that it is not known what it keeps, and "
