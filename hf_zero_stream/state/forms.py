@@ -96,18 +96,18 @@ def kept_here(training: Training) -> Kept:
 
 def _kept(slots: Sequence[Slot], keys: Sequence[str], whole: Mapping[int, Sequence[str]]) -> tuple[Kept, list[Form]]:
     forms = kept_by(slots, keys, {slot: whole[slot.group] for slot in slots if slot.group in whole})
-    columns: dict[tuple[int, str], list[Any]] = {}
+    columns: dict[tuple[int, str], dict[str, Any]] = {}  # by parameters: ranks may have them in another order
     for slot, form in zip(slots, forms, strict=True):
-        names = [member.name for member in slot.members]
         for key, kept in (*form.each.items(), *form.small.items()):
-            columns.setdefault((slot.group, key), []).append([names, key in form.each, kept])
+            of_slot = dict.fromkeys([member.name for member in slot.members], [key in form.each, kept])
+            columns.setdefault((slot.group, key), {}).update(of_slot)
     digests = {place: _digest(column) for place, column in columns.items()}
-    members = ([member.name, member.box.shape, str(slot.values.dtype)] for slot in slots for member in slot.members)
-    return Kept(keys, whole, digests, _digest([*members])), forms
+    trained = {member.name: [member.box.shape, str(slot.values.dtype)] for slot in slots for member in slot.members}
+    return Kept(keys, whole, digests, _digest(trained)), forms
 
 
-def _digest(value: Any) -> bytes:
-    return hashlib.sha256(json.dumps(value).encode()).digest()
+def _digest(value: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
 
 
 def agreed(training: Training, everyone: Sequence[Kept], coordinator: Coordinator) -> tuple[Kept, list[Form]]:

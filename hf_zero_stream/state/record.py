@@ -49,7 +49,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Part:
+class SlotPart:
     """What an optimizer keeps of a slot as a whole (:mod:`.wholes`).
 
     Attributes:
@@ -131,7 +131,7 @@ class StateRecord:
     groups: Sequence[GroupRecord]
     forms: Sequence[Form]
     whole: Sequence[str] = ()
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, SlotPart] = field(default_factory=dict)
     untrained: Sequence[str] = ()
     base: Mapping[str, Sequence[Any]] | None = None
     base_of: str = ""
@@ -219,7 +219,7 @@ class StateRecord:
         try:
             groups = [GroupRecord(**group) for group in found.pop("groups")]
             forms = [Form(**form) for form in found.pop("forms")]
-            parts = {digest: Part(**part) for digest, part in found.pop("parts").items()}
+            parts = {digest: SlotPart(**part) for digest, part in found.pop("parts").items()}
             record = cls(groups=groups, forms=forms, parts=parts, **found)
         except (TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path}: its entries are not those of a training state: {error}") from error
@@ -279,7 +279,7 @@ def _is_form(form: Form) -> bool:
     )
 
 
-def _is_part(part: Part) -> bool:
+def _is_part(part: SlotPart) -> bool:
     has_tensors = _is_dict(part.tensors, list) and all(map(_is_tensor, part.tensors.items()))
     return has_tensors and _is_dict(part.values, object)
 

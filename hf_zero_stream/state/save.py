@@ -30,7 +30,7 @@ from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..holdings.holding import Holding
 from ..holdings.introspection import is_adapted, is_peft_model
-from ..holdings.own_names import fixed_names
+from ..holdings.own_names import fixed_names, named_parameters
 from ..holdings.slots import VALUES, Slot, holdings_of
 from ..holdings.steps import Steps, unseen_reason
 from ..holdings.training import STEPS, Training
@@ -302,9 +302,11 @@ def _slots_with(training: Training, key: str, whole: Mapping[int, Sequence[str]]
 
 def _groups(training: Training, options: Sequence[Mapping[str, Any]], forms: Mapping[str, int]) -> list[GroupRecord]:
     """What is recorded of the optimizer's groups, with these `options`, and the numbers of `forms` by parameter."""
+    order = {name: place for place, (name, _) in enumerate(named_parameters(training.model))}  # the same on all ranks
     found = []
     for number, of_group in enumerate(options):
         members = [member for slot in training.slots if slot.group == number for member in slot.members]
+        members.sort(key=lambda member: order[member.name])
         names, shapes = [member.name for member in members], [list(member.box.shape) for member in members]
         found.append(GroupRecord(of_group, names, shapes, [forms[name] for name in names]))
     return found

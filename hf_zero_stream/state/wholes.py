@@ -32,7 +32,7 @@ from ..saving.preparation import SaveItem
 from .forms import Kept, Wholes
 from .groups import option_of, with_kind
 from .layout import index_name, lay_out
-from .record import GroupRecord, Part, StateRecord
+from .record import GroupRecord, SlotPart, StateRecord
 
 
 def with_parts(record: StateRecord, training: Training, kept: Kept, coordinator: Coordinator) -> StateRecord:
@@ -46,7 +46,7 @@ def with_parts(record: StateRecord, training: Training, kept: Kept, coordinator:
     having = [*_having(training, kept)]
     names = dict.fromkeys(member.name for slot, _ in having for member in slot.members)
     mine = [(_digest(slot, record), _described(slot, keys)) for slot, keys in having]
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[SlotPart]] = {}
     everyone = coordinator.all_gather(([*names], mine))
     for digest, part in (each for _, of_rank in everyone for each in of_rank):
         parts.setdefault(digest, []).append(part)
@@ -102,7 +102,7 @@ def _having(training: Training, kept: Kept) -> Iterator[tuple[Slot, list[str]]]:
             yield slot, keys
 
 
-def _described(slot: Slot, keys: Sequence[str]) -> Part:
+def _described(slot: Slot, keys: Sequence[str]) -> SlotPart:
     tensors: dict[str, list[Any]] = {}
     values: dict[str, Any] = {}
     for key in keys:
@@ -113,7 +113,7 @@ def _described(slot: Slot, keys: Sequence[str]) -> Part:
             tensors[key] = [str(value.dtype).removeprefix("torch."), list(value.shape), is_on_host, strides]
         else:
             values[key] = with_kind(value, f"the optimizer's {key} of {slot.members[0].name}", small=True)
-    return Part(tensors, values)
+    return SlotPart(tensors, values)
 
 
 def _digest(slot: Slot, record: StateRecord) -> str:

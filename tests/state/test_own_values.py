@@ -216,5 +216,7 @@ def apart(values: torch.Tensor) -> Iterator[None]:
 def test_replicas_must_be_alike(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     for found in run_ranks(2, save_apart, zoo_checkpoint("llama"), tmp_path):
         for where, outcome in found.items():
-            expected = "which differs between ranks" if where == "number" else "as a training keeps them"
+            expected = (
+                "has other lr on some ranks, which train the same" if where == "number" else "as a training keeps them"
+            )
             assert "UnsupportedError" in str(outcome) and expected in outcome, where
