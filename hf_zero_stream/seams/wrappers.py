@@ -161,16 +161,14 @@ def belongs_to_trainer(accelerator: Accelerator, model: PreTrainedModel) -> bool
     return "transformers.trainer" in sys.modules and ("generate" in vars(model) or not hasattr(model, "generate"))
 
 
-def saves_by_default(trainer: Any, *more: str) -> bool:
+def saves_by_default(trainer: Any) -> bool:
     """Whether nobody overrides how `trainer` gets a state dict and writes it, in a subclass or on an object.
-
-    Nor any of `more` methods.
 
     And whether it gets a lazy one: accelerate may be of a version whose saves are left to it.
     """
     own = sys.modules["transformers.trainer"].Trainer
     is_lazy = is_replaced(Accelerator.get_state_dict)
-    others = [*replaced_methods(own, trainer, "_save", *more), *replaced_methods_of(trainer.accelerator)]
+    others = [*replaced_methods(own, trainer, "_save"), *replaced_methods_of(trainer.accelerator)]
     return is_lazy and not others
 
 
