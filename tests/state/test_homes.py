@@ -105,8 +105,8 @@ def losing_in_swap_files(folder: Path, source: Path, config: dict[str, Any]) -> 
     for key in ("exp_avg", "step"):
         engine = engine_of(folder, config, all_in_one_group)  # DeepSpeed's swapper knows what it has swapped
 
-        def losing(optimizer: Any, number: int, recorded: Any, slots: Any, key: str = key) -> None:
-            forms.set_entries(optimizer, number, recorded, slots)
+        def losing(optimizer: Any, slots: Any, *rest: Any, key: str = key) -> None:
+            forms.set_entries(optimizer, slots, *rest)
             swapped = [slot for slot in slots if slot.is_swapped]
             assert swapped
             for slot in swapped:

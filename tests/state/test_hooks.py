@@ -104,7 +104,7 @@ def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> N
         run_ranks(2, train_by_trainer, folder, tmp_path / cls.__name__, None, cls)
         own = tmp_path / cls.__name__ / "checkpoint-2"
         assert (own / "model.safetensors").read_text() == "my own"
-        assert (own / "global_step2" / "model.safetensors").exists()
+        assert (own / "global_step2" / "training_state.json").exists()
         assert run_ranks(2, train_by_trainer, folder, tmp_path / "again", own) == losses
 
 
