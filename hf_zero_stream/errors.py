@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 
@@ -92,6 +93,17 @@ class SaveError(HfZeroStreamError, OSError):
 
     Free space, or mend the named folder; call the save on every rank.
     """
+
+
+@contextmanager
+def system_errors_as(kind: type[HfZeroStreamError], place: Path, doing: str, advice: str) -> Iterator[None]:
+    """Turn an error of the system inside into one of this `kind`, which names its file, or else `place`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, HfZeroStreamError):
+            raise
+        raise kind(f"{error.filename or place}: {doing}: {error.strerror or error}. {advice}") from error
 
 
 class PlaceTakenError(SaveError):

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from ..checkpoint.file_digests import WORD, digest_of_bytes
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
-from ..errors import HfZeroStreamError, SaveError
+from ..errors import SaveError, system_errors_as
 from ..holdings.holding import Holding
 from ..holdings.kinds import persistent_buffers
 from ..holdings.own_names import named_buffers, named_parameters
@@ -59,15 +59,8 @@ _kept: WeakKeyDictionary[nn.Module, dict[str, _Kept]] = WeakKeyDictionary()
 @contextmanager
 def as_save_error(place: Path) -> Iterator[None]:
     """Turn an error of the system inside, where a save is prepared in the folder `place`, into a SaveError."""
-    try:
+    with system_errors_as(SaveError, place, "cannot prepare a save", "What was there before has not been touched."):
         yield
-    except OSError as error:
-        if isinstance(error, HfZeroStreamError):
-            raise
-        raise SaveError(
-            f"{error.filename or place}: cannot prepare a save: {error.strerror or error}. What was there before has "
-            "not been touched."
-        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import digest
 from ..saving.preparation import SaveItem
 from ..seams.ds_config import settings_in_force
-from .layout import files_of, index_name, lay_out, persistent_buffers
+from .layout import Placeholders, files_of, index_name, lay_out, persistent_buffers
 from .record import StateRecord
 
 
@@ -51,17 +51,6 @@ def differing(of_ranks: Sequence[Mapping[str, bytes]]) -> list[str]:
     return sorted(name for name, mine in first.items() if any(each.get(name, mine) != mine for each in others))
 
 
-class _OfRanks(nn.Module):
-    """Has a parameter without memory for each of the buffers of each rank."""
-
-    def __init__(self, buffers: Mapping[str, torch.Tensor], world_size: int) -> None:
-        super().__init__()
-        for rank in range(world_size):
-            for number, buffer in enumerate(buffers.values()):
-                empty = torch.empty_like(buffer, device="meta")
-                self.register_parameter(_name(rank, number), nn.Parameter(empty, requires_grad=False))
-
-
 def _name(rank: int, number: int) -> str:
     return f"{rank}-{number}"
 
@@ -71,7 +60,8 @@ def item_of(
 ) -> SaveItem:
     """Give the item of each rank's values of the buffers `names`, in files in the `folder` of the state."""
     found = _persistent(model)
-    buffers = {name: found[name] for name in names}
+    numbered = [*enumerate(found[name] for name in names)]
+    of_ranks = [(rank, number, buffer) for rank in range(coordinator.world_size) for number, buffer in numbered]
 
     def held() -> dict[str, Holding]:
         return {
@@ -82,8 +72,7 @@ def item_of(
                 buffer.numel() if rank == coordinator.rank else 0,
                 partial(open_flat, buffer),
             )
-            for rank in range(coordinator.world_size)
-            for number, buffer in enumerate(buffers.values())
+            for rank, number, buffer in of_ranks
         }
 
     return SaveItem(
@@ -91,7 +80,7 @@ def item_of(
         index_name=index_name(BUFFERS),
         folder=folder,
         held=held,
-        model=_OfRanks(buffers, coordinator.world_size),
+        model=Placeholders({_name(rank, number): buffer for rank, number, buffer in of_ranks}),
     )
 
 

@@ -89,9 +89,16 @@ def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
     Raises:
         CheckpointError: on all ranks: the folder `tag` holds nothing but a save that has died.
     """
+    with _meant(folder, tag) as (found, _):
+        return found
+
+
+@contextmanager
+def _meant(folder: Path, tag: Any) -> Iterator[tuple[tuple[Path, str] | None, Coordinator]]:
+    """What :func:`look_for_state` finds on rank 0, inside the meeting of a load (all ranks)."""
     finish_pending(raises=False)
     with meeting(LOAD) as coordinator:
-        return coordinator.broadcast(partial(look_for_state, folder, tag))
+        yield coordinator.broadcast(partial(look_for_state, folder, tag)), coordinator
 
 
 def look_for_state(folder: Path, tag: Any) -> tuple[Path, str] | None:
@@ -126,9 +133,7 @@ def load_if_ours(trained: Any, folder: Path, tag: Any, caller: Caller, optimizer
 
     Random numbers stay: callers restore them at their own time.
     """
-    finish_pending(raises=False)
-    with meeting(LOAD) as coordinator:
-        found = coordinator.broadcast(partial(look_for_state, folder, tag))
+    with _meant(folder, tag) as (found, coordinator):
         if found is None:
             return False
         if not caller.is_between_steps:
@@ -140,9 +145,7 @@ def load_if_ours(trained: Any, folder: Path, tag: Any, caller: Caller, optimizer
 
 def load_values_if_ours(model: Any, folder: Path, tag: Any) -> bool:
     """Give `model` the values of the state of ours that is meant; returns False if it is none (all ranks)."""
-    finish_pending(raises=False)
-    with meeting(LOAD) as coordinator:
-        found = coordinator.broadcast(partial(look_for_state, folder, tag))
+    with _meant(folder, tag) as (found, coordinator):
         if found is not None:
             load_without_optimizer(model, *found, coordinator)
     return found is not None

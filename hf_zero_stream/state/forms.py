@@ -19,6 +19,7 @@ import torch
 from ..checkpoint.format import excerpt
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..holdings.slots import (
+    Forms,
     Slot,
     elementwise_keys,
     first_of_forms,
@@ -30,17 +31,20 @@ from ..holdings.slots import (
 from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
 from ..saving.shares import refuse_differing
-from .groups import is_tensor, option_of, with_kind
-from .record import Form
+from .groups import is_tensor, is_written_number, option_of, with_kind
+from .record import Form, StateRecord
 
 
-def kept_by(slots: Sequence[Slot], keys: Collection[str], whole: Mapping[Slot, Collection[str]]) -> list[Form]:
+def kept_by(
+    slots: Sequence[Slot], alike: Forms, keys: Collection[str], whole: Mapping[Slot, Collection[str]]
+) -> list[Form]:
     """The form of each slot now, of which `keys` are the elementwise entries, and others go whole.
+
+    Slots that are `alike` differ in values alone: all else is looked at once of many.
 
     Raises:
         UnsupportedError: an entry cannot be written as JSON and read again as it is.
     """
-    alike = forms_of(slots)  # what can be told without values is told once of many
     known: dict[Any, tuple[dict[str, str], list[str]]] = {}
     found = []
     for slot in slots:
@@ -84,18 +88,22 @@ class Kept(NamedTuple):
     trained: bytes
 
 
-def kept_here(training: Training) -> Kept:
-    """What this rank keeps; raises an UnsupportedError for an entry that a state has no place for."""
+def kept_here(training: Training) -> tuple[Kept, list[Form]]:
+    """What this rank keeps, and the forms of its slots.
+
+    Raises:
+        UnsupportedError: for an entry that a state has no place for.
+    """
     slots = training.slots
-    whole: dict[int, dict[str, None]] = {}
-    for slot in first_of_forms(slots, forms_of(slots)):
-        whole.setdefault(slot.group, {}).update(dict.fromkeys(slot.whole))
-    names = {number: [*of_group] for number, of_group in whole.items() if of_group}
-    return _kept(slots, elementwise_keys(slots), names)[0]
+    alike = forms_of(slots)
+    whole = _together([{slot.group: slot.whole} for slot in first_of_forms(slots, alike) if slot.whole])
+    return _kept(slots, alike, elementwise_keys(slots, alike), whole)
 
 
-def _kept(slots: Sequence[Slot], keys: Sequence[str], whole: Mapping[int, Sequence[str]]) -> tuple[Kept, list[Form]]:
-    forms = kept_by(slots, keys, {slot: whole[slot.group] for slot in slots if slot.group in whole})
+def _kept(
+    slots: Sequence[Slot], alike: Forms, keys: Sequence[str], whole: Mapping[int, Sequence[str]]
+) -> tuple[Kept, list[Form]]:
+    forms = kept_by(slots, alike, keys, {slot: whole[slot.group] for slot in slots if slot.group in whole})
     columns: dict[tuple[int, str], dict[str, Any]] = {}  # by parameters: ranks may have them in another order
     for slot, form in zip(slots, forms, strict=True):
         for key, kept in (*form.each.items(), *form.small.items()):
@@ -110,18 +118,23 @@ def _digest(value: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
 
 
-def agreed(training: Training, everyone: Sequence[Kept], coordinator: Coordinator) -> tuple[Kept, list[Form]]:
+def agreed(
+    training: Training, here: tuple[Kept, list[Form]], everyone: Sequence[Kept], coordinator: Coordinator
+) -> tuple[Kept, list[Form]]:
     """What all ranks keep, by what each does: what differs between them goes whole; and the forms of these slots.
+
+    What :func:`kept_here` gave holds unless ranks differ.
 
     Raises:
         SaveError: on all ranks: they train other parameters.
         UnsupportedError: on all ranks: they have not made the same number of steps.
     """
     refuse_differing([each.trained for each in everyone], "would save other tensors")
+    slots, (mine, forms) = training.slots, here
     keys = [*dict.fromkeys(key for each in everyone for key in each.keys)]
     whole = _together([each.whole for each in everyone])
-    mine, forms = _kept(training.slots, keys, whole)
     if any(each.keys != keys or each.whole != whole for each in everyone):
+        mine, forms = _kept(slots, forms_of(slots), keys, whole)
         everyone = coordinator.all_gather(mine)
     places = dict.fromkeys(place for each in everyone for place in each.digests)
     apart = [place for place in places if len({each.digests.get(place) for each in everyone}) > 1]
@@ -132,7 +145,7 @@ def agreed(training: Training, everyone: Sequence[Kept], coordinator: Coordinato
         )
     if apart:
         whole = _together([whole, *({number: [key]} for number, key in apart)])
-        mine, forms = _kept(training.slots, keys, whole)
+        mine, forms = _kept(slots, forms_of(slots), keys, whole)
     groups = range(len(training.optimizer.param_groups))
     return mine._replace(keys=[key for key in keys if any(key not in whole.get(it, ()) for it in groups)]), forms
 
@@ -261,19 +274,17 @@ def _like(old: Any, written: Any, key: str, optimizer: Any, slot: Slot) -> Any:
     return number
 
 
-def refuse_lost(
-    training: Training, kind: str, keys: Collection[str], forms: Mapping[str, Form], whole: Wholes, place: Path
-) -> None:
-    """Raise a CheckpointError unless the optimizer keeps what the forms say, once all of it has been loaded.
+def refuse_lost(training: Training, record: StateRecord, whole: Wholes, place: Path) -> None:
+    """Raise a CheckpointError unless the optimizer keeps what the `record` says, once all of it has been loaded.
 
-    If the saved one was of another `kind`, the names are compared alone. Of tensors in swap files it is compared that
+    If the saved one was of another class, the names are compared alone. Of tensors in swap files it is compared that
     they are there: they are not read again.
     """
     slots = [slot for slot in training.slots if slot.members and whole.get(slot, {}) is not None]
-    is_same, exactly = type(training.optimizer).__name__ == kind, is_exact(training.optimizer)
+    is_same, exactly = type(training.optimizer).__name__ == record.optimizer, is_exact(training.optimizer)
     whole_keys = {slot: [*(whole.get(slot) or ())] for slot in slots}
-    for slot, kept in zip(slots, kept_by(slots, keys, whole_keys), strict=True):
-        wanted, found = (dict(_described(each, slot, exactly)) for each in (form_for(slot, forms), kept))
+    for slot, kept in zip(slots, kept_by(slots, forms_of(slots), record.keys, whole_keys), strict=True):
+        wanted, found = (dict(_described(each, slot, exactly)) for each in (form_for(slot, record.form_of), kept))
         wanted |= dict.fromkeys(whole_keys[slot], "what goes whole")
         found |= {key: "what goes whole" for key in whole_keys[slot] if key in slot.entries}
         different = sorted(wanted.keys() ^ found.keys())
@@ -292,6 +303,4 @@ def _described(form: Form, slot: Slot, exactly: bool) -> Iterator[tuple[str, str
     for key, kind in form.each.items():
         yield key, "a tensor" if slot.is_swapped else f"a tensor {kind}".rstrip()
     for key, written in form.small.items():
-        number = written["(tensor)"] if is_tensor(written) else written
-        is_one = is_number(written) or (is_tensor(written) and number["shape"] == [])
-        yield key, "a number" if is_one and not exactly else json.dumps(written)
+        yield key, "a number" if is_written_number(written) and not exactly else json.dumps(written)

@@ -89,6 +89,11 @@ def is_tensor(written: Any) -> bool:
     return isinstance(written, Mapping) and list(written) == [_TENSOR]
 
 
+def is_written_number(written: Any) -> bool:
+    """Whether :func:`with_kind` has written a number, or a tensor that is one (:func:`..holdings.slots.is_number`)."""
+    return written[_TENSOR]["shape"] == [] if is_tensor(written) else is_number(written)
+
+
 def options_of(recorded: GroupRecord, device: torch.device | None = None) -> dict[str, Any]:
     """The options that were recorded; tensors on `device`, or on the host if they were there.
 

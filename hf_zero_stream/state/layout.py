@@ -73,6 +73,16 @@ def shard_of(key: str | None, first: str | None, shard: str) -> str:
     return shard.replace(f".{first}", f".{key}", 1)
 
 
+class Placeholders(nn.Module):
+    """Has parameters without memory, by whose names something is saved that is no part of a model."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in named.items():
+            empty = torch.empty_like(tensor, device="meta")
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+
 HeldStates = Mapping[str, Mapping[str, Holding]]
 """By the name of a state, what this rank holds of it."""
 

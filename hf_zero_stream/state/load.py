@@ -232,8 +232,7 @@ def _resumed(
                     set_option(training.optimizer.param_groups[number], "lr", rates[number])
             restore_strides(training, record)
             if isinstance(found, StateRecord):
-                kind, keys, forms = record.optimizer, record.keys, record.form_of
-                coordinator.run_on_all(partial(refuse_lost, training, kind, keys, forms, whole, place))
+                coordinator.run_on_all(partial(refuse_lost, training, record, whole, place))
         history.set_id(training.optimizer, record.training)
     if with_rng and not isinstance(found, StateRecord):
         logger.warning_once(f"{place}: {found.writer} saves no random numbers, so those of all ranks are new.")

@@ -151,7 +151,7 @@ class StateRecord:
     training: str = ""
     version: int = _VERSION
 
-    @property
+    @cached_property
     def trained(self) -> frozenset[str]:
         """Own names of the parameters that are trained."""
         return frozenset(name for group in self.groups for name in group.parameters)
@@ -264,7 +264,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
 
 
 def _is_shape(value: Any) -> bool:
@@ -330,8 +330,8 @@ def _is_key(value: Any) -> bool:
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "optimizer": lambda value: isinstance(value, str),
     "keys": lambda value: isinstance(value, list) and all(map(_is_key, value)),
-    "whole": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
-    "untrained": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
+    "whole": _are_names,
+    "untrained": _are_names,
     "base": _is_base,
     "base_of": lambda value: isinstance(value, str),
     "scheduler": _is_scheduler,
@@ -340,7 +340,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "world_size": _is_integer,
     "batch_size": lambda value: value is None or _is_integer(value),
     "of_ranks": _are_of_ranks,
-    "buffers": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
+    "buffers": _are_names,
     "dtype": lambda value: value is None or isinstance(value, str),
     "weights": lambda value: isinstance(value, (list, tuple)) and all(_is_near(it) for it in value),
     "digests": lambda value: isinstance(value, dict) and all(map(_is_file_digest, value.items())),

@@ -179,7 +179,7 @@ def save_state(
             raise UnsupportedError(
                 "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
             )
-        kept = kept_here(training)
+        here = kept_here(training)
         options = [recorded_options(training.optimizer, each) for each in range(len(training.optimizer.param_groups))]
         # Packed weights lie in memory as in no file of a state.
         has_base = exclude_frozen or is_adapted(training.model) or keeps_packing(training.model)
@@ -201,7 +201,7 @@ def save_state(
         with coordinator.reporting():
             if coordinator.is_main and not hosts:
                 names = _name(place, tag, keep_older)
-        mine = kept, options, record.own, random_state, buffers, own_id, names, place
+        mine = here[0], options, record.own, random_state, buffers, own_id, names, place
         of_ranks, all_options, own, random_states, of_buffers, ids, names_of_ranks, places = zip(
             *coordinator.all_gather(mine), strict=True
         )
@@ -209,7 +209,7 @@ def save_state(
         save.has_one_place = True
         history.set_id(training.optimizer, ids[0])
         name, replaced = names_of_ranks[0]
-        kept, forms = agreed(training, of_ranks, coordinator)
+        kept, forms = agreed(training, here, of_ranks, coordinator)
         different, numbers = numbered(training.slots, forms)
         groups = _groups(training, all_options[0], numbers)
         record = replace(record.with_own_of(own), buffers=differing(of_buffers), training=ids[0])

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..checkpoint.safetensors import NotedShard
 from ..errors import CheckpointError, ConfigError, SaveError, UnsupportedError
@@ -31,7 +30,7 @@ from ..saving.parameters import NewParameters
 from ..saving.preparation import SaveItem
 from .forms import Kept, Wholes
 from .groups import option_of, with_kind
-from .layout import index_name, lay_out
+from .layout import Placeholders, index_name, lay_out
 from .record import GroupRecord, SlotPart, StateRecord
 
 
@@ -135,17 +134,14 @@ def _digest_of_group(training: Training, number: int, record: StateRecord) -> st
 
 def item_of(training: Training, record: StateRecord, folder: str, max_shard_size: int | str) -> SaveItem | None:
     """Give the item of all tensors of parts, in files in the `folder` of the state; None if there are none."""
-    model = _Parts()
-    for name, empty in _named(record).items():
-        model.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-    if not model._parameters:
+    if not record.has_tensors_of_parts:
         return None
     return SaveItem(
         lay_out=partial(_laid_out, training, record, max_shard_size),
         index_name=index_name(WHOLE),
         folder=folder,
         held=partial(_held, training, record),
-        model=model,
+        model=Placeholders(_named(record)),
     )
 
 
@@ -164,10 +160,6 @@ def _laid_out(
             "written. Use the checkpoints of DeepSpeed or accelerate, and report this."
         )
     return shards
-
-
-class _Parts(nn.Module):
-    """Has a parameter without memory for each tensor of each part."""
 
 
 def _named(record: StateRecord) -> dict[str, torch.Tensor]:
@@ -193,14 +185,16 @@ def _held(training: Training, record: StateRecord) -> dict[str, Holding]:
 
 def tensors_of(training: Training, record: StateRecord) -> dict[str, torch.Tensor]:
     """The tensors that this rank keeps whole, by the names that they have in the files."""
-    numbers = {digest: number for number, digest in enumerate(record.parts)}
-    found: dict[str, torch.Tensor] = {}
-    for slot in training.slots if record.parts else ():
-        digest = "" if slot.is_padding else _digest(slot, record)
-        if digest in numbers:
-            of_slot = record.parts[digest].tensors
-            found |= {f"{numbers[digest]}-{key}": slot.entries[key] for key in of_slot}
-    return found
+    parts = _own_parts(training, record)
+    return {f"{number}-{key}": slot.entries[key] for slot, number, part in parts for key in part.tensors}
+
+
+def _own_parts(training: Training, record: StateRecord) -> Iterator[tuple[Slot, int, SlotPart]]:
+    """The slots of this rank of which anything was kept whole, with the number of their part, and that."""
+    parts = {digest: (number, part) for number, (digest, part) in enumerate(record.parts.items())}
+    for slot in training.slots if parts else ():
+        if not slot.is_padding and (found := parts.get(_digest(slot, record))) is not None:
+            yield slot, *found
 
 
 # --------------------------------------------------------------------------------------------------------- at a resume
@@ -255,36 +249,32 @@ def _cut_anew(place: Path, group: int, kept: str, whose: str, world_size: int) -
 
 def refuse_other_parts(training: Training, record: StateRecord, place: Path) -> None:
     """Raise a ConfigError unless what was kept whole was that of slots as they are cut now."""
-    names = {*record.whole}
+    names, found = {*record.whole}, {slot for slot, _, _ in _own_parts(training, record)}
     for slot in training.slots if names else ():
         first = next((it.name for it in slot.members if it.name in names and it.held[0] < it.held[1]), None)
-        if first is not None and _digest(slot, record) not in record.parts:
+        if first is not None and slot not in found:
             kept = {key: None for part in record.parts.values() for key in (*part.tensors, *part.values)}
             raise _cut_anew(place, slot.group, ", ".join(kept), first, record.world_size)
 
 
 def wholes_for(training: Training, record: StateRecord) -> Wholes:
     """The entries that belong to slots as they are: small ones as they were, zeros for tensors that will be read."""
-    found: dict[Slot, dict[str, Any] | None] = {}
     names = {*record.whole}
-    for slot in training.slots if names else ():
-        part = None if slot.is_padding else record.parts.get(_digest(slot, record))
-        if slot.is_padding and any(member.name in names for member in slot.members):
-            found[slot] = None
-        if part is not None:
-            kept = {key: option_of(key, written, slot.values.device) for key, written in part.values.items()}
-            for key, (dtype, shape, is_on_host, _) in part.tensors.items():
-                device = torch.device("cpu") if is_on_host else slot.values.device
-                kept[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-            found[slot] = kept
+    padding = [slot for slot in training.slots if slot.is_padding and any(it.name in names for it in slot.members)]
+    found: dict[Slot, dict[str, Any] | None] = dict.fromkeys(padding)
+    for slot, _, part in _own_parts(training, record):
+        kept = {key: option_of(key, written, slot.values.device) for key, written in part.values.items()}
+        for key, (dtype, shape, is_on_host, _) in part.tensors.items():
+            device = torch.device("cpu") if is_on_host else slot.values.device
+            kept[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        found[slot] = kept
     return found
 
 
 def restore_strides(training: Training, record: StateRecord) -> None:
     """Give tensors that have been read the order of elements in memory that they had: results depend on it."""
-    for slot in training.slots if record.parts else ():
-        part = None if slot.is_padding else record.parts.get(_digest(slot, record))
-        for key, (_, _, _, strides) in part.tensors.items() if part is not None else ():
+    for slot, _, part in _own_parts(training, record):
+        for key, (_, _, _, strides) in part.tensors.items():
             if strides:
                 value = slot.entries[key]
                 as_before = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)

@@ -194,7 +194,7 @@ def test_parts_that_some_ranks_share() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(values)], lr=1.0)
     training = Training(model=torch.nn.Module(), optimizer=optimizer, slots=[slot])
     record = StateRecord(optimizer="SGD", keys=[], groups=[GroupRecord({}, ["weight"], [[8]], [0])], forms=[Form()])
-    kept = kept_here(training)
+    kept, _ = kept_here(training)
     assert kept.whole == {0: ["codes", "scales"]}
     with pytest.raises(UnsupportedError, match="keeps codes, scales as a whole, and 2 of 3 ranks train"):
         wholes.with_parts(record, training, kept, SomeRanks())  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from transformers.utils import logging
 from ...checkpoint.file_digests import digest_of_range
 from ...checkpoint.format import parse_object
 from ...checkpoint.formats import UNFINISHED
-from ...errors import CheckpointError, ConfigError, HfZeroStreamError, ReadError, SaveError
+from ...errors import CheckpointError, ConfigError, ReadError, SaveError, system_errors_as
 from ...ranks.coordinator import Coordinator
 from ...saving.preparation import as_save_error
 from ...saving.publication import Publication, is_of_save
@@ -251,15 +251,9 @@ def refuse_shared(folder: Path, hosts: Hosts, coordinator: Coordinator) -> None:
 @contextmanager
 def as_read_error(folder: Path) -> Iterator[None]:
     """Turn an error of the system inside, where loads look into the `folder` of this host, into a ReadError."""
-    try:
+    doing = f"{socket.gethostname()} cannot use its folder of states"
+    with system_errors_as(ReadError, folder, doing, "Mend its disk, or go on without this host."):
         yield
-    except OSError as error:
-        if isinstance(error, HfZeroStreamError):
-            raise
-        raise ReadError(
-            f"{error.filename or folder}: {socket.gethostname()} cannot use its folder of states: "
-            f"{error.strerror or error}. Mend its disk, or go on without this host."
-        ) from error
 
 
 def states_in(folder: Path) -> list[FoundState]:
