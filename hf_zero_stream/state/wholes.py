@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,20 +71,23 @@ def with_own_options(
         UnsupportedError: ranks that train the same have other ones.
     """
     apart = [
-        sorted(name for name in {**of_group[0]} if any(each.get(name, ()) != of_group[0][name] for each in of_group))
+        sorted(name for name in dict(ChainMap(*of_group)) if len({_text(name, each) for each in of_group}) > 1)
         for of_group in zip(*of_ranks, strict=True)
     ]
     if not any(apart):
         return record
     options = of_ranks[coordinator.rank]
     mine = [
-        (_digest_of_group(training, number, record), {name: options[number].get(name) for name in names})
+        (
+            _digest_of_group(training, number, record),
+            {name: it for name, it in options[number].items() if name in names},
+        )
         for number, names in enumerate(apart)
     ]
     groups = []
     for number, of_group in enumerate(zip(*coordinator.all_gather(mine), strict=True)):
         own: dict[str, Any] = {}
-        if any(own.setdefault(digest, values) != values for digest, values in of_group):
+        if any(repr(own.setdefault(digest, values)) != repr(values) for digest, values in of_group):
             raise UnsupportedError(
                 f"The optimizer's group {number} has other {', '.join(apart[number])} on some ranks, which train the "
                 "same. Use the same options on all."
@@ -91,6 +95,11 @@ def with_own_options(
         kept = {name: value for name, value in record.groups[number].options.items() if name not in apart[number]}
         groups.append(replace(record.groups[number], options=kept, own=own if apart[number] else {}))
     return replace(record, groups=groups)
+
+
+def _text(name: str, options: Mapping[str, Any]) -> str:
+    """An option as text, by which NaN is the same as NaN; "" if there is none."""
+    return json.dumps(options[name]) if name in options else ""
 
 
 def _having(training: Training, kept: Kept) -> Iterator[tuple[Slot, list[str]]]:

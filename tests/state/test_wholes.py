@@ -203,7 +203,7 @@ def test_parts_that_some_ranks_share() -> None:
 class Odd(torch.optim.SGD):
     """Keeps what nobody can cut: norms of rows, columns first, a count that one rank has, a number of each rank's own.
 
-    An option is a rank's own, too. Steps depend on all of it.
+    Options are a rank's own, too, one of which another rank has not. Steps depend on all of it.
     """
 
     @torch.no_grad()
@@ -211,6 +211,8 @@ class Odd(torch.optim.SGD):
         rank = dist.get_rank() if dist.is_initialized() else 0
         group = self.param_groups[0]
         group["scale"] = group.get("scale", 1.0) + rank
+        if rank == 1:
+            group["alone"] = group.get("alone", 0.0) + 1
         for param in group["params"]:
             values, gradient = (it.to_local() if isinstance(it, DTensor) else it for it in (param, param.grad))
             state = self.state[param]
@@ -224,9 +226,8 @@ class Odd(torch.optim.SGD):
             if "count" in state:
                 state["count"] += 1
             change = (state["norms"] @ state["turned"]).sum() / (1 + state["norms"].sum()) * group["scale"]
-            values.sub_(
-                gradient, alpha=float(1e-3 * (change + state["own"] + state.get("count", torch.zeros(1)).sum()))
-            )
+            change = change + state["own"] + state.get("count", torch.zeros(1)).sum() + group.get("alone", 0.0)
+            values.sub_(gradient, alpha=float(1e-3 * change))
 
 
 def odd(model: Any) -> torch.optim.Optimizer:
