@@ -170,7 +170,10 @@ def test_mistakes_in_lanes_show(even_checkpoint: Path, mistake: str) -> None:
 
 
 def saved_in_the_background(folder: Path, target: Path, devices: int, waited_for: int = 2) -> dict[str, Any]:
-    """Save a model of so many `devices`, of which the last has much to do, and of which the first are `waited_for`."""
+    """Save a model of so many `devices`, of which the last is busy, and of which the first are `waited_for`.
+
+    One that is not waited for is busy until all is saved, and so is the training: its first step would wait there.
+    """
     from tests.paper_gpu.cuda import paper
 
     model = spread(plain_model(folder), devices)
@@ -183,6 +186,8 @@ def saved_in_the_background(folder: Path, target: Path, devices: int, waited_for
     values = torch.ones(8, device=f"cuda:{devices - 1}")
 
     def put_on_a_busy_device(*args: Any) -> None:
+        if waited_for < devices:
+            paper.hold(devices - 1)
         for _ in range(500):
             values.copy_(values[:1].expand(8))
         put(*args)
@@ -193,10 +198,12 @@ def saved_in_the_background(folder: Path, target: Path, devices: int, waited_for
     ]
     before = paper.pinned()["locked"]
     pending = hf_zero_stream.save_state(model, target, optimizer=optimizer, asynchronous=True, snapshot_bytes="all")
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()  # training goes on
+    if waited_for >= devices:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()  # training goes on
     report = pending.wait()
+    paper.release()
     (file,) = target.rglob("model.safetensors")
     saved = load_file(file)
     fresh = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **COMMON)

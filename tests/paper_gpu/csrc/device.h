@@ -129,6 +129,30 @@ class Queue {
   }
 };
 
+// What streams wait for that a test holds, until it releases all of them for good.
+class Held {
+  std::mutex lock;
+  std::condition_variable changed;
+  bool is_released = false;
+
+ public:
+  static Held& instance() {
+    static auto* held = new Held;  // streams may wait when the process ends
+    return *held;
+  }
+
+  void wait() {
+    std::unique_lock<std::mutex> hold(lock);
+    changed.wait(hold, [&] { return is_released; });
+  }
+
+  void release() {
+    std::lock_guard<std::mutex> hold(lock);
+    is_released = true;
+    changed.notify_all();
+  }
+};
+
 // An event: a place in a stream.
 struct Mark {
   Queue* queue = nullptr;

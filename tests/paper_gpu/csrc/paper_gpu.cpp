@@ -53,6 +53,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
 
   // For tests.
+  module.def("hold", [](int index) { queue(index).put([] { Held::instance().wait(); }); });
+  module.def("release", [] { Held::instance().release(); });
   module.def("contexts", [] {
     std::vector<int> found;
     for (int index = 0; index < DEVICES; ++index)
