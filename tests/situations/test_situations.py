@@ -153,7 +153,9 @@ def test_a_failure_is_made_simpler() -> None:
 
 def test_comparisons() -> None:
     """Losses must be equal, bit for bit; weights of a tied tensor may have one of its names."""
-    assert not _of_losses("losses", [{"losses": [1.0, 2.0]}], [[1.0, 2.0]])
+    nan = float("nan")
+    assert not _of_losses("losses", [{"losses": [1.0, nan]}], [[1.0, nan]])
+    assert _of_losses("losses", [{"losses": [1.0, 2.0]}], [[1.0, nan]])
     (finding,) = _of_losses("losses", [{"losses": [1.0, 2.0]}, {"losses": [1.0, 2.0000001]}], [[1.0, 2.0]] * 2)
     assert finding.text.startswith("rank 1")
     theirs = {"a": ((2,), "fp32", "x"), "b": ((2,), "fp32", "x"), "c": ((2,), "fp32", "y")}

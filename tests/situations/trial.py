@@ -185,9 +185,11 @@ def _errors_of(run: str, ranks: list[dict[str, Any]]) -> list[Finding]:
 
 
 def _of_losses(what: str, ranks: list[dict[str, Any]], expected: list[Any], tolerance: float = 0.0) -> list[Finding]:
+    def is_same(mine: float, theirs: float) -> bool:
+        return math.isclose(mine, theirs, rel_tol=tolerance) or (math.isnan(mine) and math.isnan(theirs))
+
     for number, (rank, losses) in enumerate(zip(ranks, expected, strict=True)):
-        same = all(math.isclose(*pair, rel_tol=tolerance) for pair in zip(rank["losses"], losses, strict=True))
-        if not same:
+        if len(rank["losses"]) != len(losses) or not all(map(is_same, rank["losses"], losses)):
             return [Finding(what, f"rank {number}: {rank['losses']}, stock: {losses}")]
     return []
 
