@@ -130,7 +130,9 @@ def keep_values(session: Session, model: Any, missing: set[str]) -> set[str]:
     values = session.load.coordinator.broadcast(lambda: own)
     for name, value in values.items():
         lazy = LazyTensor.whole(HostTensor.of(value), session.load.checkpoint.materialise)
-        _set_parameter(model, name, nn.Parameter(lazy, requires_grad=value.is_floating_point()))  # as in a plain load
+        param = nn.Parameter(lazy, requires_grad=value.is_floating_point())  # as in a plain load
+        _keep_attributes_of(session.built[name], param)  # the group that it is partitioned over, for instance
+        _set_parameter(model, name, param)
     return missing - values.keys()
 
 
@@ -150,13 +152,17 @@ def keep_attributes(session: Session, model: nn.Module) -> None:
         new: Any = now.get(name)
         if new is None or new is old:
             continue
-        for key, value in vars(old).items():
-            if key not in (_VALUE, _MADE, "_is_hf_initialized") and not hasattr(new, key):
-                setattr(new, key, value)
+        _keep_attributes_of(old, new)
         for hook in (old._backward_hooks or {}).values():
             new.register_hook(hook)
         for hook in (old._post_accumulate_grad_hooks or {}).values():
             new.register_post_accumulate_grad_hook(hook)
+
+
+def _keep_attributes_of(old: nn.Parameter, new: nn.Parameter) -> None:
+    for key, value in vars(old).items():
+        if key not in (_VALUE, _MADE, "_is_hf_initialized") and not hasattr(new, key):
+            setattr(new, key, value)
 
 
 def _set_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:

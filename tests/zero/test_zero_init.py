@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
@@ -24,6 +25,8 @@ from tests.support.zoo import ZOO, Checkpoint
 
 
 BF16 = torch.bfloat16
+OF_16_BITS = torch.float16 if get_accelerator().is_fp16_supported() else BF16
+"""What DeepSpeed takes without a config: some CPUs have fp16."""
 
 
 def held(model: nn.Module) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def load_inside(
     [
         ([{"config_dict_or_path": ds_config()}], ds_config()),
         ([{"config_dict_or_path": ds_config(BF16, **OFFLOAD)}], ds_config(BF16, **OFFLOAD)),
-        ([{}], ds_config(BF16)),  # DeepSpeed takes what a CPU has of 16 bits
+        ([{}], ds_config(OF_16_BITS)),
         ([{"remote_device": "cpu", "config_dict_or_path": ds_config()}], ds_config(**OFFLOAD)),
         ([{"config_dict_or_path": ds_config(BF16)}, {"config_dict_or_path": ds_config()}], ds_config(BF16)),
         ([{"config_dict_or_path": ds_config(BF16)}, {"enabled": False}], ds_config(BF16)),
