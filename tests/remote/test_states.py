@@ -103,7 +103,9 @@ def test_fsdp2_and_one_process(
         assert found[0] == pytest.approx(losses[0], rel=1e-5)
 
 
-def save_each_step(folder: Path, environment: dict[str, str], steps: int, dies_at: int | None, keep: bool) -> int:
+def save_each_step(
+    folder: Path, environment: dict[str, str], steps: int, dies_at: int | None, keep: bool, url: str = URL
+) -> int:
     """Save after each step; rank 0 dies at request number `dies_at` of those that write, of the last of them."""
     os.environ.update(environment)
     engine = engine_of(folder, state_config(3), all_in_one_group)
@@ -122,7 +124,7 @@ def save_each_step(folder: Path, environment: dict[str, str], steps: int, dies_a
                     return original(self, *args, **kwargs)
 
                 setattr(objects.RemoteFolder, name, counted)
-        hf_zero_stream.save_state(engine, URL, keep_older=keep, tag=None if keep else "last")
+        hf_zero_stream.save_state(engine, url, keep_older=keep, tag=None if keep else "last")
     return count
 
 
@@ -144,7 +146,10 @@ def test_a_save_that_is_killed(
 ) -> None:
     """By the number of a request that writes: the list, the list of all, the small files, and what is removed."""
     checkpoint = zoo_checkpoint(NAME)
-    at = at if at >= 0 else 9
+    if at < 0:
+        count, _ = run_ranks(2, save_each_step, checkpoint, bucket, 2, None, keep, f"{URL}-counted")
+        at = count - 1
+        assert at > 5
     outcomes = run_ranks_expecting_errors(2, save_each_step, checkpoint, bucket, 2, at, keep)
     assert outcomes[0].error_type == "Died", outcomes[0]
     assert outcomes[1].error_type == "PeerError" and outcomes[1].seconds < 30
