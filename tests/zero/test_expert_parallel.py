@@ -378,7 +378,9 @@ def test_the_trainer_needs_nothing_but_the_config(tmp_path: Path) -> None:
     assert output.count("STREAMING LOAD REPORT (2 ranks") == 1
     found = printed_losses(output)
     assert len(found) == 3
-    assert found == printed_losses(run_command(train, tmp_path, extra=["--loader", "stock"]))
+    stock = printed_losses(run_command(train, tmp_path, extra=["--loader", "stock"]))
+    # Products of other shapes, which some CPUs round in another way.
+    assert [*map(float, found)] == pytest.approx([*map(float, stock)], rel=1e-6)
 
 
 def test_the_example_config_is_one_that_deepspeed_accepts() -> None:
