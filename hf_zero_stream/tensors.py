@@ -125,13 +125,10 @@ def save_tensors(
         UnsupportedError: values cannot be reached; the message says what to do.
     """
     from .saving.arguments import dtype_of_argument
-    from .saving.preparation import SaveItem
     from .saving.save import Save  # imports transformers, whose conversions a load of tensors does not need
-    from .state.layout import index_name, lay_out
+    from .state.layout import weights_item
 
-    save = Save(model, folder, takes_any=True)
-    dtype = dtype_of_argument(dtype)
-    return save.run(SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None), dtype=dtype))
+    return Save(model, folder, takes_any=True).run(weights_item(max_shard_size, dtype_of_argument(dtype)))
 
 
 def _files_of(path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], Mapping[str, str] | None]:

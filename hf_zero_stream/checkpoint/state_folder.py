@@ -17,6 +17,16 @@ from .map import CheckpointMap
 
 RECORD = "training_state.json"
 
+STATE = "state.safetensors"
+"""The file of all tensors, if they are not in several, which are in an index then; their names are ``KEY/NAME``."""
+
+_VALUES = "values/"
+
+
+def index_of(single: str) -> str:
+    """The file name of the index of what may be in this single file, if it is in several."""
+    return f"{single}.index.json"
+
 
 def state_folder_of(path: Path) -> Path | None:
     """`path`, if it is the folder of a state."""
@@ -24,7 +34,7 @@ def state_folder_of(path: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> CheckpointMap:
-    """Read the headers of the files of values of the state in `folder`.
+    """Read the headers of the files of the state in `folder`, for its values.
 
     The names are those that the model in training has.
 
@@ -33,17 +43,18 @@ def read_state(folder: Path) -> CheckpointMap:
         CheckpointError: a file is not sound.
     """
     folder = folder.absolute()
-    values = _values_in(folder)
+    all_of_it = _map_of(folder)
     record = parse_object(read_index_text(folder / RECORD), str(folder / RECORD))
     shared, live = (_names(folder, record, field) for field in ("shared", "live"))
-    views = dict(values.views)
+    named = all_of_it.views.items()
+    views = {name.removeprefix(_VALUES): view for name, view in named if name.startswith(_VALUES)}
     own = {name: its_own for its_own, name in live.items()}
     for alias, name in shared.items():
         if own.get(name, name) in views:
             views[own.get(alias, alias)] = views[own.get(name, name)]
     base = record.get("base")
     notes = (f"tensors of its base are not in it: {len(base)}",) if isinstance(base, dict) and base else ()
-    return CheckpointMap(values.shards, views, notes, format="training state", is_of_training=True)
+    return CheckpointMap(all_of_it.shards, views, notes, format="training state", is_of_training=True)
 
 
 def _names(folder: Path, record: Mapping[str, Any], field: str) -> dict[str, str]:
@@ -53,10 +64,10 @@ def _names(folder: Path, record: Mapping[str, Any], field: str) -> dict[str, str
     return found
 
 
-def _values_in(folder: Path) -> CheckpointMap:
-    """The map of the file of values, or of its shards."""
-    index = folder / "model.safetensors.index.values.json"
+def _map_of(folder: Path) -> CheckpointMap:
+    """The map of the file of all tensors, or of its shards."""
+    index = folder / index_of(STATE)
     if index.exists():
         weight_map = read_index_file(index)["weight_map"]
         return read_map([folder / name for name in sorted(set(weight_map.values()))], weight_map)
-    return read_map([folder / "model.values.safetensors"])
+    return read_map([folder / STATE])

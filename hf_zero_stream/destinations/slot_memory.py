@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import LoadError
-from ..holdings.slots import Member, Slot
+from ..holdings.slots import Member, Slot, entry_name
 from ..planning.plan import Target
 from .base import Batch, Destination, Item, flat_items, narrowed, source_of
 
@@ -36,10 +36,10 @@ class SlotMemory(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Batches that fill the slots with lazy parameters, whose names are ``STATE.NAME``."""
+        """Batches that fill the slots with lazy parameters of the names that :func:`entry_name` gives."""
         views = {name: source_of(param) for name, param in model.named_parameters()}
         trained = [(key, member.name) for slot, keys in self._wanted for key in keys for member in slot.members]
-        if lacking := sorted({(key, name) for key, name in trained if views.get(f"{key}.{name}") is None}):
+        if lacking := sorted({(key, name) for key, name in trained if views.get(entry_name(key, name)) is None}):
             key, _ = lacking[0]
             names = [name for other, name in lacking if other == key]
             raise LoadError(
@@ -58,7 +58,7 @@ class SlotMemory(Destination):
 def _items(slot: Slot, key: str, views: Mapping[str, Any]) -> Iterator[Item]:
     for member in slot.members:
         start, stop = member.held
-        view = views[f"{key}.{member.name}"]
+        view = views[entry_name(key, member.name)]
         # Converted parameters are already cut to the box.
         box = None if member.box.is_whole or view.sizes != member.box.shape else member.box
         target = Target(

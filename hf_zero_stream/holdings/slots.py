@@ -35,12 +35,18 @@ VALUES = "values"
 """The name, among the states of a slot, of what is trained; in files, of the values of all that a model has."""
 
 WHOLE = "whole"
-"""What stands for the name of a state in the names of files with all that is kept of slots as a whole."""
+"""What stands for the name of a state, in files, with all that is kept of slots as a whole."""
 
 BUFFERS = "buffers"
-"""What stands for the name of a state in the names of files with buffers of which ranks have values of their own."""
+"""What stands for the name of a state, in files, with buffers of which ranks have values of their own."""
 
 _TAKEN = (VALUES, WHOLE, BUFFERS)
+
+
+def entry_name(key: str, name: str) -> str:
+    """The name, in files, of the state `key` of the parameter `name`, or of what else has a name."""
+    return f"{key}/{name}"
+
 
 _ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
 

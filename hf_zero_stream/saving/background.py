@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate
 from typing import Protocol
 
 from torch import nn
@@ -16,12 +15,12 @@ from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator
 from ..reports.measures import PhaseClock
 from ..reports.save import SavingRank
-from .files import Comparison, ShardWriter, sync_all
+from .files import Comparison, ShardWriter
 from .host_copy import HostCopy, HostMemory, Room
-from .preparation import Finalizer, WritePlan, digests_of
+from .preparation import Finalizer, WritePlan
 from .publication import Publication
 from .snapshot import Snapshot
-from .write import SaveTask, execute_saves
+from .write import execute_save
 
 
 ALL = "all"
@@ -32,7 +31,7 @@ SHARE = 8
 
 
 class Taken(Protocol):
-    """What a rank is going to write, taken at the call; given to each plan's writer, and again to be compared.
+    """What a rank is going to write, taken at the call; given to a writer, and again to be compared.
 
     Attributes:
         copied_bytes: how many bytes were copied in host memory.
@@ -43,7 +42,7 @@ class Taken(Protocol):
     held_seconds: float
 
     def write(self, check: Callable[[], None]) -> None: ...
-    def verify(self, comparisons: Sequence[Comparison], check: Callable[[], None]) -> None: ...
+    def verify(self, comparison: Comparison, check: Callable[[], None]) -> None: ...
     def secure(self) -> None: ...
     def end(self) -> None: ...
 
@@ -54,46 +53,33 @@ class WholeCopy:
     held_seconds = 0.0
 
     def __init__(
-        self,
-        model: nn.Module,
-        plans: Sequence[WritePlan],
-        writers: Sequence[ShardWriter],
-        coordinator: Coordinator,
-        threads: int,
+        self, model: nn.Module, plan: WritePlan, writer: ShardWriter, coordinator: Coordinator, threads: int
     ) -> None:
         """Copy (all ranks)."""
-        sizes = [each.plan.bytes_written for each in plans]
-        self.copied_bytes, self._writers = sum(sizes), writers
+        self.copied_bytes, self._writer = plan.plan.bytes_written, writer
         memory = coordinator.run_on_all(partial(HostMemory.of_model, model, self.copied_bytes))
-        self._copies = [HostCopy(memory, stop - size) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-        pairs = zip(plans, self._copies, strict=True)
-        tasks = [SaveTask(each.plan, each.parameters, copy.put) for each, copy in pairs]
-
-        def wait() -> None:
-            for copy in self._copies:
-                copy.wait()
-
-        execute_saves(tasks, coordinator, threads, wait)
+        self._copy: HostCopy | None = HostCopy(memory)
+        execute_save(plan.plan, plan.parameters, self._copy.put, coordinator, threads, self._copy.wait)
 
     def write(self, check: Callable[[], None]) -> None:
-        for copy, writer in zip(self._copies, self._writers, strict=True):
-            copy.give(writer.put, check)
+        assert self._copy is not None
+        self._copy.give(self._writer.put, check)
 
-    def verify(self, comparisons: Sequence[Comparison], check: Callable[[], None]) -> None:
-        for copy, comparison in zip(self._copies, comparisons, strict=True):
-            copy.give(comparison.put, check)
+    def verify(self, comparison: Comparison, check: Callable[[], None]) -> None:
+        assert self._copy is not None
+        self._copy.give(comparison.put, check)
 
     def secure(self) -> None:
         """Nothing is read from memory of the training."""
 
     def end(self) -> None:
-        self._copies = []
+        self._copy = None
 
 
 def begun_snapshot(
     model: nn.Module,
-    plans: Sequence[WritePlan],
-    writers: Sequence[ShardWriter],
+    plan: WritePlan,
+    writer: ShardWriter,
     coordinator: Coordinator,
     steps: Steps,
     snapshot_bytes: int,
@@ -103,12 +89,12 @@ def begun_snapshot(
     """Begin a :class:`Snapshot` (all ranks)."""
 
     def made() -> Snapshot:
-        nbytes = snapshot_bytes or sum(each.plan.bytes_written for each in plans) // SHARE
-        return Snapshot(plans, writers, steps, Room.of_model(model, nbytes), verifies=verifies)
+        nbytes = snapshot_bytes or plan.plan.bytes_written // SHARE
+        return Snapshot(writer, steps, Room.of_model(model, nbytes), verifies=verifies)
 
     snapshot = coordinator.run_on_all(made)
     try:
-        snapshot.begin(coordinator)
+        snapshot.begin(plan, coordinator)
     except BaseException:
         snapshot.end()
         raise
@@ -117,10 +103,10 @@ def begun_snapshot(
 
 def write_in_background(
     publication: Publication,
-    plans: Sequence[WritePlan],
+    plan: WritePlan,
     finalizer: Finalizer,
     taken: Taken,
-    writers: Sequence[ShardWriter],
+    writer: ShardWriter,
     coordinator: BackgroundCoordinator,
     clock: PhaseClock,
     figures: Callable[[], SavingRank],
@@ -135,22 +121,19 @@ def write_in_background(
     digests: dict[str, int] = {}
 
     def write() -> None:
-        with ExitStack() as opened, clock("write"):
-            for writer in writers:
-                opened.enter_context(closing(writer))
+        with closing(writer), clock("write"):
             taken.write(coordinator.check)
             with clock("sync"):
-                sync_all(writers)
-            digests.update(digests_of(plans, writers))
+                writer.sync()
+            digests.update(plan.named(writer.digests))
         if verifies:
-            with ExitStack() as opened, clock("verify"):
-                paths = [each.paths(publication.temporary) for each in plans]
-                taken.verify([opened.enter_context(closing(Comparison(each))) for each in paths], coordinator.check)
+            with closing(Comparison(plan.paths(publication.temporary))) as comparison, clock("verify"):
+                taken.verify(comparison, coordinator.check)
         clock.add("held", taken.held_seconds)
 
     try:
         coordinator.agree(_error_of(write))
-        publish = partial(finalizer.publish, publication, plans, coordinator.all_gather(digests))
+        publish = partial(finalizer.publish, publication, plan, coordinator.all_gather(digests))
         with clock("publish"):
             coordinator.agree(_error_of(publish) if coordinator.is_main else None)
         clock.add("total", time.perf_counter() - began)

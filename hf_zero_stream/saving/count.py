@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -103,9 +103,10 @@ class Smaller(NamedTuple):
     values: bytes
 
 
-def smaller_ones(model: nn.Module, parameters: Parameters) -> list[Smaller]:
-    """Those that this rank holds; mostly none."""
-    held = {source: (parameters.layout.names[source], each) for source, each in parameters.holdings.items()}
+def smaller_ones(model: nn.Module, parameters: Parameters, among: Container[str]) -> list[Smaller]:
+    """Those of the parameters `among` others that this rank holds; mostly none."""
+    named = {source: (parameters.layout.names[source], each) for source, each in parameters.holdings.items()}
+    held = {source: each for source, each in named.items() if each[0] in among}
     smaller = _smaller(model, {name: each.box.shape for name, each in held.values() if not each.is_gathered})
     return [Smaller(name, smaller[name], *_described(each)) for name, each in held.values() if name in smaller]
 

@@ -17,13 +17,13 @@ from ..sources.base import advance
 from ..sources.local import IOV_MAX
 
 
-def reserve(folder: Path, shards: Sequence[ShardToWrite], *, on_disk: bool = True) -> None:
-    """Make each shard in `folder`, at its final size and with its header, so that a full disk shows immediately.
+def reserve(paths: Sequence[Path], shards: Sequence[ShardToWrite], *, on_disk: bool = True) -> None:
+    """Make each shard at its path, at its final size and with its header, so that a full disk shows immediately.
 
     Unless it shall have room `on_disk`, it takes none but for the header.
     """
-    for shard in shards:
-        path, size_bytes = folder / shard.name, shard.size_bytes
+    for path, shard in zip(paths, shards, strict=True):
+        size_bytes = shard.size_bytes
         try:
             with open(path, "xb") as file:
                 file.write(shard.header)
@@ -112,12 +112,6 @@ class ShardWriter:
             f"{self._paths[shard]}: bytes {position} to {position + nbytes}: {problem}. What was there before has not "
             "been touched."
         )
-
-
-def sync_all(writers: Sequence[ShardWriter]) -> None:
-    """Wait until what was written into all of their shards is on the disk."""
-    for writer in writers:
-        writer.sync()
 
 
 class Comparison(ShardWriter):

@@ -131,12 +131,11 @@ def pinned_parts(sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 class HostCopy:
-    """A copy of what one plan writes; takes it in as a file would (:data:`.write.Put`), and gives it to files."""
+    """A copy of what a plan writes; takes it in as a file would (:data:`.write.Put`), and gives it to files."""
 
-    def __init__(self, memory: HostMemory, start: int) -> None:
-        """In `memory`, from `start` on."""
+    def __init__(self, memory: HostMemory) -> None:
         self._memory, self._pages = memory, memory.pages
-        self._used = start
+        self._used = 0
         self._pieces: list[tuple[int, int, int, int]] = []  # shard, position there, first byte and last in memory
         self._copied: list[torch.Event] = []
         self._lock = threading.Lock()

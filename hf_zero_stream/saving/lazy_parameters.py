@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -16,9 +18,9 @@ from torch import nn
 from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor, Materialise
-from ..checkpoint.nodes import HostTensor, Stored, View
+from ..checkpoint.nodes import HostTensor, Stored, View, sources_of
 from ..engine.execute import run_in_threads
-from ..errors import UnsupportedError
+from ..errors import SaveError, UnsupportedError
 from ..holdings.holder import holdings, refuse_meta
 from ..holdings.holding import Holding
 from ..holdings.introspection import has_converted_experts, has_partition, whole_of
@@ -31,53 +33,130 @@ from .plan import in_dtype
 logger = logging.get_logger(__name__)
 
 Held = Callable[[], Mapping[str, Holding]]
-"""Gives what this rank holds of something that a training has for parameters, by their own names."""
+"""Gives what this rank holds of something, by name."""
 
 
-def holdings_of_model(
-    model: nn.Module, coordinator: Coordinator, dtype: torch.dtype | None, held: Held | None
-) -> dict[str, Holding]:
-    """This rank's holdings of the parameters of `model`, to be saved in `dtype`, or of what is `held` for them."""
-    if held is None:
-        ranks = {"rank": coordinator.rank, "world_size": coordinator.world_size}
-        return holdings(model, masters=dtype == torch.float32, **ranks)
-    of_names = held()
-    return {name: of_names[name] for name, _ in named_parameters(model) if name in of_names}
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What is saved of a model.
+
+    Attributes:
+        dtype: of what is of floating point; None: as it is held.
+        held: what is saved under the own names of parameters in place of their values; None: the values.
+        prefix: what the names of all that begin with in a plan.
+        also: what is saved too, by its names in a plan, which are those in the files.
+    """
+
+    dtype: torch.dtype | None = None
+    held: Held | None = None
+    prefix: str = ""
+    also: Held | None = None
+
+    def holdings(self, model: nn.Module, coordinator: Coordinator) -> dict[str, Holding]:
+        """This rank's holdings of all that, by its names in a plan."""
+        if self.held is None:
+            ranks = {"rank": coordinator.rank, "world_size": coordinator.world_size}
+            found = holdings(model, masters=self.dtype == torch.float32, **ranks)
+        else:
+            held = self.held()
+            found = {name: held[name] for name, _ in named_parameters(model) if name in held}
+        return {f"{self.prefix}{name}": it for name, it in found.items()} | (
+            {} if self.also is None else {**self.also()}
+        )
 
 
 def held_values(model: nn.Module, names: Collection[str], coordinator: Coordinator) -> dict[str, Holding]:
     """This rank's holdings of the values of the parameters `names`, which are own names."""
     if not names:
         return {}
-    held = holdings_of_model(model, coordinator, None, None)
-    return {name: holding for name, holding in held.items() if name in names}
+    return {name: it for name, it in Selection().holdings(model, coordinator).items() if name in names}
 
 
 class LazyParameters:
-    """Lazy tensors in place of a model's parameters and buffers, those of floating point in `dtype`."""
+    """Lazy tensors in place of the parameters and buffers of a model, or of what a :class:`Selection` has for them.
+
+    Attributes:
+        holdings: this rank's, by their names in the plan.
+        copies: copies that a state dict has made in host memory, and from where.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         coordinator: Coordinator,
-        dtype: torch.dtype | None,
+        selection: Selection,
         materialise: Materialise,
-        held: Held | None = None,
+        copies: list[tuple[HostTensor, torch.Tensor]] | None = None,
     ) -> None:
-        self._model, self._dtype, self._materialise = model, dtype, materialise
-        self._has_all = held is None
-        self.copies: list[tuple[HostTensor, torch.Tensor]] = []
-        """Copies that a state dict has made in host memory, and from where."""
-        self.holdings = holdings_of_model(model, coordinator, dtype, held)
+        self._model, self._dtype, self._materialise = model, selection.dtype, materialise
+        self._has_all = selection.held is None
+        self.copies = [] if copies is None else copies
+        self.holdings = selection.holdings(model, coordinator)
+        self._offered: set[str] = set()
         # Names of one parameter have one and the same tensor: transformers must see that they are tied.
+        named = {name: f"{selection.prefix}{name}" for name, _ in named_parameters(model)}
+        self._own = {name: planned for name, planned in named.items() if planned in self.holdings}
         params = dict(named_parameters(model))
-        self._names = {id(params[name]): name for name in self.holdings}
-        lazy = {key: self._whole(name) for key, name in self._names.items()}
-        named = named_parameters(model, remove_duplicate=False)
-        self.by_name = {name: lazy[id(param)] for name, param in named if id(param) in lazy}
+        self._names = {id(params[name]): planned for name, planned in self._own.items()}
+        lazy = {key: self._whole(planned) for key, planned in self._names.items()}
+        every = named_parameters(model, remove_duplicate=False)
+        self._by_name = {name: lazy[id(param)] for name, param in every if id(param) in lazy}
         self._by_id = lazy
 
+    @property
+    def numel(self) -> int:
+        """How many elements the parameters have between all ranks."""
+        return sum(prod(self.holdings[planned].box.shape) for planned in self._own.values())
+
+    def entries(self, given: Mapping[str, Any] | None = None, *, buffers: Collection[str] = ()) -> dict[str, Any]:
+        """``model.state_dict()``, or what is `given`, with lazy tensors whose values all ranks can gather together.
+
+        Beside what is held in place of values there are `buffers`, by the names of the state dict.
+        """
+        if given is None:
+            return self._offering(self.state_dict(buffers=buffers))
+        entries: dict[str, Any] = {}
+        for name, value in given.items():
+            view = value.view_of_node if isinstance(value, LazyTensor) else value  # rank 0 sends views
+            entries[name] = entry = LazyTensor.of(view, self._materialise) if isinstance(view, View) else value
+            expected = self._by_name[name].numel() if name in self._by_name else 0
+            if expected and isinstance(entry, torch.Tensor) and entry.numel() == 0:
+                raise SaveError(
+                    f"{name}: expected {expected} elements in the state dict that is to be saved; got none. "
+                    "model.state_dict() does not hold the values of a ZeRO-3 model: use the state dict that "
+                    "save_pretrained is given, or gather the parameters (deepspeed.zero.GatheredParameters)."
+                )
+        return self._offering(entries)
+
+    def own_entries(self, *, buffers: Collection[str] = ()) -> dict[str, Any]:
+        """Give :meth:`entries` by own names; of the names of a tied parameter, the first one only."""
+        entries = self.state_dict(keeps_adapters=False, buffers=buffers)
+        tied = self._by_name.keys() - self._own
+        return self._offering({name: entry for name, entry in entries.items() if name not in tied})
+
+    def other_entries(self) -> dict[str, Any]:
+        """What is saved beside what the model's parameters have, by its names in the plan."""
+        apart = self.holdings.keys() - self._own.values()
+        return {name: self._whole(name) for name in self.holdings if name in apart}
+
+    @property
+    def own_names(self) -> set[str]:
+        """The names by which a load looks for what is held; those of converted experts are made anew."""
+        return set() if has_converted_experts(self._model) or self._has_all else {*self._own}
+
+    def _offering(self, entries: dict[str, Any]) -> dict[str, Any]:
+        self._offered |= stored_names(
+            entry.view_of_node for entry in entries.values() if isinstance(entry, LazyTensor)
+        )
+        return entries
+
+    @property
+    def expected(self) -> set[str]:
+        """The names in the plan of what must be saved: all that is held in place of values, else what entries had."""
+        return self._offered if self._has_all else {*self.holdings}
+
     def _whole(self, name: str) -> Any:
+        """All of what has this name in the plan."""
         holding = self.holdings[name]
         return self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)))
 
@@ -156,7 +235,7 @@ class LazyParameters:
 
 def state_dict_without_values(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """``model.state_dict()`` with lazy tensors, which all ranks can save; reading their values raises."""
-    return LazyParameters(model, Coordinator.of_default_group(), dtype, _refuse_values).state_dict()
+    return LazyParameters(model, Coordinator.of_default_group(), Selection(dtype=dtype), _refuse_values).state_dict()
 
 
 def _refuse_values(view: View) -> torch.Tensor:
@@ -173,18 +252,22 @@ _BLOCK = 2**16  # numbers that are summed at once on a CPU: they stay in its cac
 _DEVICE_BLOCK = 2**19  # on an accelerator: each thread needs 12 MiB of its memory beside what it sums
 
 
-def digests_of(held: Sequence[Mapping[str, Holding]], threads: int) -> dict[str, bytes]:
-    """A digest of each parameter of which this rank holds all its box, and of all else that is `held` for it."""
-    digests: dict[str, list[bytes]] = {name: [] for name, holding in held[0].items() if holding.is_whole}
+def digests_of(held: Mapping[str, Holding], threads: int) -> dict[str, bytes]:
+    """A digest of each of those of which this rank holds all of a box."""
+    digests: dict[str, bytes] = {name: b"" for name, holding in held.items() if holding.is_whole}
 
     def work(names: Iterator[str]) -> None:
         for name in names:
-            for each in held:
-                with each[name].open() as values:
-                    digests[name].append(digest(values))
+            with held[name].open() as values:
+                digests[name] = digest(values)
 
     run_in_threads(list(digests), work, threads)
-    return {name: b"".join(of_values) for name, of_values in digests.items()}
+    return digests
+
+
+def stored_names(views: Iterable[View]) -> set[str]:
+    """The names in the plan of what `views` come from."""
+    return {node.name for node, _ in sources_of(views) if isinstance(node, Stored)}
 
 
 def digest(values: torch.Tensor) -> bytes:

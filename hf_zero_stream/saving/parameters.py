@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ..accelerators import collective_device
-from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View, sources_of
 from ..destinations.base import narrowed
 from ..engine.compute import MemoryEvaluator
-from ..errors import SaveError
+from ..errors import UnsupportedError
 from ..holdings.holding import Holding
-from ..holdings.introspection import has_converted_experts
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
-from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
+from .lazy_parameters import Held, LazyParameters, Selection, digests_of, stored_names
 from .plan import Share, Sources
 from .shares import cover, digest_of_names, join, refuse_differing, refuse_or_say_differing, wrapper_of
 
@@ -39,7 +36,7 @@ class _Held(NamedTuple):
 
 
 Digests = Mapping[str, bytes]
-"""Digests of the parameters of which a rank holds all of a box, by name."""
+"""Digests of that of which a rank holds all of a box, by name."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,8 @@ class Layout:
 
     Attributes:
         held: what this rank holds, by name.
-        names: the parameter that each of this rank's sources is, or is a part of.
-        same: by the name of a parameter of which ranks hold all of a box: for each rank, the first one that has the
+        names: what each of this rank's sources is, or is a part of, by its name in the plan.
+        same: by the name of something of which ranks hold all of a box: for each rank, the first one that has the
             same values.
         copies: buffers in host memory, and what they are copies of.
     """
@@ -83,7 +80,7 @@ def _same(everyone: Sequence[Digests]) -> dict[str, tuple[int, ...]]:
 
 
 class Parameters:
-    """All parameters of a model, as ranks hold them between them, or something else that they hold for parameters.
+    """All that is saved, as ranks hold it between them: parameters of a model, and what they hold for these.
 
     Attributes:
         holdings: this rank's, by source.
@@ -108,37 +105,29 @@ class Parameters:
 
     @classmethod
     def following(
-        cls,
-        wanted: Sequence[tuple[Layout, Callable[[], Mapping[str, Holding]]]],
-        coordinator: Coordinator,
-        compares: bool,
-        threads: int,
-    ) -> list[Parameters | None]:
-        """For each of `wanted`, a layout and what is held now: None if any rank holds it otherwise (all ranks).
+        cls, layout: Layout | None, held: Held, coordinator: Coordinator, compares: bool, threads: int
+    ) -> Parameters | None:
+        """What is held now, by a known `layout`; None if any rank has none, or holds it otherwise (all ranks).
 
         For `compares` and `threads` see :class:`NewParameters`.
         """
-
-        def digests(layout: Layout, holdings: Mapping[str, Holding]) -> Digests | None:
-            if _held_by(holdings) != layout.held:
-                return None
-            return digests_of([holdings], threads) if compares else {}
-
+        holdings: Mapping[str, Holding] = {}
+        mine: Digests | None = None
         with coordinator.reporting():
-            held = [(layout, holdings()) for layout, holdings in wanted]
-            mine = [digests(*each) for each in held]
-        found: list[Parameters | None] = []
-        for (layout, holdings), of_ranks in zip(held, zip(*coordinator.all_gather(mine), strict=True), strict=True):
-            known = [each for each in of_ranks if each is not None]
-            follows = len(known) == len(of_ranks) and _same(known) == layout.same
-            if follows:
-                layout.copy_again()
-            found.append(cls(coordinator, holdings, layout) if follows else None)
-        return found
+            if layout is not None:
+                holdings = held()
+                if _held_by(holdings) == layout.held:
+                    mine = digests_of(holdings, threads) if compares else {}
+        of_ranks = coordinator.all_gather(mine)
+        known = [each for each in of_ranks if each is not None]
+        if layout is None or len(known) < len(of_ranks) or _same(known) != layout.same:
+            return None
+        layout.copy_again()
+        return cls(coordinator, holdings, layout)
 
     def gather(self, view: View) -> torch.Tensor:
         """The values of `view`, gathered in host memory, where no ranges give them (all ranks, in the same order)."""
-        self.gathered |= _names_in([view])
+        self.gathered |= stored_names([view])
         return evaluated(view, self._full, self.sources.joined)
 
     def _full(self, source: Stored) -> torch.Tensor:
@@ -166,91 +155,57 @@ class Parameters:
 
 
 class NewParameters(Parameters):
-    """Parameters whose layout is not known yet, saved in `dtype` or as they are held (all ranks).
+    """Parameters whose layout is not known yet (all ranks).
 
-    If `held` is given, it is saved under the names of the parameters, and nothing else is. What is `beside` it has the
-    same layout: :attr:`beside` is that, with other values. If several ranks hold all of a parameter, `threads` compare
-    all of these values if `compares` is true, and equal ones are given by all of these ranks, each a share; without
-    `shares`, or without a comparison, the first of them gives them. In a state of a training (`is_state`) they must be
-    equal.
+    If several ranks hold all of something, `threads` compare all of these values if `compares` is true, and equal ones
+    are given by all of these ranks, each a share; without `shares`, or without a comparison, the first of them gives
+    them. In a state of a training (`is_state`) they must be equal.
+
+    Attributes:
+        lazy: the lazy tensors of each of the `selections`.
     """
 
     def __init__(
         self,
         model: nn.Module,
         coordinator: Coordinator,
-        dtype: torch.dtype | None,
+        selections: Sequence[Selection],
         *,
         compares: bool,
         threads: int,
-        held: Held | None = None,
-        beside: Sequence[Held] = (),
         is_state: bool = False,
         shares: bool = True,
     ) -> None:
+        copies: list[tuple[HostTensor, torch.Tensor]] = []
+        holdings: dict[str, Holding] = {}
         with coordinator.reporting():
-            self._lazy = LazyParameters(model, coordinator, dtype, self.gather, held)
-            others = [holdings_of_model(model, coordinator, dtype, other) for other in beside]
-        holdings = self._lazy.holdings
-        self._model, self._names = model, holdings.keys()
-        self._is_held = held is not None
-        self._offered: set[str] = set()
-        self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
+            self.lazy = [LazyParameters(model, coordinator, each, self.gather, copies) for each in selections]
+            for each in self.lazy:
+                if twice := sorted(holdings.keys() & each.holdings):
+                    raise UnsupportedError(
+                        f"{twice[0]}: a parameter of the model has the name that the training state has for something "
+                        "else. Rename the parameter."
+                    )
+                holdings |= each.holdings
         self._shares = shares
         self._synchronised_by = partial(wrapper_of, model) if not is_state else lambda: "a training"
-        super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
+        super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=copies))
         self._covered: dict[tuple[int, tuple[tuple[int, int, int], ...]], tuple[Share, ...]] = {}
         """Ranks hold parameters of one size alike, which then have the same shares: a large world has many of them."""
         with coordinator.reporting():
-            digests = digests_of([holdings, *others], threads) if compares else {}
+            digests = digests_of(holdings, threads) if compares else {}
         self._agree_on_shares(holdings, digests)
         self.holdings = {source: holdings[name] for source, name in self.layout.names.items()}
-        self.beside = [Parameters(coordinator, other, self.layout) for other in others]
-
-    def entries(self, given: Mapping[str, Any] | None = None, *, buffers: Collection[str] = ()) -> dict[str, Any]:
-        """``model.state_dict()``, or what is `given`, with lazy tensors whose values all ranks can gather together.
-
-        Beside what is held in place of values there are `buffers`, by the names of the state dict.
-        """
-        if given is None:
-            return self._offering(self._lazy.state_dict(buffers=buffers))
-        entries: dict[str, Any] = {}
-        for name, value in given.items():
-            view = value.view_of_node if isinstance(value, LazyTensor) else value  # rank 0 sends views
-            entries[name] = entry = LazyTensor.of(view, self.gather) if isinstance(view, View) else value
-            expected = self._lazy.by_name[name].numel() if name in self._lazy.by_name else 0
-            if expected and isinstance(entry, torch.Tensor) and entry.numel() == 0:
-                raise SaveError(
-                    f"{name}: expected {expected} elements in the state dict that is to be saved; got none. "
-                    "model.state_dict() does not hold the values of a ZeRO-3 model: use the state dict that "
-                    "save_pretrained is given, or gather the parameters (deepspeed.zero.GatheredParameters)."
-                )
-        return self._offering(entries)
-
-    def own_entries(self, *, buffers: Collection[str] = ()) -> dict[str, Any]:
-        """Give :meth:`entries` by own names; of the names of a tied parameter, the first one only."""
-        entries = self._lazy.state_dict(keeps_adapters=False, buffers=buffers)
-        tied = self._lazy.by_name.keys() - self._names
-        return self._offering({name: entry for name, entry in entries.items() if name not in tied})
-
-    @property
-    def own_names(self) -> set[str]:
-        """The names by which a load looks for what is held; those of converted experts are made anew."""
-        return set() if has_converted_experts(self._model) or not self._is_held else {*self._names}
-
-    def _offering(self, entries: dict[str, Any]) -> dict[str, Any]:
-        self._offered |= _names_in(entry.view_of_node for entry in entries.values() if isinstance(entry, LazyTensor))
-        return entries
-
-    @property
-    def expected(self) -> set[str]:
-        """The own names of what must be saved: all that is held in place of values, else what entries have had."""
-        return ({*self._names} if self._is_held else self._offered) - self.gathered
 
     def _agree_on_shares(self, holdings: Mapping[str, Holding], digests: Digests) -> None:
+        # Of a model and its moments much is held alike: pickle writes one and the same tuple once.
+        known: dict[_Held, _Held] = {}
         mine = [
-            _Held(None if each.box.is_whole else each.box, each.start, each.stop, each.is_whole, digests.get(name))
-            for name, each in holdings.items()
+            known.setdefault(held, held)
+            for held in (
+                _Held(None if it.box.is_whole else it.box, it.start, it.stop, it.is_whole, digests.get(name))
+                for name, it in holdings.items()
+            )
         ]
         everyone, names = zip(*self._coordinator.all_gather((mine, digest_of_names(holdings))), strict=True)
         refuse_differing(names, "have parameters of other names or shapes")
@@ -310,11 +265,6 @@ class NewParameters(Parameters):
             return True
         self.sources.shares[source] = (Share(first_rank, 0, numel),)
         return all(each.digest in (None, first.digest) for each in held.values())
-
-
-def _names_in(views: Iterable[View]) -> set[str]:
-    """The own names of the parameters that `views` come from."""
-    return {node.name for node, _ in sources_of(views) if isinstance(node, Stored)}
 
 
 def evaluated(view: View, whole: Callable[[Stored], torch.Tensor], joined: Mapping[str, Node]) -> torch.Tensor:

@@ -14,8 +14,8 @@ With a single writer everything that it does not hold goes through rounds.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -75,6 +75,12 @@ class Sources:
                 yield from regions_of_box(self.joined[region.leaf.name], region.box, region.casts)
             else:
                 yield region
+
+    def source_of(self, view: View) -> str:
+        """The source that `view` is, as it is; "" if it is none."""
+        node = view.node
+        is_whole = view.sizes == node.sizes and view.offset == 0 and view.is_row_major
+        return node.name if isinstance(node, Stored) and is_whole and node.name in self.shares else ""
 
     def numel(self, source: str) -> int:
         """How many elements of `source` the ranks have between them."""
@@ -158,6 +164,9 @@ class Computation(NamedTuple):
     reason: str
 
 
+Step = Segment | Computation
+
+
 @dataclass(frozen=True)
 class SavePlan:
     """The segments that one rank writes alone, and those that all write together, the same on each.
@@ -186,6 +195,8 @@ def make_save_plan(
     exchanged: list[Segment] = []
     computations: list[Computation] = []
     elements: Counter[str] = Counter()
+    own: dict[int, list[Share]] = {}
+    """The shares of `rank` among those that many sources have in common, by their id."""
     nbytes = turn = 0
     for number, shard in enumerate(shards):
         for name, position in shard.starts.items():
@@ -193,12 +204,21 @@ def make_save_plan(
             dtype = view.node.dtype
             if view.numel == 0:
                 continue
+            if not single_writer and (source := sources.source_of(view)):  # as all moments are, and most values
+                elements[source] += view.numel
+                shares = sources.shares[source]
+                if id(shares) not in own:
+                    own[id(shares)] = [share for share in shares if share.rank == rank]
+                for share in own[id(shares)]:
+                    at, count = position + share.start * dtype.itemsize, share.stop - share.start
+                    part = SegmentPart(rank, source, Box((count,), share.start, (1,), 0, (1,)), ())
+                    alone.append(Segment(number, at, count, dtype, (part,)))
+                continue
             regions = list(sources.regions(view, 0, view.numel))
             for region in regions:
                 elements.update(sources.elements(region))
-            if any(isinstance(region.leaf, Computed) for region in regions):
-                reason = materialise_reason(view.node) or "a function gives its values"
-                computations.append(Computation(number, position, name, view, reason))
+            if (computation := computation_of(view, regions, number, position, name)) is not None:
+                computations.append(computation)
                 nbytes += view.numel * dtype.itemsize if rank == 0 else 0
                 continue
             are_runs = all(region.box.is_run and isinstance(region.leaf, Stored) for region in regions)
@@ -222,10 +242,18 @@ def make_save_plan(
                     exchanged.append(segment)
                 elif writer == rank:
                     alone.append(segment)
-    rounds = tuple(_rounds(exchanged, world_size, single_writer))
+    steps = rounds_of(_of_writers(exchanged, single_writer), CHUNK_BYTES)
+    rounds = tuple(step for step in steps if not isinstance(step, Computation))
     written = [segment for of_round in rounds for writer, segment in of_round if writer == rank]
     nbytes += sum(segment.nbytes for segment in chain(alone, written))
     return SavePlan(tuple(alone), rounds, tuple(computations), nbytes, dict(elements))
+
+
+def computation_of(view: View, regions: Iterable[Region], shard: int, position: int, name: str) -> Computation | None:
+    """The computation of a tensor of which a function gives any of its `regions`; else None."""
+    if not any(isinstance(region.leaf, Computed) for region in regions):
+        return None
+    return Computation(shard, position, name, view, materialise_reason(view.node) or "a function gives its values")
 
 
 def segments_of(
@@ -252,28 +280,68 @@ def _given_by_one(segment: Segment, everywhere: Set[str], turn: int) -> Segment:
     return segment._replace(parts=parts)
 
 
-def _rounds(segments: Sequence[Segment], world_size: int, single_writer: bool) -> Iterator[ExchangeRound]:
-    """Rounds in file order; a writer is one of those that hold the segment, if one of them has room."""
-    of_round: list[tuple[int, Segment]] = []
-    written: Counter[int] = Counter()  # bytes, by rank
-    sent: Counter[int] = Counter()
-
-    def has_room(done: Counter[int], rank: int, nbytes: int) -> bool:
-        return done[rank] + nbytes <= CHUNK_BYTES or rank not in done
-
+def _of_writers(segments: Iterable[Segment], single_writer: bool) -> dict[int, list[Segment]]:
+    """By writer, its segments: it holds the most of each and, of several who do, has the fewest bytes so far."""
+    found: dict[int, list[Segment]] = {}
+    written: Counter[int] = Counter()
     for segment in segments:
-        leaving: Counter[int] = Counter()
+        held: Counter[int] = Counter()
         for part in segment.parts:
-            leaving[part.rank] += part.box.numel * segment.dtype.itemsize
-        holders = sorted(leaving, key=lambda rank: (-leaving[rank], rank))
-        candidates = (0,) if segment.is_of_rank_0(single_writer) else (*holders, *range(world_size))
-        writer = next((rank for rank in candidates if has_room(written, rank, segment.nbytes)), None)
-        if writer is None or not all(has_room(sent, rank, nbytes) for rank, nbytes in leaving.items()):
-            yield tuple(of_round)
-            of_round, written, sent = [], Counter(), Counter()
-            writer = candidates[0]
-        of_round.append((writer, segment))
+            held[part.rank] += part.box.numel
+        most = max(held.values())
+        able = (0,) if segment.is_of_rank_0(single_writer) else [rank for rank in held if held[rank] == most]
+        writer = min(able, key=lambda rank: (written[rank], rank))
+        found.setdefault(writer, []).append(segment)
         written[writer] += segment.nbytes
-        sent.update(leaving)
-    if of_round:
-        yield tuple(of_round)
+    return found
+
+
+def rounds_of(steps: Mapping[int, Iterable[Step]], limit: int) -> Iterator[ExchangeRound | Computation]:
+    """Rounds in which no rank gets or gives more than `limit` bytes, or what one segment needs.
+
+    `steps` are, by writer, its segments and computations; each has its own in this order, and all go on side by side.
+    """
+    queues = {writer: _Queue(of_writer) for writer, of_writer in steps.items()}
+    order = deque(queues)
+    while any(queue.head is not None for queue in queues.values()):
+        of_round: list[tuple[int, Segment]] = []
+        gets: Counter[int] = Counter()
+        gives: Counter[int] = Counter()
+        for writer in order:
+            while isinstance(segment := queues[writer].head, Segment):
+                leaving = _leaving(segment, writer)
+                fits = gets[writer] + segment.nbytes <= limit
+                if of_round and not (fits and all(gives[rank] + count <= limit for rank, count in leaving.items())):
+                    break
+                of_round.append((writer, segment))
+                gets[writer] += segment.nbytes
+                gives.update(leaving)
+                queues[writer].advance()
+        order.rotate(-1)  # whoever had no room comes first some time
+        if of_round:
+            yield tuple(of_round)
+        for queue in queues.values():
+            if isinstance(computation := queue.head, Computation):
+                queue.advance()
+                yield computation
+
+
+class _Queue:
+    """What one rank writes; `head` comes next, and is None at the end."""
+
+    def __init__(self, steps: Iterable[Step]) -> None:
+        self._steps = iter(steps)
+        self.head: Step | None = None
+        self.advance()
+
+    def advance(self) -> None:
+        self.head = next(self._steps, None)
+
+
+def _leaving(segment: Segment, writer: int) -> Mapping[int, int]:
+    """The bytes of `segment` that each rank gives to another."""
+    found: Counter[int] = Counter()
+    for part in segment.parts:
+        if part.rank != writer:
+            found[part.rank] += part.box.numel * segment.dtype.itemsize
+    return found

@@ -32,11 +32,10 @@ from ..seams.wrappers import unwrapped
 from .arguments import dtype_of_argument, refuse_values
 from .background import ALL, Taken, WholeCopy, begun_snapshot, write_in_background
 from .count import anything, ignored_by
-from .files import Comparison, ShardWriter, reserve, sync_all
-from .lazy_parameters import state_dict_without_values
-from .parameters import NewParameters
+from .files import Comparison, ShardWriter, reserve
+from .lazy_parameters import LazyParameters, state_dict_without_values
 from .pending import PendingSave, finish_pending
-from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan, digests_of
+from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
 from .publication import Publication
 from .readiness import kind_of_save, make_ready
 from .targets import (
@@ -50,7 +49,7 @@ from .targets import (
 )
 from .upload import check_all, planned_shards, send_all, uploads_of
 from .whole import note_weights
-from .write import Put, SaveTask, bytes_of, execute_saves
+from .write import Put, bytes_of, execute_save
 
 
 logger = logging.get_logger(__name__)
@@ -116,7 +115,6 @@ class Save:
         """Whether ranks have agreed already on where they save."""
         self._what = "training state" if is_of_training else "weights"
         self._verify = self._has_single_writer = False
-        self._plans: list[WritePlan] = []
         self._names: list[str] = []
         self._sent_bytes = self._rounds = 0  # to a URL
         self._target = None if isinstance(place, Path) else target_at(place)
@@ -143,7 +141,7 @@ class Save:
         lay_out, index = self._lay_out_pretrained, index_name(variant)
         return SaveItem(lay_out=lay_out, index_name=index, dtype=self._dtype, left_out=left_out)
 
-    def _lay_out_pretrained(self, folder: Path, parameters: NewParameters) -> list[NotedShard]:
+    def _lay_out_pretrained(self, folder: Path, parameters: LazyParameters) -> list[NotedShard]:
         entries, numel, dtype = parameters.entries(self._state_dict), parameters.numel, self._dtype
         return lay_out_pretrained(
             self.model, folder, dict(entries), entries, numel, dtype, own_code=False, **self._kwargs
@@ -165,9 +163,9 @@ class Save:
         """Save `items` and publish them together (all ranks); rank 0 gives the `finalizer`."""
         finish_pending(elsewhere=self._folder)
         with self._together():
-            with self._measured(), self._staged(items) as publication:
-                self._write(publication, finalizer)
-            return self._report(self._coordinator.all_gather(self._own_figures()))
+            with self._measured(), self._staged(items) as (publication, plan):
+                self._write(publication, plan, finalizer)
+            return self._report(plan, self._coordinator.all_gather(self._own_figures(plan)))
 
     @fixed_names()
     def start(
@@ -179,17 +177,17 @@ class Save:
         """
         finish_pending(elsewhere=self._folder)
         with self._together():
-            with self._measured(), self._staged(items) as publication:
-                if not self._must_wait():
+            with self._measured(), self._staged(items) as (publication, plan):
+                if not self._must_wait(plan):
                     assert isinstance(publication, Publication)
                     with self._clock("copy"), ExitStack() as opened:
-                        writer = partial(ShardWriter, has_digests=finalizer.needs_digests)
-                        paths = [each.paths(publication.temporary) for each in self._plans]
-                        writers = [opened.enter_context(closing(writer(each))) for each in paths]
-                        taken = self._taken(writers, steps, snapshot_bytes, copies)
+                        paths = plan.paths(publication.temporary)
+                        writer = ShardWriter(paths, has_digests=finalizer.needs_digests)
+                        opened.enter_context(closing(writer))
+                        taken = self._taken(plan, writer, steps, snapshot_bytes, copies)
                         opened.pop_all()
                     beside = BackgroundCoordinator(self._coordinator)
-                    work = partial(self._finish, publication, finalizer, taken, writers, beside)
+                    work = partial(self._finish, publication, plan, finalizer, taken, writer, beside)
                     pending = PendingSave(work, taken.secure, self._folder)
                     try:
                         pending.start()
@@ -198,51 +196,44 @@ class Save:
                         beside.close(error)
                         raise
                     return pending
-                self._write(publication, finalizer)
-            return PendingSave.finished(self._report(self._coordinator.all_gather(self._own_figures())))
+                self._write(publication, plan, finalizer)
+            return PendingSave.finished(self._report(plan, self._coordinator.all_gather(self._own_figures(plan))))
 
-    def _taken(self, writers: Sequence[ShardWriter], steps: Steps, snapshot_bytes: int, copies: str) -> Taken:
+    def _taken(self, plan: WritePlan, writer: ShardWriter, steps: Steps, snapshot_bytes: int, copies: str) -> Taken:
         """A snapshot of what this rank writes, or copies of it, as all ranks can (all ranks)."""
         settle(parameters(self.model))
         coordinator = self._coordinator
         reasons = [each for each in coordinator.all_gather(copies) if each]
         if not reasons:
-            arguments = self.model, self._plans, writers, coordinator, steps, snapshot_bytes
+            arguments = self.model, plan, writer, coordinator, steps, snapshot_bytes
             return begun_snapshot(*arguments, verifies=self._verify)
         if coordinator.is_main and reasons[0] != ALL:
             logger.warning_once(f"This save copies all that it writes in host memory at the call: {reasons[0]}.")
-        return WholeCopy(self.model, self._plans, writers, coordinator, self._threads())
+        return WholeCopy(self.model, plan, writer, coordinator, self._threads())
 
     def _finish(
         self,
         publication: Publication,
+        plan: WritePlan,
         finalizer: Finalizer,
         taken: Taken,
-        writers: Sequence[ShardWriter],
+        writer: ShardWriter,
         beside: BackgroundCoordinator,
     ) -> SaveReport:
         self._background = taken
+        figures, clock = partial(self._own_figures, plan), self._clock
         ranks = write_in_background(
-            publication,
-            self._plans,
-            finalizer,
-            taken,
-            writers,
-            beside,
-            self._clock,
-            self._own_figures,
-            verifies=self._verify,
+            publication, plan, finalizer, taken, writer, beside, clock, figures, verifies=self._verify
         )
-        return self._report(ranks)
+        return self._report(plan, ranks)
 
-    def _must_wait(self) -> bool:
+    def _must_wait(self, plan: WritePlan) -> bool:
         """Whether the save cannot be made in the background, which rank 0 says then (all ranks)."""
-        swapped = any(each.parameters.is_swapped for each in self._plans)
         if self._target is not None:
             why = "shards that go to a URL are put together of what all ranks hold"
         elif self._has_single_writer:
             why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
-        elif any(self._coordinator.all_gather(swapped)):
+        elif any(self._coordinator.all_gather(plan.parameters.is_swapped)):
             why = "values are in swap files, and host memory is not to hold them"
         else:
             return False
@@ -250,39 +241,39 @@ class Save:
             logger.warning_once(f"This save is not made in the background: {why}.")
         return True
 
-    def _tasks(self, puts: Sequence[Put]) -> list[SaveTask]:
-        """The tasks of all plans, of which each `put` takes the bytes of one."""
-        return [SaveTask(each.plan, each.parameters, put) for each, put in zip(self._plans, puts, strict=True)]
-
-    def _write(self, publication: AnyPublication, finalizer: Finalizer) -> None:
+    def _write(self, publication: AnyPublication, plan: WritePlan, finalizer: Finalizer) -> None:
         settle(parameters(self.model))
         if self._target is not None:
-            self._upload(publication, self._target)
+            self._upload(publication, plan, self._target)
             digests: Sequence[Mapping[str, int]] = []
         else:
-            digests = self._write_files(publication.temporary, has_digests=finalizer.needs_digests)
+            digests = self._write_files(plan.paths(publication.temporary), plan, has_digests=finalizer.needs_digests)
         with self._clock("publish"):
-            self._coordinator.run_on_main(partial(finalizer.publish, publication, self._plans, digests))
+            self._coordinator.run_on_main(partial(finalizer.publish, publication, plan, digests))
 
-    def _write_files(self, folder: Path, *, has_digests: bool) -> Sequence[Mapping[str, int]]:
+    def _write_files(
+        self, paths: Sequence[Path], plan: WritePlan, *, has_digests: bool
+    ) -> Sequence[Mapping[str, int]]:
         """Write all shards; returns the digests of what each rank has written."""
 
-        def finish(writers: Sequence[ShardWriter]) -> Mapping[str, int]:
-            sync_all(writers)
-            return digests_of(self._plans, writers)
+        def finish(writer: ShardWriter) -> Mapping[str, int]:
+            writer.sync()
+            return plan.named(writer.digests)
 
-        writer = partial(ShardWriter, has_digests=has_digests)
-        digests = self._execute("write", folder, writer, "Writing", finish)
+        with closing(ShardWriter(paths, has_digests=has_digests)) as writer:
+            digests = self._execute("write", plan, writer, "Writing", partial(finish, writer))
         if self._verify:
-            self._execute("verify", folder, Comparison, "Verifying", lambda _: None)
+            with closing(Comparison(paths)) as comparison:
+                self._execute("verify", plan, comparison, "Verifying", lambda: None)
         return digests if has_digests else []
 
-    def _upload(self, publication: Any, target: UploadTarget) -> None:
+    def _upload(self, publication: Any, plan: WritePlan, target: UploadTarget) -> None:
         """Send all shards; what they replace stays until :meth:`.targets.RemotePublication.commit`."""
-        coordinator, planned = self._coordinator, [planned_shards(each) for each in self._plans]
-        urls: list[str] = [*chain.from_iterable(coordinator.broadcast(partial(publication.assign, planned)))]
+        coordinator = self._coordinator
+        of_items = coordinator.broadcast(partial(publication.assign, planned_shards(plan)))
+        urls: list[str] = [*chain.from_iterable(of_items)]
         self._names = [url.removeprefix(f"{self._folder}/") for url in urls]
-        uploads = uploads_of(self._plans, coordinator, single_writer=self._has_single_writer)
+        uploads = uploads_of(plan.shards, coordinator, single_writer=self._has_single_writer)
         mine = [it.shard for it in uploads if it.writer == coordinator.rank]
         self._sent_bytes = sum(shard.size_bytes - len(shard.header) for shard in mine)
 
@@ -291,10 +282,9 @@ class Save:
 
         with (
             self._clock("write"),
-            self._bar(sum(shard.size_bytes for shard in mine), "Sending") as advance,
+            self._bar(plan, sum(shard.size_bytes for shard in mine), "Sending") as advance,
         ):
-            parameters = [each.parameters for each in self._plans]
-            objects, self._rounds = send_all(uploads, parameters, coordinator, begin, advance)
+            objects, self._rounds = send_all(uploads, plan.parameters, coordinator, begin, advance)
         self._memory.sample()
         if self._verify:
             with self._clock("verify"):
@@ -311,7 +301,7 @@ class Save:
             yield
 
     @contextmanager
-    def _staged(self, items: Sequence[SaveItem]) -> Iterator[AnyPublication]:
+    def _staged(self, items: Sequence[SaveItem]) -> Iterator[tuple[AnyPublication, WritePlan]]:
         """Plan `items`; inside, files of their final sizes wait for their bytes, and an error removes them."""
         coordinator = self._coordinator
         publication: AnyPublication | None = None
@@ -324,10 +314,9 @@ class Save:
                 write_from = "rank0" if self._is_hidden(folder) else "all"
             self._has_single_writer = write_from == "rank0"
             with self._clock("plan"):
-                planner = self._planner()
-                self._plans = planner.plan(folder, items)
-                coordinator.run_on_main(partial(self._reserve, folder))
-            yield publication
+                plan = self._planner().plan(folder, items)
+                coordinator.run_on_main(partial(self._reserve, folder, plan))
+            yield publication, plan
         except BaseException:
             if publication is not None and coordinator.is_main:
                 publication.abandon()
@@ -348,10 +337,9 @@ class Save:
         """Decide, on rank 0, who writes, whether the files are read again, and where they are."""
         return self._settings.write_from, self._settings.verify == "full", begin_at(self._folder)
 
-    def _reserve(self, folder: Path) -> None:
+    def _reserve(self, folder: Path, plan: WritePlan) -> None:
         """Make the shards in `folder`, on rank 0."""
-        for each in self._plans:
-            reserve(folder / each.folder, each.shards, on_disk=self._target is None)
+        reserve(plan.paths(folder), plan.shards, on_disk=self._target is None)
 
     def _is_hidden(self, folder: Path) -> bool:
         """Whether any rank cannot write into rank 0's temporary folder, whose unique name no other folder has."""
@@ -362,67 +350,57 @@ class Save:
         return bool(blind)
 
     def _execute(
-        self,
-        phase: str,
-        folder: Path,
-        kind: Callable[[Sequence[Path]], ShardWriter],
-        description: str,
-        finish: Callable[[Sequence[ShardWriter]], T],
+        self, phase: str, plan: WritePlan, writer: ShardWriter, doing: str, finish: Callable[[], T]
     ) -> list[T]:
-        """Carry out all plans, into writers of this `kind` in the `folder`, and `finish` these (all ranks)."""
-        nbytes = sum(each.plan.bytes_written for each in self._plans)
-        with ExitStack() as opened:
-            writers = [opened.enter_context(closing(kind(each.paths(folder)))) for each in self._plans]
-            with self._bar(nbytes, description) as advance:
+        """Carry out the plan, into a `writer`, and `finish` (all ranks)."""
+        with self._bar(plan, plan.plan.bytes_written, doing) as advance:
 
-                def put(writer: ShardWriter, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
-                    buffers = [bytes_of(piece) for piece in pieces]
-                    writer.put(shard, position, buffers)
-                    advance(sum(map(len, buffers)))
+            def put(shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
+                buffers = [bytes_of(piece) for piece in pieces]
+                writer.put(shard, position, buffers)
+                advance(sum(map(len, buffers)))
 
-                puts = [partial(put, writer) for writer in writers]
-                return self._execute_into(phase, puts, partial(finish, writers))
+            return self._execute_into(phase, plan, put, finish)
 
-    def _execute_into(self, phase: str, puts: Sequence[Put], finish: Callable[[], Any] = lambda: None) -> list[Any]:
-        """Carry out all plans, of which each `put` takes the bytes of one, and `finish` (all ranks)."""
+    def _execute_into(self, phase: str, plan: WritePlan, put: Put, finish: Callable[[], T]) -> list[T]:
+        """Carry out the plan, of which `put` takes the bytes, and `finish` (all ranks)."""
         with ExitStack() as writing:
             writing.enter_context(self._clock(phase))
 
-            def then() -> Any:
+            def then() -> T:
                 writing.close()
                 self._memory.sample()
                 with self._clock("sync"):
                     return finish()
 
-            return execute_saves(self._tasks(puts), self._coordinator, self._threads(), then)
+            return execute_save(plan.plan, plan.parameters, put, self._coordinator, self._threads(), then)
 
-    def _bar(self, own_bytes: int, doing: str) -> AbstractContextManager[Callable[[int], None]]:
+    def _bar(self, plan: WritePlan, own_bytes: int, doing: str) -> AbstractContextManager[Callable[[int], None]]:
         """The progress bar of all tensors that ranks write, of which this one writes `own_bytes`."""
-        whole = sum(shard.size_bytes - len(shard.header) for each in self._plans for shard in each.shards)
+        whole = sum(shard.size_bytes - len(shard.header) for shard in plan.shards)
         return progress_bar(own_bytes, f"{doing} {self._what}", self._settings.progress, whole)
 
     def _threads(self) -> int:
         """This rank's share of the host's cores, at most 8: memory bandwidth bounds writes into the page cache."""
         return max(1, min(8, len(os.sched_getaffinity(0)) // self._coordinator.topology.sharing_cores))
 
-    def _own_figures(self) -> SavingRank:
+    def _own_figures(self, plan: WritePlan) -> SavingRank:
         return SavingRank(
             rank=self._coordinator.rank,
             seconds=self._clock.seconds,
-            bytes_written=self._sent_bytes if self._target else sum(each.plan.bytes_written for each in self._plans),
+            bytes_written=self._sent_bytes if self._target else plan.plan.bytes_written,
             bytes_copied=0 if self._background is None else self._background.copied_bytes,
-            rounds=self._rounds if self._target else sum(len(each.plan.rounds) for each in self._plans),
+            rounds=self._rounds if self._target else len(plan.plan.rounds),
             anonymous_growth_peak=self._memory.growth_peak,
         )
 
-    def _report(self, ranks: Sequence[SavingRank]) -> SaveReport:
-        computations = [computation for each in self._plans for computation in each.plan.computations]
+    def _report(self, plan: WritePlan, ranks: Sequence[SavingRank]) -> SaveReport:
         report = SaveReport(
             folder=str(self._folder),
-            files=tuple(self._names or (name for each in self._plans for name in each.names)),
+            files=tuple(self._names or plan.names),
             ranks=tuple(ranks),
             verified=self._verify,
-            materialised={each.name: each.reason for each in computations},
+            materialised={each.name: each.reason for each in plan.plan.computations},
             what=self._what,
             asynchronous=self._background is not None,
         )

@@ -51,7 +51,7 @@ class _State(Enum):
 
 @dataclass(eq=False, slots=True)
 class _Unit:
-    """What is copied or written at once, of one plan.
+    """What is copied or written at once.
 
     Attributes:
         sources: those that its values come from.
@@ -59,7 +59,6 @@ class _Unit:
         memory: where these copies lie.
     """
 
-    plan: int
     segments: Sequence[Segment] = ()
     nbytes: int = 0
     keys: Keys = None
@@ -70,7 +69,7 @@ class _Unit:
 
 
 class Snapshot:
-    """What `plans` write, into these `writers`, of the values at the call of :meth:`begin`.
+    """What a plan writes, into a `writer`, of the values at the call of :meth:`begin`.
 
     Args:
         steps: what steps change.
@@ -78,51 +77,51 @@ class Snapshot:
         verifies: keep digests of what is written.
     """
 
-    def __init__(
-        self, plans: Sequence[WritePlan], writers: Sequence[ShardWriter], steps: Steps, room: Room, *, verifies: bool
-    ) -> None:
-        self._plans, self._writers, self._room = plans, writers, room
+    def __init__(self, writer: ShardWriter, steps: Steps, room: Room, *, verifies: bool) -> None:
+        self._writer, self._room = writer, room
         self._process = os.getpid()
         self._steps, self._known = steps, {id(tensor) for tensor in steps.alive}
-        self._values = [LiveValues(each.parameters.holdings, steps.storages) for each in plans]
+        self._values = LiveValues({}, frozenset())
         self._units: OrderedDict[_Unit, None] = OrderedDict()
         """Those that are not written, in the order of the files."""
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._written: list[tuple[int, int, int, int, int]] | None = [] if verifies else None
+        self._written: list[tuple[int, int, int, int]] | None = [] if verifies else None
         self._watching = ExitStack()
         self.copied_bytes, self.held_seconds = 0, 0.0
 
     # ------------------------------------------------------------------------------------------------- at the call
 
-    def begin(self, coordinator: Coordinator) -> None:
+    def begin(self, plan: WritePlan, coordinator: Coordinator) -> None:
         """Take what cannot stay where it is, and watch steps from now on (all ranks)."""
-        coordinator.run_on_all(self._take_what_passes)
-        for number, each in enumerate(self._plans):
-            write_exchanged(each.plan, each.parameters, partial(self._take, number), coordinator)
+        coordinator.run_on_all(partial(self._take_what_passes, plan))
+        write_exchanged(plan.plan, plan.parameters, self._take, coordinator)
         handle = register_optimizer_step_pre_hook(uncompiled(self._before_step))
         self._watching.callback(handle.remove)
         self._watching.enter_context(edits_call(self.secure, self._steps.editors))
         self._watching.enter_context(installed(PatchScope.SNAPSHOT))
 
-    def _take_what_passes(self) -> None:
+    def _take_what_passes(self, plan: WritePlan) -> None:
         """Copy values in memory that does not last, such as buffers, or write them where there is no room."""
-        for number, (each, values) in enumerate(zip(self._plans, self._values, strict=True)):
-            lasts: list[Segment] = []
-            passes: list[Segment] = []
-            for segment in sorted(each.plan.alone):
-                (lasts if all(part.source in values for part in segment.parts) else passes).append(segment)
-            for unit in self._cut(number, passes):
-                with opened(each.parameters.holdings) as now:
-                    self._copy_or_write(unit, now)
-            self._units.update(dict.fromkeys(self._cut(number, lasts, each.changes_with)))
+        holdings, names = plan.parameters.holdings, plan.parameters.layout.names
+        self._values = LiveValues(holdings, self._steps.storages)
+        lasts: list[Segment] = []
+        passes: list[Segment] = []
+        for segment in sorted(plan.plan.alone):
+            (lasts if all(part.source in self._values for part in segment.parts) else passes).append(segment)
+        for unit in self._cut(passes, {}):
+            with opened(holdings) as now:
+                self._copy_or_write(unit, now)
+        keys = {source: plan.changes_with[name] for source, name in names.items() if name in plan.changes_with}
+        self._units.update(dict.fromkeys(self._cut(lasts, keys)))
 
-    def _cut(
-        self, plan: int, segments: Iterable[Segment], changes_with: Mapping[str, int] | None = None
-    ) -> list[_Unit]:
-        """Units of these segments, in their order, each of one shard and of as many bytes as a piece of the room."""
+    def _cut(self, segments: Iterable[Segment], keys_of: Mapping[str, int]) -> list[_Unit]:
+        """Units of these segments, in their order, each of one shard and of as many bytes as a piece of the room.
+
+        `keys_of` are the steps that change a source.
+        """
         found: list[_Unit] = []
-        names, size = self._plans[plan].parameters.layout.names, self._room.piece_bytes
+        size = self._room.piece_bytes
         cut: list[Segment] = []
         nbytes = 0
 
@@ -130,9 +129,9 @@ class Snapshot:
             nonlocal cut, nbytes
             if cut:
                 sources = {part.source for segment in cut for part in segment.parts if isinstance(part.source, str)}
-                keys = {(changes_with or {}).get(names[source]) for source in sources}
+                keys = {keys_of.get(source) for source in sources}
                 known = None if None in keys else frozenset(key for key in keys if key is not None)
-                found.append(_Unit(plan, cut, nbytes, known, sources))
+                found.append(_Unit(cut, nbytes, known, sources))
             cut, nbytes = [], 0
 
         for segment in segments:
@@ -150,11 +149,11 @@ class Snapshot:
         end_unit()
         return found
 
-    def _take(self, plan: int, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
+    def _take(self, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
         """Copy or write what is in temporary memory; a :data:`.write.Put`."""
-        unit = _Unit(plan, nbytes=sum(piece.nbytes for piece in pieces))
+        unit = _Unit(nbytes=sum(piece.nbytes for piece in pieces))
         if not self._copies(unit, [(shard, position, [*pieces])]):
-            self._put(plan, shard, position, [*map(bytes_of, pieces)])
+            self._put(shard, position, [*map(bytes_of, pieces)])
 
     def _copy_or_write(self, unit: _Unit, values: Values) -> None:
         if not self._copies(unit, _runs(unit, values)):
@@ -232,7 +231,7 @@ class Snapshot:
     @contextmanager
     def _checked(self, unit: _Unit) -> Iterator[Values]:
         """Inside, devices copy beside what training has given them. An error if values are not those of the call."""
-        values = self._values[unit.plan]
+        values = self._values
         with ExitStack() as stack:
             for device in sorted({values.device_of(source) for source in unit.sources}, key=str):
                 if is_accelerator(device):
@@ -302,25 +301,25 @@ class Snapshot:
 
     def _write_copies(self, unit: _Unit) -> _State:
         for shard, position, pieces in in_runs(unit.copies):
-            self._put(unit.plan, shard, position, [*map(bytes_of, pieces)])
+            self._put(shard, position, [*map(bytes_of, pieces)])
         with self._changed:
             self._room.give_back(unit.memory)
         return _State.WRITTEN
 
     def _write(self, unit: _Unit, values: Values) -> None:
         for shard, position, pieces in _runs(unit, values):
-            self._put(unit.plan, shard, position, [*map(bytes_of, pieces)])
+            self._put(shard, position, [*map(bytes_of, pieces)])
 
-    def _put(self, plan: int, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
-        self._writers[plan].put(shard, position, buffers)
+    def _put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
+        self._writer.put(shard, position, buffers)
         if self._written is not None:
-            self._written.append((plan, shard, position, sum(map(len, buffers)), digest_of_bytes(position, buffers)))
+            self._written.append((shard, position, sum(map(len, buffers)), digest_of_bytes(position, buffers)))
 
-    def verify(self, comparisons: Sequence[Comparison], check: Callable[[], None]) -> None:
+    def verify(self, comparison: Comparison, check: Callable[[], None]) -> None:
         """Compare what is in the files with the digests of what was written."""
-        for plan, shard, position, nbytes, digest in self._written or ():
+        for shard, position, nbytes, digest in self._written or ():
             check()
-            comparisons[plan].compare(shard, position, nbytes, digest)
+            comparison.compare(shard, position, nbytes, digest)
 
     def end(self) -> None:
         """Watch no more steps, and keep nothing alive."""
@@ -329,7 +328,7 @@ class Snapshot:
         for unit in self._units:
             self._room.give_back(unit.memory)
         self._units.clear()
-        self._plans, self._writers, self._values, self._steps = [], [], [], Steps()
+        self._values, self._steps = LiveValues({}, frozenset()), Steps()
 
 
 def _runs(unit: _Unit, values: Values) -> Iterator[tuple[int, int, list[torch.Tensor]]]:

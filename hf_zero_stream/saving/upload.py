@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ..accelerators import collective_device
+from ..checkpoint.safetensors import ShardToWrite
 from ..errors import PeerError, SaveError
 from ..holdings.holding import Holding
 from ..ranks.coordinator import Coordinator
@@ -33,24 +34,24 @@ Begin = Callable[[int], ObjectWriter]
 """Begins the object of an upload, by its number."""
 
 
-def planned_shards(plan: WritePlan) -> PlannedShards:
-    """The shards of `plan`, for whoever names the objects."""
-    tensors = [list(shard.starts) for shard in plan.shards]
-    nbytes = sum(shard.size_bytes - len(shard.header) for shard in plan.shards)
-    index = str(Path(plan.folder, plan.index_name))
-    return PlannedShards(plan.names, index, tensors, nbytes)
+def planned_shards(plan: WritePlan) -> list[PlannedShards]:
+    """The shards of each item of the `plan`, for whoever names the objects."""
+    found = []
+    for item in plan.items:
+        shards = plan.shards[item.first : item.stop]
+        tensors = [list(shard.starts) for shard in shards]
+        nbytes = sum(shard.size_bytes - len(shard.header) for shard in shards)
+        names = plan.names[item.first : item.stop]
+        found.append(PlannedShards(names, str(Path(item.folder, item.index_name)), tensors, nbytes))
+    return found
 
 
-def uploads_of(plans: Sequence[WritePlan], coordinator: Coordinator, *, single_writer: bool) -> list[Upload]:
-    """All shards of `plans`, dealt to ranks: those that follow each other are on different hosts (all ranks)."""
+def uploads_of(shards: Sequence[ShardToWrite], coordinator: Coordinator, *, single_writer: bool) -> list[Upload]:
+    """All `shards`, dealt to ranks: those that follow each other are on different hosts (all ranks)."""
     positions = coordinator.all_gather(coordinator.topology.position)
     ranks = sorted(range(len(positions)), key=lambda rank: (positions[rank], rank))
-    shards = [(number, plan, shard) for number, plan in enumerate(plans) for shard in plan.shards]
-    writers = deal([shard.size_bytes for _, _, shard in shards], [0] if single_writer else ranks)
-    return [
-        Upload(shard, plan.parameters.sources, number, writer)
-        for (number, plan, shard), writer in zip(shards, writers, strict=True)
-    ]
+    writers = deal([shard.size_bytes for shard in shards], [0] if single_writer else ranks)
+    return [*map(Upload, shards, writers)]
 
 
 class _Sender:
@@ -109,19 +110,21 @@ class _Sender:
 
 def send_all(
     uploads: Sequence[Upload],
-    parameters: Sequence[Parameters],
+    parameters: Parameters,
     coordinator: Coordinator,
     begin: Begin,
     advance: Callable[[int], object],
 ) -> tuple[list[ObjectWriter], int]:
     """Send all objects (all ranks); returns those of this rank, and the number of rounds. An error is raised on all.
 
-    `parameters` are those of each plan. What a round has brought is sent while ranks exchange the next one.
+    What a round has brought is sent while ranks exchange the next one.
     """
-    holdings = {f"{number} {name}": it for number, each in enumerate(parameters) for name, it in each.holdings.items()}
     error: BaseException | None = None
     number, received = 0, list[tuple[Segment, torch.Tensor]]()
-    with ThreadPoolExecutor(1, "hf_zero_stream-send") as thread, _opened_for_long(holdings) as values_of_round:
+    with (
+        ThreadPoolExecutor(1, "hf_zero_stream-send") as thread,
+        _opened_for_long(parameters.holdings) as values_of_round,
+    ):
         sender = _Sender(uploads, begin, advance, thread)
 
         def send_received() -> None:
@@ -129,13 +132,13 @@ def send_all(
                 sender.send(segment.shard, segment.position, buffer)
             received.clear()
 
-        for number, step in enumerate(upload_steps(uploads), 1):
+        for number, step in enumerate(upload_steps(uploads, parameters.sources), 1):
             if number % _STEPS_PER_AGREEMENT == 0 or isinstance(step, Computation):
                 coordinator.agree(error)
             try:
                 if isinstance(step, Computation):
                     upload = uploads[step.shard]
-                    gathered = parameters[upload.plan].gather(step.view)
+                    gathered = parameters.gather(step.view)
                     send_received()
                     if upload.writer == coordinator.rank:
                         sender.send(step.shard, step.position, gathered.reshape(-1))

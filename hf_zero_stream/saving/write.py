@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from itertools import chain, filterfalse, groupby
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,31 +30,26 @@ Put = Callable[[int, int, Sequence[torch.Tensor]], None]
 """``put(shard, position, values)``: take flat `values`, one after the other, as the bytes of a shard from there on."""
 
 
-class SaveTask(NamedTuple):
-    """A plan, what it is about, and what takes its bytes."""
-
-    plan: SavePlan
-    parameters: Parameters
-    put: Put
-
-
-def execute_saves(tasks: Sequence[SaveTask], coordinator: Coordinator, threads: int, then: Callable[[], T]) -> list[T]:
-    """Give each `put`, from several `threads`, all bytes that this rank writes, and do `then` (all ranks).
+def execute_save(
+    plan: SavePlan,
+    parameters: Parameters,
+    put: Put,
+    coordinator: Coordinator,
+    threads: int,
+    then: Callable[[], T],
+) -> list[T]:
+    """Give `put`, from several `threads`, all bytes that this rank writes, and do `then` (all ranks).
 
     Returns what that gives on each rank. Where ranks exchange nothing, they agree once, at the end.
     """
-
-    def write_all_alone() -> None:
-        for task in tasks:
-            _write_alone(*task, threads)
+    write_alone = partial(_write_alone, plan, parameters, put, threads)
 
     def write() -> T:
-        if any(plan.rounds or plan.computations for plan, _, _ in tasks):
-            coordinator.run_on_all(write_all_alone)
-            for task in tasks:
-                write_exchanged(*task, coordinator)
+        if plan.rounds or plan.computations:
+            coordinator.run_on_all(write_alone)
+            write_exchanged(plan, parameters, put, coordinator)
         else:
-            write_all_alone()
+            write_alone()
         return then()
 
     return coordinator.gather_results(write)

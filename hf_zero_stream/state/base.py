@@ -78,7 +78,7 @@ def _refuse_unlike_replicas(model: nn.Module, names: Collection[str], coordinato
     """
     with coordinator.reporting():
         held = held_values(model, names, coordinator)
-        mine = {} if coordinator.is_alone else digests_of([held], threads_of(coordinator))
+        mine = {} if coordinator.is_alone else digests_of(held, threads_of(coordinator))
     first: dict[Any, bytes] = {}
     differing: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(coordinator.all_gather({(it, held[it].box): mine[it] for it in mine})):

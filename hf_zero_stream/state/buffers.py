@@ -22,13 +22,12 @@ from ..holdings.holder import refuse_meta
 from ..holdings.holding import Holding, open_flat
 from ..holdings.introspection import has_partition, whole_of
 from ..holdings.own_names import named_buffers
-from ..holdings.slots import BUFFERS
+from ..holdings.slots import BUFFERS, entry_name
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import digest
-from ..saving.preparation import SaveItem
 from ..seams.ds_config import settings_in_force
-from .layout import Placeholders, files_of, index_name, lay_out, persistent_buffers
+from .layout import lazy_states, persistent_buffers
 from .record import StateRecord
 
 
@@ -55,33 +54,20 @@ def _name(rank: int, number: int) -> str:
     return f"{rank}-{number}"
 
 
-def item_of(
-    model: nn.Module, names: Sequence[str], folder: str, max_shard_size: int | str, coordinator: Coordinator
-) -> SaveItem:
-    """Give the item of each rank's values of the buffers `names`, in files in the `folder` of the state."""
+def held_of_buffers(model: nn.Module, names: Sequence[str], coordinator: Coordinator) -> dict[str, Holding]:
+    """Each rank's values of the buffers `names`, by their names in the files."""
     found = _persistent(model)
-    numbered = [*enumerate(found[name] for name in names)]
-    of_ranks = [(rank, number, buffer) for rank in range(coordinator.world_size) for number, buffer in numbered]
-
-    def held() -> dict[str, Holding]:
-        return {
-            _name(rank, number): Holding(
-                ParameterBox.whole(buffer.shape),
-                buffer.dtype,
-                0,
-                buffer.numel() if rank == coordinator.rank else 0,
-                partial(open_flat, buffer),
-            )
-            for rank, number, buffer in of_ranks
-        }
-
-    return SaveItem(
-        lay_out=partial(lay_out, BUFFERS, max_shard_size),
-        index_name=index_name(BUFFERS),
-        folder=folder,
-        held=held,
-        model=Placeholders({_name(rank, number): buffer for rank, number, buffer in of_ranks}),
-    )
+    return {
+        entry_name(BUFFERS, _name(rank, number)): Holding(
+            ParameterBox.whole(found[name].shape),
+            found[name].dtype,
+            0,
+            found[name].numel() if rank == coordinator.rank else 0,
+            partial(open_flat, found[name]),
+        )
+        for rank in range(coordinator.world_size)
+        for number, name in enumerate(names)
+    }
 
 
 def load_buffers(
@@ -103,8 +89,7 @@ def load_buffers(
         destination = SlotMemory([], device, whole=memory, hides_zero3=hides_zero3)
         load = Load(settings_in_force(), {}, coordinator, destination)
         with closing(load), torch.no_grad():
-            pieces = load.open([*map(str, files_of(place, BUFFERS))], None)
-            found = {key: it if isinstance(it, torch.Tensor) else it[...] for key, it in pieces.items()}
+            found = lazy_states(load, model, place, [BUFFERS])[BUFFERS]
             for key, name in names.items():
                 if key in found and name in mine and found[key].shape == mine[name].shape:
                     memory[key] = torch.empty_like(mine[name], memory_format=torch.contiguous_format)

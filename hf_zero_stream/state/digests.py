@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.formats import SINGLE
 from ..checkpoint.lazy import LazyTensor
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.visitor import Visitor
@@ -311,7 +312,7 @@ def _views_in(lazy: nn.Module, missing: set[str]) -> dict[str, LazyTensor]:
 def _views_in_files(path: str, arguments: Mapping[str, Any], load: Load) -> dict[str, LazyTensor]:
     """What a checkpoint has under the names in its files, where what is not quantised has those of the model."""
     folder = cached_folder(path, arguments.get("revision")) / (arguments.get("subfolder") or "")
-    pieces = load.open([*map(str, files_of(folder, None))], None)
+    pieces = load.open([*map(str, files_of(folder, SINGLE))], None)
     found = {name: it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
     return {name: it for name, it in found.items() if isinstance(it, LazyTensor)}
 

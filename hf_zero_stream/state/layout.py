@@ -1,22 +1,25 @@
-"""How the elementwise states of a training lie in files: under the parameters' own names, in their own shapes.
+"""How a training state lies in files: all of it under one name each, ``KEY/NAME``.
 
-So a state is what the live model has, whatever its class is and whatever has been changed in it, and no conversion of
-a checkpoint's layout stands between the two. The weights of a module that is not transformers' lie in this way too.
+The values of all that a model has are ``values/NAME``, and a moment ``exp_avg/NAME``: under the parameters' own names,
+in their own shapes. So a state is what the live model has, whatever its class is and whatever has been changed in it,
+and no conversion of a checkpoint's layout stands between the two. The weights of a module that is not transformers'
+lie under its own names, too, without a key.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 
-from ..checkpoint.formats import INDEX, read_index_file
+from ..checkpoint.formats import INDEX, SINGLE, read_index_file
 from ..checkpoint.safetensors import NotedShard
+from ..checkpoint.state_folder import STATE, index_of
 from ..checkpoint.urls import on_this_host
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
@@ -24,29 +27,33 @@ from ..errors import UnsupportedError
 from ..holdings.holding import Holding
 from ..holdings.introspection import has_converted_experts
 from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
-from ..saving.parameters import NewParameters
+from ..holdings.slots import BUFFERS, VALUES, WHOLE, entry_name
+from ..holdings.steps import Steps
+from ..saving.lazy_parameters import Held, LazyParameters
 from ..saving.preparation import SaveItem
 from ..seams.session import LazyModel
 
 
-def index_name(key: str | None) -> str:
-    """The file name of the index of the state `key`, or of weights, if they are in several shards."""
-    return INDEX if key is None else INDEX.replace(".json", f".{key}.json")
-
-
 def lay_out(
-    key: str | None,
-    max_shard_size: int | str,
-    folder: Path,
-    parameters: NewParameters,
-    *,
-    others: Sequence[str] = (),
-    buffers: Collection[str] = (),
+    single: str, max_shard_size: int | str, folder: Path, entries: Mapping[str, torch.Tensor]
 ) -> list[NotedShard]:
-    """Shards with the state `key`, or with weights; and those of the model's `buffers`, of which rank 0's are written.
+    """Shards of `entries`: the file of the name `single` or, if they are too large for it, several with an index."""
+    stem = single.removesuffix(".safetensors")
+    split = split_torch_state_dict_into_shards(
+        dict(entries), filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / index_of(single)).write_text(text, encoding="utf-8")
+    return [
+        NotedShard(file, {name: entries[name] for name in names}, {"format": "pt"})
+        for file, names in split.filename_to_tensors.items()
+    ]
 
-    Their index, if there are several, is written into `folder`, and for `others`, states that are laid out alike, too.
-    """
+
+def own_entries(parameters: LazyParameters, buffers: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """What is held in place of parameters, and `buffers`, of which rank 0's values are written, by own names."""
     entries = parameters.own_entries(buffers=buffers)
     entries = {name: it for name, it in entries.items() if isinstance(it, torch.Tensor)}
     if lost := sorted((parameters.own_names | {*buffers}) - entries.keys()):
@@ -54,66 +61,81 @@ def lay_out(
             f"{', '.join(lost[:8])}: expected {len(lost)} tensor(s) of the model in its state dict; it does not give "
             "them. Let it return them under their own names."
         )
-    stem = "model" if key is None else f"model.{key}"
-    split = split_torch_state_dict_into_shards(
-        entries, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
-    )
-    for each in (key, *others) if split.is_sharded else ():
-        weight_map = {name: shard_of(each, key, shard) for name, shard in split.tensor_to_filename.items()}
-        text = json.dumps({"metadata": split.metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-        (folder / index_name(each)).write_text(text, encoding="utf-8")
-    return [
-        NotedShard(file, {name: entries[name] for name in names}, {"format": "pt"})
-        for file, names in split.filename_to_tensors.items()
-    ]
+    return entries
 
 
-def shard_of(key: str | None, first: str | None, shard: str) -> str:
-    """The name of the shard that has of the state `key` what the one named `shard` has of the state `first`."""
-    return shard.replace(f".{first}", f".{key}", 1)
+def weights_item(max_shard_size: int | str, dtype: torch.dtype | None = None) -> SaveItem:
+    """The weights of a module that is not transformers'."""
+
+    def lay_out_weights(folder: Path, parameters: LazyParameters) -> list[NotedShard]:
+        return lay_out(SINGLE, max_shard_size, folder, own_entries(parameters))
+
+    return SaveItem(lay_out=lay_out_weights, index_name=INDEX, dtype=dtype)
 
 
-class Placeholders(nn.Module):
-    """Has parameters without memory, by whose names something is saved that is no part of a model."""
+def state_item(
+    model: nn.Module,
+    folder: str,
+    *,
+    values: Held,
+    states: Mapping[str, Mapping[str, Holding]],
+    others: Held,
+    buffers: frozenset[str],
+    check: Callable[[Collection[str]], None],
+    steps: Steps,
+    max_shard_size: int | str,
+) -> SaveItem:
+    """All that is read at a resume, in a `folder` of its own.
 
-    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, tensor in named.items():
-            empty = torch.empty_like(tensor, device="meta")
-            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    Args:
+        values: what is held of the parameters' values.
+        buffers: the names of those that are saved with them.
+        states: by the name of an elementwise state, what is held of it, by names of parameters.
+        others: what is held of all else, by its names in the files.
+        check: is given the names of all else that is laid out, to raise an error of ours.
+    """
+    order = [name for name, _ in named_parameters(model)]  # the same on all ranks
 
+    def also() -> Mapping[str, Holding]:
+        found: dict[str, Holding] = {}
+        for key, held in states.items():
+            found |= {entry_name(key, name): held[name] for name in order if name in held}
+        return {**found, **others()}
 
-HeldStates = Mapping[str, Mapping[str, Holding]]
-"""By the name of a state, what this rank holds of it."""
+    def lay_out_state(where: Path, parameters: LazyParameters) -> list[NotedShard]:
+        entries = {entry_name(VALUES, name): it for name, it in own_entries(parameters, buffers).items()}
+        rest = parameters.other_entries()
+        for key in states:
+            of_key = {name: it for name in order if (it := rest.pop(entry_name(key, name), None)) is not None}
+            if has_converted_experts(model):
+                from ..holdings.deepspeed.original_experts import with_original_experts
 
+                of_key = with_original_experts(model, of_key)
+            entries |= {entry_name(key, name): it for name, it in of_key.items()}
+        check(rest)
+        return lay_out(STATE, max_shard_size, where, {**entries, **rest})
 
-def of_same_dtypes(held: HeldStates) -> list[list[str]]:
-    """The names of states, together those that one plan can save. All lie as their slots do, but for their dtypes."""
-    found: dict[tuple[torch.dtype, ...], list[str]] = {}
-    for key, holdings in held.items():
-        found.setdefault(tuple(holding.dtype for holding in holdings.values()), []).append(key)
-    return list(found.values())
-
-
-def state_item(held: HeldStates, folder: str, keys: Sequence[str], max_shard_size: int | str) -> SaveItem:
-    """The states `keys`, which have the same dtypes, in a `folder` of their own."""
-    first, *others = keys
+    changes = {entry_name(VALUES, name): step for name, step in {**steps.of_values, **steps.of_states}.items()}
+    changes |= {entry_name(key, name): step for key in states for name, step in steps.of_states.items()}
     return SaveItem(
-        lay_out=partial(lay_out, first, max_shard_size, others=others),
-        index_name=index_name(first),
+        lay_out=lay_out_state,
+        index_name=index_of(STATE),
         folder=folder,
-        held=partial(held.__getitem__, first),
-        siblings=[(partial(held.__getitem__, key), partial(shard_of, key, first)) for key in others],
+        held=values,
+        prefix=entry_name(VALUES, ""),
+        also=also,
+        buffers=buffers,
+        changes_with=changes,
     )
 
 
-def files_of(place: Path, key: str | None) -> list[Path]:
-    """The files of the state `key`, or of weights, in the folder `place`."""
-    index = place / index_name(key)
+def files_of(place: Path, single: str = STATE) -> list[Path]:
+    """The files of a state in the folder `place`, or of weights, if these may all be in the file `single`."""
+    index = place / index_of(single)
     if index.is_file():
         weight_map = read_index_file(on_this_host(index))["weight_map"]
         return [place / shard for shard in sorted(set(weight_map.values()))]
-    return [place / ("model.safetensors" if key is None else f"model.{key}.safetensors")]
+    return [place / single]
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, str]:
@@ -126,14 +148,20 @@ def persistent_buffers(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(buffer), name) for name, buffer in named}
 
 
-def lazy_state(load: Load, model: nn.Module, place: Path, key: str | None, *, strict: bool = True) -> LazyModel:
-    """A lazy model of the state `key` of `model`, or of weights, that :func:`lay_out` laid out in `place`.
-
-    If not `strict`, it has only what `model` has, in the same shape.
-    """
+def lazy_states(load: Load, model: nn.Module, place: Path, keys: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Lazy tensors of what the state in `place` has for each of `keys`, by names that `model` has for them now."""
     names = own_names(model)
-    pieces = load.open([*map(str, files_of(place, key))], None)
-    lazy = {own_or_clean(names, name): it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
+    found: dict[str, dict[str, Any]] = {key: {} for key in keys}
+    for full, it in load.open([*map(str, files_of(place))], None).items():
+        key, _, name = full.partition("/")
+        if key in found:
+            lazy = it if isinstance(it, torch.Tensor) else it[...]
+            found[key][name if key in (WHOLE, BUFFERS) else own_or_clean(names, name)] = lazy
+    return found
+
+
+def lazy_model(model: nn.Module, lazy: Mapping[str, Any], *, strict: bool = True) -> LazyModel:
+    """A lazy model of these tensors, by names of `model`; if not `strict`, of those alone whose shapes it has."""
     if has_converted_experts(model):  # transformers' own layers are what is in the files
         return filled_skeleton(skeleton_of(model), lazy)
     return lazy_module(model, lazy if strict else matching_tensors(model, lazy))

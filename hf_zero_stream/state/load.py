@@ -19,7 +19,6 @@ from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.holder import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, own_names, own_or_clean
-from ..holdings.slots import BUFFERS, VALUES, WHOLE
 from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at
@@ -314,9 +313,7 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     if (foreign := _foreign_state_in(place)) is not None:  # newer than a state of ours there
         return place, foreign
     record = StateRecord.read(place / FILE)
-    others = {WHOLE: record.has_tensors_of_parts, BUFFERS: record.buffers}
-    keys = [VALUES, *record.keys, *(key for key, is_there in others.items() if is_there)]
-    refuse_missing_files(place, keys, [RNG_FILE] if with_rng else [])
+    refuse_missing_files(place, [RNG_FILE] if with_rng else [])
     return place, record
 
 

@@ -276,9 +276,9 @@ def _refuse_other_options(group: Mapping[str, Any], recorded: GroupRecord, numbe
             )
 
 
-def refuse_missing_files(place: Path, keys: Sequence[str], others: Sequence[str]) -> None:
-    """Raise a CheckpointError if a file of one of the states `keys`, or one of `others`, is not in `place`."""
-    files = [*(path for key in keys for path in files_of(place, key)), *(place / name for name in others)]
+def refuse_missing_files(place: Path, others: Sequence[str]) -> None:
+    """Raise a CheckpointError if a file of the state in `place`, or one of `others`, is not there."""
+    files = [*files_of(place), *(place / name for name in others)]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         there = [threads.submit(copy_context().run, path.is_file) for path in files]
     missing = [path for path, is_there in zip(files, there, strict=True) if not is_there.result()]

@@ -4,12 +4,11 @@ The folder is a checkpoint for ``from_pretrained``, as ``save_pretrained`` write
 
     latest                                  the name of the folder below, in one line
     global_step12/training_state.json       see record.py
-    global_step12/model.values-*.safetensors, model.exp_avg-*.safetensors, ...
+    global_step12/state-*.safetensors       see layout.py
     global_step12/rng.safetensors
 
-The folder of the state stands by itself: no resume reads the weights. Its values are masters where there are any. They
-have the parameters' own names and shapes (see layout.py). All of it is published together, `latest` last. Until then a
-resume finds the state that was there before.
+The folder of the state stands by itself: no resume reads the weights. Its values are masters where there are any. All
+of it is published together, `latest` last. Until then a resume finds the state that was there before.
 """
 
 from __future__ import annotations
@@ -53,14 +52,13 @@ from ..settings.config import StreamingConfig
 from ..sources.base import is_url
 from . import rng, schedules
 from .base import adapter_weights, split_base
-from .buffers import differing, digests_of_buffers
-from .buffers import item_of as buffers_item
+from .buffers import differing, digests_of_buffers, held_of_buffers
 from .digests import places_of
 from .file_digests import recorded
 from .foreign import write_guard_files
-from .forms import agreed, kept_here, numbered
+from .forms import Kept, agreed, kept_here, numbered
 from .groups import recorded_options
-from .layout import index_name, lay_out, names_in, of_same_dtypes, other_names, state_item
+from .layout import names_in, other_names, state_item, weights_item
 from .plain import plain
 from .record import (
     FILE,
@@ -77,7 +75,7 @@ from .refusals import (
     training_of,
 )
 from .weights import mark_as_older
-from .wholes import item_of, with_own_options, with_parts
+from .wholes import held_of_parts, refuse_too_few, with_own_options, with_parts
 
 
 HOST_ARGUMENTS = "beside", "facts", "told"
@@ -226,17 +224,7 @@ def save_state(
         if with_weights and (is_adapted(training.model) or not exclude_frozen):
             weights = _weights(training.model, save, max_shard_size, coordinator)
             items.append(replace(weights, changes_with=steps.of_values))
-        keys = kept.keys if record.untrained else [VALUES, *kept.keys]
-        held_for = {key: holdings_of(_slots_with(training, key, kept.whole), key) for key in keys}
-        of_states = [state_item(held_for, name, group, max_shard_size) for group in of_same_dtypes(held_for)]
-        items += [replace(item, changes_with=steps.of_states) for item in of_states]
-        if record.untrained:
-            values = _values_item(training, record.untrained, name, max_shard_size, coordinator)
-            items.append(replace(values, changes_with={**steps.of_values, **steps.of_states}))
-        if (as_a_whole := item_of(training, record, name, max_shard_size)) is not None:
-            items.append(as_a_whole)
-        if record.buffers:
-            items.append(buffers_item(training.model, record.buffers, name, max_shard_size, coordinator))
+        items.append(_state_item(training, record, kept, name, steps, coordinator, max_shard_size))
         # DeepSpeed has tools for the states of such an engine.
         has_zero = bool(getattr(trained, "zero_optimization", bool)())
         write_rest = partial(_write_record, name, record, random_states, has_zero)
@@ -277,22 +265,38 @@ def _weights(model: nn.Module, save: Save, max_shard_size: int | str, coordinato
     """Give the item beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
     if is_peft_model(model):
         return adapter_weights(model, coordinator)
-    if not isinstance(model, PreTrainedModel):
-        return SaveItem(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
-    return save.weights()
+    return save.weights() if isinstance(model, PreTrainedModel) else weights_item(max_shard_size)
 
 
-def _values_item(
-    training: Training, untrained: Sequence[str], folder: str, max_shard_size: int | str, coordinator: Coordinator
+def _state_item(
+    training: Training,
+    record: StateRecord,
+    kept: Kept,
+    name: str,
+    steps: Steps,
+    coordinator: Coordinator,
+    max_shard_size: int | str,
 ) -> SaveItem:
-    """Give the item of all values: of what is trained as it is trained, and of what else the model has."""
-    model, names = training.model, frozenset(untrained)
+    """Give the item of all tensors of the state `name`."""
+    model, untrained = training.model, frozenset(record.untrained)
 
-    def held() -> dict[str, Holding]:
-        return {**held_values(model, names, coordinator), **holdings_of(training.slots, VALUES)}
+    def values() -> dict[str, Holding]:
+        return {**held_values(model, untrained, coordinator), **holdings_of(training.slots, VALUES)}
 
-    laid_out = partial(lay_out, VALUES, max_shard_size, buffers=names)
-    return SaveItem(lay_out=laid_out, index_name=index_name(VALUES), folder=folder, held=held, buffers=names)
+    def others() -> dict[str, Holding]:
+        return {**held_of_parts(training, record), **held_of_buffers(model, record.buffers, coordinator)}
+
+    return state_item(
+        model,
+        name,
+        values=values,
+        states={key: holdings_of(_slots_with(training, key, kept.whole), key) for key in kept.keys},
+        others=others,
+        buffers=untrained,
+        check=partial(refuse_too_few, training, record),
+        steps=steps,
+        max_shard_size=max_shard_size,
+    )
 
 
 def _slots_with(training: Training, key: str, whole: Mapping[int, Sequence[str]]) -> list[Slot]:

@@ -17,7 +17,7 @@ from ..destinations.slot_memory import SlotMemory
 from ..engine.load import Load
 from ..errors import LoadError
 from ..holdings.introspection import has_partition
-from ..holdings.slots import VALUES, WHOLE
+from ..holdings.slots import VALUES, WHOLE, entry_name
 from ..holdings.training import Training
 from ..loading.into import place_into
 from ..ranks.coordinator import Coordinator
@@ -26,7 +26,7 @@ from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from .buffers import load_buffers
 from .forms import form_for
-from .layout import files_of, lazy_state, names_in
+from .layout import lazy_model, lazy_states, names_in
 from .record import Form, StateRecord
 from .wholes import refuse_lacking, tensors_of
 
@@ -71,14 +71,14 @@ def load_model_values(
     saved = names_in(model) if record.base is None else {*record.untrained} | record.trained
     needed = saved - without
 
-    def lazy_model(load: Load) -> LazyModel:
-        found = lazy_state(load, model, place, VALUES, strict=strict)
+    def lazy_values(load: Load) -> LazyModel:
+        found = lazy_model(model, lazy_states(load, model, place, [VALUES])[VALUES], strict=strict)
         _refuse_lacking(place, found, needed if strict else set())
         return found
 
     if needed:
         how: dict[str, Any] = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator}
-        place_into(model, str(place), lazy_model, {*without}, takes_packed=True, **how)
+        place_into(model, str(place), lazy_values, {*without}, takes_packed=True, **how)
     load_buffers(model, place, record, rank, coordinator, strict=strict)
 
 
@@ -93,7 +93,7 @@ def _refuse_lacking(place: Path, found: LazyModel, needed: set[str]) -> None:
 
 
 States = Callable[[Load, Sequence[str]], dict[str, Any]]
-"""Gives lazy tensors of the states of these names, by names of parameters with that of the state before each."""
+"""Gives lazy tensors of the states of these names, by their names in files of states."""
 
 
 @collector_paused()
@@ -133,13 +133,13 @@ def _states_in(
 ) -> dict[str, Any]:
     """:data:`States` in the folder `place`, of which this is the `record`; and what goes `whole`."""
     found: dict[str, Any] = {}
+    states = lazy_states(load, training.model, place, [*keys, *([] if whole is None else [WHOLE])])
     for key in keys:
-        lazy, missing, _ = lazy_state(load, training.model, place, key)
+        lazy, missing, _ = lazy_model(training.model, states[key])
         convert_lazy(training.model, lazy, missing)
-        found |= {f"{key}.{name}": tensor for name, tensor in lazy.named_parameters() if name not in missing}
+        found |= {entry_name(key, name): tensor for name, tensor in lazy.named_parameters() if name not in missing}
     if whole is not None:
-        pieces = load.open([*map(str, files_of(place, WHOLE))], None)
-        of_parts = {name: it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
+        of_parts = {entry_name(WHOLE, name): tensor for name, tensor in states[WHOLE].items()}
         refuse_lacking(whole, of_parts, place)
         found |= of_parts
     return found

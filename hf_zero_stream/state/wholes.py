@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +19,15 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.safetensors import NotedShard
 from ..errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from ..holdings.holding import Holding, open_flat
 from ..holdings.introspection import local_of
-from ..holdings.slots import WHOLE, Slot, storage_kind
+from ..holdings.slots import WHOLE, Slot, entry_name, storage_kind
 from ..holdings.training import Training
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
-from ..saving.parameters import NewParameters
-from ..saving.preparation import SaveItem
 from .forms import Kept, Wholes
 from .groups import option_of, with_kind
-from .layout import Placeholders, index_name, lay_out
 from .record import GroupRecord, SlotPart, StateRecord
 
 
@@ -141,46 +137,33 @@ def _digest_of_group(training: Training, number: int, record: StateRecord) -> st
     return hashlib.sha256("".join(_digest(slot, record) for slot in slots).encode()).hexdigest()
 
 
-def item_of(training: Training, record: StateRecord, folder: str, max_shard_size: int | str) -> SaveItem | None:
-    """Give the item of all tensors of parts, in files in the `folder` of the state; None if there are none."""
-    if not record.has_tensors_of_parts:
-        return None
-    return SaveItem(
-        lay_out=partial(_laid_out, training, record, max_shard_size),
-        index_name=index_name(WHOLE),
-        folder=folder,
-        held=partial(_held, training, record),
-        model=Placeholders(_named(record)),
-    )
-
-
-def _laid_out(
-    training: Training, record: StateRecord, max_shard_size: int | str, folder: Path, parameters: NewParameters
-) -> list[NotedShard]:
-    """The shards with all of it; a SaveError if these lack an element that this rank keeps, or that the record has."""
-    shards = lay_out(WHOLE, max_shard_size, folder, parameters)
-    found = {name: entry.numel() for shard in shards for name, entry in shard.tensors.items()}
-    kept = {name: value.numel() for name, value in tensors_of(training, record).items()}
-    of_all = {name: empty.numel() for name, empty in _named(record).items()}
-    if any(found.get(name) != numel for name, numel in kept.items()) or found != of_all:
+def refuse_too_few(training: Training, record: StateRecord, names: Collection[str]) -> None:
+    """Raise a SaveError if files with these `names` lack a tensor that this rank keeps, or that the record has."""
+    kept, of_all = tensors_of(training, record).keys(), _named(record).keys()
+    found = {name for name in names if name.startswith(entry_name(WHOLE, ""))}
+    if not kept <= found or found != of_all:
         raise SaveError(
-            f"{type(training.optimizer).__name__}: expected {sum(kept.values())} elements that this rank keeps whole "
-            f"in the files, and {sum(of_all.values())} of all; found {sum(found.values())} in all. Nothing was "
-            "written. Use the checkpoints of DeepSpeed or accelerate, and report this."
+            f"{type(training.optimizer).__name__}: expected {len(kept)} tensors that this rank keeps whole in the "
+            f"files, and {len(of_all)} of all; found {len(found)} in all. Nothing was written. Use the checkpoints of "
+            "DeepSpeed or accelerate, and report this."
         )
-    return shards
 
 
 def _named(record: StateRecord) -> dict[str, torch.Tensor]:
     """By the name of each tensor in the files, one of its dtype and shape without memory."""
     return {
-        f"{number}-{key}": torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        _name(number, key): torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for number, part in enumerate(record.parts.values())
         for key, (dtype, shape, _, _) in part.tensors.items()
     }
 
 
-def _held(training: Training, record: StateRecord) -> dict[str, Holding]:
+def _name(number: int, key: str) -> str:
+    return entry_name(WHOLE, f"{number}-{key}")
+
+
+def held_of_parts(training: Training, record: StateRecord) -> dict[str, Holding]:
+    """What this rank holds of the tensors of all parts, by their names in the files."""
     mine = tensors_of(training, record)
     found = {}
     for name, empty in _named(record).items():
@@ -195,7 +178,7 @@ def _held(training: Training, record: StateRecord) -> dict[str, Holding]:
 def tensors_of(training: Training, record: StateRecord) -> dict[str, torch.Tensor]:
     """The tensors that this rank keeps whole, by the names that they have in the files."""
     parts = _own_parts(training, record)
-    return {f"{number}-{key}": slot.entries[key] for slot, number, part in parts for key in part.tensors}
+    return {_name(number, key): slot.entries[key] for slot, number, part in parts for key in part.tensors}
 
 
 def _own_parts(training: Training, record: StateRecord) -> Iterator[tuple[Slot, int, SlotPart]]:
@@ -297,6 +280,6 @@ def refuse_lacking(wanted: Mapping[str, torch.Tensor], found: Mapping[str, Any],
         if there is None or there.shape != value.shape or there.dtype != value.dtype:
             what = "nothing" if there is None else f"{there.dtype} of shape {tuple(there.shape)}"
             raise CheckpointError(
-                f"{place}: {name} in the files of what is kept {WHOLE}: expected {value.dtype} of shape "
+                f"{place}: {name}: expected {value.dtype} of shape "
                 f"{tuple(value.shape)}; found {what}. Copy the state again, or go on from an older one."
             )

@@ -18,6 +18,7 @@ from hf_zero_stream.planning.boxes import Box, Cut, ParameterBox
 from hf_zero_stream.planning.plan import partition_range
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.saving import write
+from hf_zero_stream.saving.lazy_parameters import Selection
 from hf_zero_stream.saving.parameters import NewParameters, Values, opened
 from hf_zero_stream.saving.plan import Segment, Share, Sources, make_save_plan
 from hf_zero_stream.saving.shares import cover
@@ -166,5 +167,5 @@ def test_a_parameter_without_elements_needs_no_holder(monkeypatch: pytest.Monkey
     monkeypatch.setattr(holder, "holdings", lambda model, **_: {"p": holding})
     model = nn.Module()
     model.register_parameter("p", nn.Parameter(torch.empty(0, 8)))
-    parameters = NewParameters(model, Coordinator.of_default_group(), None, compares=False, threads=1)
+    parameters = NewParameters(model, Coordinator.of_default_group(), [Selection()], compares=False, threads=1)
     assert parameters.sources.shares == {"p": ()}

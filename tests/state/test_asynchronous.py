@@ -115,7 +115,7 @@ def test_files_are_those_of_a_synchronous_save(
         assert tree(waited) == tree(background), name
         assert not list(background.glob(f"{UNFINISHED}*"))
     for of_rank in found:
-        assert of_rank["planned"] == [name for name in configs for _ in ("weights", "states")], "the plan is kept"
+        assert of_rank["planned"] == [*configs], "the plan is kept"
         assert all(len(set(pointers)) == 1 for pointers in of_rank["memories"].values()), "the copies' memory, too"
 
 

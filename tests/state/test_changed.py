@@ -475,9 +475,9 @@ def test_latest_from_anywhere(small_state: tuple[Any, Any, Path], latest: str) -
 
 FILES: dict[str, Callable[[Path], object]] = {
     "rng.safetensors": Path.unlink,
-    "model.safetensors.index.exp_avg.json": lambda path: path.write_text("[" * 100_000),
-    "model.exp_avg-00001-of-*.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "model.exp_avg_sq-00002-of-*.safetensors": Path.unlink,
+    "state.safetensors.index.json": lambda path: path.write_text("[" * 100_000),
+    "state-00001-of-*.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "state-00002-of-*.safetensors": Path.unlink,
 }
 
 

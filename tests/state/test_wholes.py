@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import hf_zero_stream
@@ -19,7 +20,7 @@ from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, Unsup
 from hf_zero_stream.holdings.slots import Member, Slot
 from hf_zero_stream.holdings.training import Training
 from hf_zero_stream.planning.boxes import ParameterBox
-from hf_zero_stream.state import wholes
+from hf_zero_stream.state import save, wholes
 from hf_zero_stream.state.forms import kept_here
 from hf_zero_stream.state.plain import is_same
 from hf_zero_stream.state.record import Form, GroupRecord, StateRecord
@@ -137,7 +138,8 @@ def test_as_stock(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> 
             assert is_same(then, mine), (home, rank)
     for home in HOMES:
         assert different_states(tmp_path / home, tmp_path / f"{home} later") == [], home
-        assert [*(tmp_path / home).glob("*/model.whole.safetensors")], home
+        (file,) = (tmp_path / home).glob("*/state.safetensors")
+        assert any(name.startswith("whole/") for name in load_file(file)), home
     losses = of_saved[0][HOMES.index(STAGE_0)][1]
     for home, found in zip(HOMES, run_ranks(2, resumed_by_others, folder, tmp_path, HOMES)[0], strict=True):
         if home == STAGE_0:
@@ -162,13 +164,13 @@ def test_one_process(zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: py
         each.load(tmp_path)
         assert is_same(of_this_rank(each.inner), kept)
         assert each.train((3, 4)) == losses
-    held = wholes._held
-    monkeypatch.setattr(wholes, "_held", lambda *args: dict([*held(*args).items()][1:]))
-    with pytest.raises(SaveError, match="expected .* elements that this rank keeps whole in the files"):
+    held = wholes.held_of_parts
+    monkeypatch.setattr(save, "held_of_parts", lambda *args: dict([*held(*args).items()][1:]))
+    with pytest.raises(SaveError, match="expected .* tensors that this rank keeps whole in the files"):
         training.save(tmp_path / "less")
     assert [*(tmp_path / "less").iterdir()] == []
     monkeypatch.undo()
-    (file,) = tmp_path.glob("*/model.whole.safetensors")
+    (file,) = tmp_path.glob("*/state.safetensors")
     shown = file.read_bytes()
     file.write_bytes(shown.replace(b'"U8"', b'"I8"', 1))
     with pytest.raises(CheckpointError, match=r"expected torch.uint8 of shape .*; found torch.int8"):

@@ -57,8 +57,8 @@ def held_writer() -> Iterator[HeldWriter]:
         if unit is not None:
             places = unit.segments or unit.copies
             shard = places[0].shard if unit.segments else places[0][0]  # type: ignore[union-attr]
-            if (id(self), unit.plan, shard) not in seen:
-                seen.add((id(self), unit.plan, shard))
+            if (id(self), shard) not in seen:
+                seen.add((id(self), shard))
                 held._pass()
                 unit = original(self)  # others may have taken it
         if unit is None:

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ from transformers.utils import logging
 from ...accelerators import settle
 from ...bindings import history
 from ...checkpoint.file_digests import WORD
-from ...checkpoint.safetensors import ShardToWrite
 from ...errors import ConfigError, SaveError
 from ...holdings.own_names import parameters
 from ...holdings.training import STEPS, Training
 from ...reports.text import bytes_text
-from ...saving.files import Comparison, ShardWriter, sync_all
-from ...saving.preparation import Finalizer, as_save_error
+from ...saving.files import Comparison, ShardWriter
+from ...saving.plan import SavePlan
+from ...saving.preparation import Finalizer, WritePlan, as_save_error
 from ...saving.publication import Publication
 from ...saving.save import Save
 from ...saving.targets import AnyPublication
@@ -101,7 +102,7 @@ class HostSave(Save):
             refuse_shared(self._own_folder, self._hosts, self._coordinator)
             return stack.pop_all()
 
-    def _must_wait(self) -> bool:
+    def _must_wait(self, plan: WritePlan) -> bool:
         if self._coordinator.is_main:
             logger.warning_once(
                 "This save is not made in the background: hosts exchange copies, which takes all ranks."
@@ -111,17 +112,13 @@ class HostSave(Save):
     def _begun(self) -> tuple[str, bool, Publication]:
         return "all", self._settings.verify == "full", begin_in(self._own_folder)
 
-    def _reserve(self, folder: Path) -> None:
+    def _reserve(self, folder: Path, plan: WritePlan) -> None:
         """Write headers alone, at the size of the shards, which takes no room."""
-        for name, shard in self._named_shards():
-            (folder / name).write_bytes(shard.header)
-            os.truncate(folder / name, shard.size_bytes)
+        for path, shard in zip(plan.paths(folder), plan.shards, strict=True):
+            path.write_bytes(shard.header)
+            os.truncate(path, shard.size_bytes)
 
-    def _named_shards(self) -> list[tuple[str, ShardToWrite]]:
-        """The shards of all plans, with their names in the folder of the state."""
-        return [named for each in self._plans for named in zip(each.names, each.shards, strict=True)]
-
-    def _write(self, publication: AnyPublication, finalizer: Finalizer) -> None:
+    def _write(self, publication: AnyPublication, plan: WritePlan, finalizer: Finalizer) -> None:
         settle(parameters(self.model))
         coordinator, hosts = self._coordinator, self._hosts
         is_leader, named = coordinator.rank == hosts.leader, as_save_error(self._own_folder)
@@ -131,9 +128,9 @@ class HostSave(Save):
             paths, of_hosts = zip(
                 *coordinator.all_gather((None if own is None else own.temporary, found)), strict=True
             )
-            state = self._write_pieces(paths[hosts.leader], hosts, joined(of_hosts))
+            state = self._write_pieces(paths[hosts.leader], plan, joined(of_hosts))
             with self._clock("publish"):
-                tree = coordinator.broadcast(named(partial(self._tree, publication, finalizer)))
+                tree = coordinator.broadcast(named(partial(self._tree, publication, plan, finalizer)))
                 for of_rank in coordinator.all_gather(self._beside):
                     tree |= of_rank
                 coordinator.run_on_all(lambda: None if own is None else self._commit(own, state, tree))
@@ -150,16 +147,16 @@ class HostSave(Save):
         names = replaced_by(state.found(frozenset()), joined(of_hosts), self._keep)
         coordinator.run_on_all(lambda: remove_states(self._own_folder, names) if is_leader else None)
 
-    def _write_pieces(self, temporary: Path, hosts: Hosts, found: Sequence[FoundState]) -> HostState:
+    def _write_pieces(self, temporary: Path, plan: WritePlan, found: Sequence[FoundState]) -> HostState:
         """Write this rank's piece, and the copies of others', into the `temporary` folder of this host."""
-        coordinator = self._coordinator
+        coordinator, hosts = self._coordinator, self._hosts
         copies = min(self._copies, len(hosts.ranks) - 1)
         if copies < self._copies and coordinator.is_main:
             logger.warning_once(
                 f"{self._own_folder}: {self._copies} copies on other hosts were asked for, and there are "
                 f"{len(hosts.ranks)} host(s). If one is lost, so may be the state."
             )
-        mine = _joined(self._extents())
+        mine = _joined(_extents(plan.plan, coordinator.rank))
         steps, training = self._training.counters[STEPS], history.id_of(self._training.optimizer)
         own = uuid.uuid4().hex[:12], steps, training, self._facts if coordinator.is_main else {}
         (identity, steps, training, facts), *_ = coordinator.all_gather(own)
@@ -178,10 +175,11 @@ class HostSave(Save):
                     _allocate(path_of(rank), nbytes)
 
         coordinator.run_on_all(as_save_error(self._own_folder)(make_room))
-        digests = coordinator.all_gather(self._fill(path_of(coordinator.rank), mine))
+        digests = coordinator.all_gather(self._fill(path_of(coordinator.rank), plan, mine))
         with self._clock("copy"):
             copy_pieces(coordinator, hosts, copies, sizes, digests, path_of)
-        shards = [(name, len(shard.header), shard.size_bytes) for name, shard in self._named_shards()]
+        named = zip(plan.names, plan.shards, strict=True)
+        shards = [(name, len(shard.header), shard.size_bytes) for name, shard in named]
         self._table = self._packed_runs(mine, shards)
         return HostState(
             id=identity,
@@ -211,45 +209,20 @@ class HostSave(Save):
         _known_runs[key] = packed
         return packed
 
-    def _extents(self) -> Iterator[tuple[int, int, int]]:
-        """What this rank writes: the shard, counted over all plans, the first byte, and one past the last."""
-        first, rank = 0, self._coordinator.rank
-        for each in self._plans:
-            exchanged = [segment for of_round in each.plan.rounds for writer, segment in of_round if writer == rank]
-            for segment in (*each.plan.alone, *exchanged):
-                yield first + segment.shard, segment.position, segment.position + segment.nbytes
-            for it in each.plan.computations if rank == 0 else ():
-                yield first + it.shard, it.position, it.position + it.view.numel * it.view.node.dtype.itemsize
-            first += len(each.shards)
-
-    def _fill(self, path: Path, mine: Sequence[tuple[int, int, int]]) -> int:
+    def _fill(self, path: Path, plan: WritePlan, mine: Sequence[tuple[int, int, int]]) -> int:
         """Write this rank's piece; returns its digest."""
         with closing(ShardWriter([path], has_digests=True)) as writer:
-            self._execute_into("write", self._puts(writer, mine), partial(sync_all, [writer]))
+            self._execute_into("write", plan, _put_into(writer, mine), writer.sync)
         if self._verify:
             with closing(Comparison([path])) as comparison:
-                self._execute_into("verify", self._puts(comparison, mine))
+                self._execute_into("verify", plan, _put_into(comparison, mine), lambda: None)
         return writer.digests[0] % WORD
 
-    def _puts(self, writer: ShardWriter, mine: Sequence[tuple[int, int, int]]) -> list[Put]:
-        """What takes the bytes of each plan, and puts them where they belong in the piece."""
-        places, end = [], 0
-        for _, start, stop in mine:
-            places.append(end)
-            end += stop - start
-
-        def put(first: int, shard: int, position: int, values: Sequence[torch.Tensor]) -> None:
-            number = bisect_right(mine, (first + shard, position, 2**63)) - 1
-            writer.put(0, places[number] + position - mine[number][1], [bytes_of(each) for each in values])
-
-        firsts = [sum(len(each.shards) for each in self._plans[:number]) for number in range(len(self._plans))]
-        return [partial(put, first) for first in firsts]
-
-    def _tree(self, publication: AnyPublication, finalizer: Finalizer) -> dict[str, bytes]:
+    def _tree(self, publication: AnyPublication, plan: WritePlan, finalizer: Finalizer) -> dict[str, bytes]:
         """All files of the state but the pieces, which rank 0 has prepared; of shards the headers."""
         if finalizer.write_rest is not None:
             finalizer.write_rest(publication, {})  # pieces have digests of their own
-        headers = {name: shard.header for name, shard in self._named_shards()}
+        headers = {name: shard.header for name, shard in zip(plan.names, plan.shards, strict=True)}
         for name in headers:
             (publication.temporary / name).unlink()
         return tree_of(publication.temporary) | headers
@@ -267,6 +240,26 @@ class HostSave(Save):
 
 _known_runs: dict[tuple[Any, ...], bytes] = {}
 """The packed runs of the newest save, by the shards and what the ranks wrote of them."""
+
+
+def _extents(plan: SavePlan, rank: int) -> Iterator[tuple[int, int, int]]:
+    """What `rank` writes: the shard, the first byte, and one past the last."""
+    exchanged = [segment for of_round in plan.rounds for writer, segment in of_round if writer == rank]
+    for segment in (*plan.alone, *exchanged):
+        yield segment.shard, segment.position, segment.position + segment.nbytes
+    for it in plan.computations if rank == 0 else ():
+        yield it.shard, it.position, it.position + it.view.numel * it.view.node.dtype.itemsize
+
+
+def _put_into(writer: ShardWriter, mine: Sequence[tuple[int, int, int]]) -> Put:
+    """What takes the bytes of shards, and puts them where they belong in the piece with these extents."""
+    places = [0, *accumulate(stop - start for _, start, stop in mine)]
+
+    def put(shard: int, position: int, values: Sequence[torch.Tensor]) -> None:
+        number = bisect_right(mine, (shard, position, 2**63)) - 1
+        writer.put(0, places[number] + position - mine[number][1], [bytes_of(each) for each in values])
+
+    return put
 
 
 def _joined(extents: Iterator[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

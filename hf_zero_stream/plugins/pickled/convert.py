@@ -122,8 +122,9 @@ def convert(
                 is_hub = layout == "hub"
                 noted = _lay_out(made, folder, dtype, max_shard_size=max_shard_size, save_original_format=is_hub)
             shards = [lay_out_shard(shard) for shard in noted]
-            reserve(folder, shards)
-            with closing(ShardWriter([folder / shard.name for shard in shards])) as files:
+            paths = [folder / shard.name for shard in shards]
+            reserve(paths, shards)
+            with closing(ShardWriter(paths)) as files:
                 batches = [_batch(pieces, files) for pieces in _chunks(shards)]
                 if batches:
                     reader = Reader(checkpoint, PhaseClock(PHASES), memory, "Converting the checkpoint")

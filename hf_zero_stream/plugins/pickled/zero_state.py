@@ -21,7 +21,7 @@ from ...engine.load import Load
 from ...errors import ConfigError, UnsupportedError
 from ...holdings.introspection import is_adapted
 from ...holdings.own_names import named_buffers, named_parameters
-from ...holdings.slots import VALUES
+from ...holdings.slots import VALUES, entry_name
 from ...holdings.training import Training
 from ...loading.into import place_into
 from ...ranks.coordinator import Coordinator
@@ -185,11 +185,12 @@ def _lazy(load: Load, views: Mapping[str, View]) -> dict[str, LazyTensor]:
 
 
 def _states(zero: ZeroFolder, load: Load, keys: Sequence[str]) -> dict[str, LazyTensor]:
-    """The lazy states `keys` of all parameters, by ``key.name``."""
+    """The lazy states `keys` of all parameters."""
     first = load.checkpoint.add(zero.shards)
     names = {VALUES: FP32}
     return _lazy(
-        load, {f"{key}.{name}": view for key in keys for name, view in zero.views(names.get(key, key), first).items()}
+        load,
+        {entry_name(key, name): view for key in keys for name, view in zero.views(names.get(key, key), first).items()},
     )
 
 

@@ -29,7 +29,7 @@ from ...ranks.coordinator import Coordinator, expected_at, meeting
 from ...reports.measures import collector_paused
 from ...saving.arguments import dtype_of_argument
 from ...saving.count import refuse_cut, smaller_ones
-from ...saving.lazy_parameters import holdings_of_model
+from ...saving.lazy_parameters import LazyParameters, Selection
 from ...saving.parameters import Layout, NewParameters, Parameters
 from ...saving.preparation import circumstances, quiet
 from ...saving.readiness import make_ready
@@ -322,23 +322,27 @@ class WeightStream:
             if plan is not None:  # else the stream is made, which needs no values
                 refuse_meta(dict(self._held.named_parameters()))
             is_same = plan is not None and plan.circumstances == self._circumstances()
-        if not all(coordinator.all_gather(is_same)) or plan is None:
-            return None
-        held = partial(holdings_of_model, self._held, coordinator, self._dtype, None)
-        (parameters,) = Parameters.following([(plan.layout, held)], coordinator, compares=False, threads=1)
-        return None if parameters is None else (plan, parameters)
+        held = partial(self._selection.holdings, self._held, coordinator)
+        layout = plan.layout if plan is not None and is_same else None
+        parameters = Parameters.following(layout, held, coordinator, compares=False, threads=1)
+        return None if parameters is None or plan is None else (plan, parameters)
 
     @property
     def _held(self) -> nn.Module:
         """The model whose parameters are streamed, by their own names in it."""
         return self._model if self._gives_adapters else self._base
 
+    @property
+    def _selection(self) -> Selection:
+        return Selection(dtype=self._dtype)
+
     def _new_plan(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
-        parameters = NewParameters(self._held, coordinator, self._dtype, compares=False, threads=1)
+        parameters = NewParameters(self._held, coordinator, [self._selection], compares=False, threads=1)
+        (lazy,) = parameters.lazy
         with coordinator.reporting():
             adapted = AdaptedLayers(self._base) if self._adapters and not self._gives_adapters else None
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):
-                tensors = by_layers(list(map(NamedView.of, *self._lay_out(Path(elsewhere), parameters))))
+                tensors = by_layers(list(map(NamedView.of, *self._lay_out(Path(elsewhere), lazy))))
             if self._only == "trainable" and not self._gives_adapters:
                 trained = {name for name, param in named_parameters(self._base) if param.requires_grad}
                 tensors = with_whole_layers(tensors, trained.__contains__)
@@ -358,7 +362,7 @@ class WeightStream:
                 for bucket in buckets
                 for entry in bucket.entries
             ]
-            found = sha256(repr(metadata).encode()).digest(), smaller_ones(self._held, parameters)
+            found = sha256(repr(metadata).encode()).digest(), smaller_ones(self._held, parameters, lazy.holdings)
         digests, smaller = zip(*coordinator.all_gather(found), strict=True)
         refuse_differing(digests, "would stream other tensors")
         refuse_cut(self._held, smaller)
@@ -373,7 +377,7 @@ class WeightStream:
             )
         return plan, parameters
 
-    def _lay_out(self, folder: Path, parameters: NewParameters) -> tuple[Sequence[str], Sequence[Any], Sequence[Any]]:
+    def _lay_out(self, folder: Path, parameters: LazyParameters) -> tuple[Sequence[str], Sequence[Any], Sequence[Any]]:
         """Names, lazy tensors, and what has the dtype and the shape of each."""
         if self._gives_adapters and self._model is not self._base:
             noted = lay_out_adapters(self._model, folder, parameters.entries(), [active_adapter(self._model)])
@@ -392,7 +396,7 @@ class WeightStream:
         described = found | {name: entry for shard in noted for name, entry in shard.packed.items()}
         return list(found), list(found.values()), [described[name] for name in found]
 
-    def _entries(self, parameters: NewParameters) -> dict[str, Any]:
+    def _entries(self, parameters: LazyParameters) -> dict[str, Any]:
         """The model's state dict, lazy, without adapters, and with the copies in use of what is trained in full."""
         entries = parameters.own_entries() if self._adapters or self._layout == "model" else parameters.entries()
         copies = {name: entries[in_use] for name, in_use in trained_copies(self._base).items()}
