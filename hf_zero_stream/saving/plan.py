@@ -242,8 +242,7 @@ def make_save_plan(
                     exchanged.append(segment)
                 elif writer == rank:
                     alone.append(segment)
-    steps = rounds_of(_of_writers(exchanged, single_writer), CHUNK_BYTES)
-    rounds = tuple(step for step in steps if not isinstance(step, Computation))
+    rounds = exchange_rounds(_of_writers(exchanged, single_writer), CHUNK_BYTES)
     written = [segment for of_round in rounds for writer, segment in of_round if writer == rank]
     nbytes += sum(segment.nbytes for segment in chain(alone, written))
     return SavePlan(tuple(alone), rounds, tuple(computations), nbytes, dict(elements))
@@ -324,6 +323,11 @@ def rounds_of(steps: Mapping[int, Iterable[Step]], limit: int) -> Iterator[Excha
             if isinstance(computation := queue.head, Computation):
                 queue.advance()
                 yield computation
+
+
+def exchange_rounds(segments: Mapping[int, Sequence[Segment]], limit: int) -> tuple[ExchangeRound, ...]:
+    """Do what :func:`rounds_of` does, with segments alone."""
+    return tuple(each for each in rounds_of(segments, limit) if not isinstance(each, Computation))
 
 
 class _Queue:

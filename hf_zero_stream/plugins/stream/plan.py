@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...checkpoint.lazy import LazyTensor
-from ...checkpoint.nodes import Computed, HostTensor, Node, Stored, View
-from ...saving.plan import ExchangeRound, Segment, Sources, segments_of
+from ...checkpoint.nodes import Computed, HostTensor, Stored, View, is_computed, sources_of
+from ...saving.lazy_parameters import stored_names
+from ...saving.plan import ExchangeRound, Segment, Sources, exchange_rounds, segments_of
 
 
 LEAST_ROUND_BYTES = 2**20
@@ -182,10 +183,9 @@ class Planner:
     def is_computed(self, tensor: NamedView) -> bool:
         """Whether its owners compute a tensor from whole parameters, because no ranges give it."""
         view = tensor.view
-        if stored_names(view) & self.merging.layer_of.keys():
+        if stored_names([view]) & self.merging.layer_of.keys():
             return True
-        may_be = any(isinstance(node, Computed) for node in _nodes(view.node))  # seldom, and regions take time
-        return may_be and any(
+        return is_computed(view) and any(  # seldom, and regions take time
             isinstance(region.leaf, Computed) for region in self.sources.regions(view, 0, view.numel)
         )
 
@@ -196,13 +196,14 @@ class Planner:
         for entry in entries:
             view = entry.tensor.view
             if self.is_computed(entry.tensor):
-                evaluated[tuple(sorted(stored_names(view))), entry.owners].append(entry)
+                evaluated[tuple(sorted(stored_names([view]))), entry.owners].append(entry)
             elif view.numel:
                 direct += self._segments(view, entry.at, entry.owners)
-        return tuple(self._rounds(direct)), tuple(map(self._evaluation, evaluated.values()))
+        return self._rounds(direct), tuple(map(self._evaluation, evaluated.values()))
 
     def _evaluation(self, entries: Sequence[BucketEntry]) -> Evaluation:
-        stored = {each.name: each for entry in entries for each in _stored(entry.tensor.view.node)}
+        views = [entry.tensor.view for entry in entries]
+        stored = {node.name: node for node, _ in sources_of(views) if isinstance(node, Stored)}
         layers = sorted({self.merging.layer_of[name] for name in stored if name in self.merging.layer_of})
         stored.update({each.name: each for layer in layers for each in self.merging.stored[layer]})
         starts: dict[str, tuple[int, Stored]] = {}
@@ -213,7 +214,7 @@ class Planner:
             starts[name] = at, each
             segments += self._segments(View.whole(each), at, entries[0].owners)
             at += each.numel * each.dtype.itemsize
-        return Evaluation(tuple(entries), starts, at, tuple(self._rounds(segments)), tuple(layers))
+        return Evaluation(tuple(entries), starts, at, self._rounds(segments), tuple(layers))
 
     @property
     def _round_bytes(self) -> int:
@@ -224,61 +225,14 @@ class Planner:
         limit = max(1, self._round_bytes // len(owners) // view.node.dtype.itemsize)
         return [(segment, owners) for segment in segments_of(view, self.sources, 0, at, limit)]
 
-    def _rounds(self, segments: Sequence[tuple[Segment, tuple[int, ...]]]) -> list[ExchangeRound]:
-        """Pack segments into rounds; what owners hold themselves is dealt to all: it is copied during exchanges."""
-        rounds: list[list[tuple[int, Segment]]] = [[]]
-        alone: list[tuple[int, Segment]] = []
-        sent: Counter[int] = Counter()
-        received: Counter[int] = Counter()
+    def _rounds(self, segments: Sequence[tuple[Segment, tuple[int, ...]]]) -> tuple[ExchangeRound, ...]:
+        """Pack segments into rounds, also what owners hold themselves: it is copied during exchanges."""
+        of_owners: dict[int, list[Segment]] = defaultdict(list)
         for segment, owners in sorted(segments, key=lambda each: (each[0].position, each[1])):
-            leaving: Counter[int] = Counter()
-            arriving: Counter[int] = Counter()
-            given = []
             for owner in owners:
-                parts = tuple(
-                    part._replace(rank=owner) if part.source in self.replicas else part for part in segment.parts
-                )
-                given.append((owner, segment._replace(parts=parts)))
-                for part in parts:
-                    if part.rank != owner:
-                        leaving[part.rank] += part.box.numel * segment.dtype.itemsize
-                        arriving[owner] += part.box.numel * segment.dtype.itemsize
-            if not arriving:
-                alone += given
-                continue
-            is_full = any(
-                so_far[rank] and so_far[rank] + nbytes > self._round_bytes
-                for so_far, more in ((sent, leaving), (received, arriving))
-                for rank, nbytes in more.items()
-            )
-            if is_full:
-                rounds.append([])
-                sent, received = Counter(), Counter()
-            rounds[-1] += given
-            sent += leaving
-            received += arriving
-        of_owner = Counter(owner for owner, _ in alone)
-        dealt: Counter[int] = Counter()
-        for owner, segment in alone:
-            rounds[dealt[owner] * len(rounds) // of_owner[owner]].append((owner, segment))
-            dealt[owner] += 1
-        return [tuple(of_round) for of_round in rounds if of_round]
-
-
-def stored_names(view: View) -> set[str]:
-    """The parameters that `view` comes from."""
-    return {each.name for each in _stored(view.node)}
-
-
-def _stored(node: Node) -> Iterator[Stored]:
-    return (each for each in _nodes(node) if isinstance(each, Stored))
-
-
-def _nodes(node: Node) -> Iterator[Node]:
-    """A node, and all that its values come from."""
-    yield node
-    for view in node.inputs():
-        yield from _nodes(view.node)
+                parts = (part._replace(rank=owner) if part.source in self.replicas else part for part in segment.parts)
+                of_owners[owner].append(segment._replace(parts=tuple(parts)))
+        return exchange_rounds(of_owners, self._round_bytes)
 
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -306,5 +260,5 @@ def with_whole_layers(tensors: Sequence[NamedView], is_wanted: Callable[[str], b
 
     Engines put tensors of a layer together (q, k and v; experts); what is missing of such a one would be arbitrary.
     """
-    wanted = {layer_of(tensor.name) for tensor in tensors if any(map(is_wanted, stored_names(tensor.view)))}
+    wanted = {layer_of(tensor.name) for tensor in tensors if any(map(is_wanted, stored_names([tensor.view])))}
     return [tensor for tensor in tensors if layer_of(tensor.name) in wanted]
