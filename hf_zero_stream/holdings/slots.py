@@ -197,7 +197,7 @@ def elementwise_keys(slots: Sequence[Slot], forms: Forms | None = None) -> list[
     for slot in alike:
         whole = slot.whole
         for key, value in slot.entries.items():
-            _refuse_key(key, slot, names_files=key in keys or key in whole)
+            _refuse_key(key, slot, names_tensors=key in keys or key in whole)
             if isinstance(value, torch.Tensor):
                 _refuse_tensor(key, value, slot, is_whole=key in whole)
     return [*keys]
@@ -239,9 +239,9 @@ def _is_plain(value: torch.Tensor) -> bool:
     return is_strided and type(value) in (torch.Tensor, nn.Parameter)
 
 
-def _refuse_key(key: Any, slot: Slot, *, names_files: bool) -> None:
-    """Raise an UnsupportedError unless `key` can be the name of a state, which may be a part of files' names."""
-    if not isinstance(key, str) or (names_files and (not key.isidentifier() or key in _TAKEN)):
+def _refuse_key(key: Any, slot: Slot, *, names_tensors: bool) -> None:
+    """Raise an UnsupportedError unless `key` can be the name of a state, which may be a part of tensors' names in files."""
+    if not isinstance(key, str) or (names_tensors and (not key.isidentifier() or key in _TAKEN)):
         raise UnsupportedError(
             f"The optimizer keeps {key!r} for {_names(slot)}: a state of this name cannot be saved. {_ELSE}"
         )

@@ -185,28 +185,32 @@ def outside_zero_init() -> AbstractContextManager[None]:
     return partitioned.outside_zero_init()
 
 
-def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> None:
+def finish_saves_into(
+    path: Any, read_from: str, coordinator: Coordinator, then: Callable[[], Any] = lambda: None
+) -> Any:
     """Have rank 0 finish a save into the folder `path` that died while it gave files their final names.
 
-    This is the first time that the ranks of a load agree. So it also compares `read_from`, on which the later ones
-    depend, and raises a DisagreementError on all ranks if one has another.
+    Returns what `then` gives on rank 0 after that. This is the first time that the ranks of a load agree. So it also
+    compares `read_from`, on which the later ones depend, and raises a DisagreementError on all ranks if one has
+    another.
     """
     if f"{PACKAGE}.saving.pending" in sys.modules:
         from ..saving.pending import finish_pending
 
         finish_pending(raises=False)
-    error: BaseException | None = None
-    finished: list[str] = []
-    try:
-        if (coordinator.is_main or coordinator.is_alone) and path is not None and has_unfinished(Path(path)):
+
+    def finish() -> tuple[list[str], Any]:
+        finished: list[str] = []
+        if path is not None and has_unfinished(Path(path)):
             from ..saving.publication import finish_interrupted
 
             finished = finish_interrupted(Path(path))
-    except Exception as caught:
-        error = caught
-    coordinator.require_same(f"read_from={read_from!r}", error)
+        return finished, then()
+
+    finished, result = coordinator.broadcast(finish, same=f"read_from={read_from!r}")
     if finished and coordinator.is_main:
         logger.warning(f"{path}: an interrupted save was complete; its files have their final names now.")
+    return result
 
 
 def _stock_from_pretrained(stock: Stock, kwargs: dict[str, Any], strict: bool) -> Any:

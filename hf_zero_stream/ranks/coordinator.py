@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property, partial
@@ -135,17 +135,15 @@ class Coordinator:
 
     def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
         """Every rank's `beside`; raises :class:`DisagreementError` on all ranks if `what` differs between ranks."""
-        everyone = self.all_gather((what, beside), error)
-        for rank, (found, _) in enumerate(everyone):
-            if found != everyone[0][0]:
-                raise DisagreementError(
-                    f"rank {rank} differs from rank 0 in what it loads: {shortened(found)} there, "
-                    f"{shortened(everyone[0][0])} on rank 0. Nothing has been read. All ranks must load the same."
-                )
-        return [each for _, each in everyone]
+        of_ranks, besides = zip(*self.all_gather((what, beside), error), strict=True)
+        _refuse_different(of_ranks)
+        return [*besides]
 
-    def broadcast(self, produce: Callable[[], T], source: int = 0) -> T:
-        """Run `produce` on rank `source`, and return its result on every rank."""
+    def broadcast(self, produce: Callable[[], T], source: int = 0, *, same: object = None) -> T:
+        """Run `produce` on rank `source`, and return its result on every rank.
+
+        Raises :class:`DisagreementError` on all ranks if what must be the `same` differs between ranks.
+        """
         if self.is_alone:
             return produce()
         is_source = self.rank == source
@@ -153,8 +151,9 @@ class Coordinator:
             value: Any = produce() if is_source else None
             data = _pickled(value)
         goes_along = data.numel() <= _SMALL_BYTES // 2  # with the agreement, in one collective
-        everyone: list[Any] = self.all_gather((goes_along, value if goes_along else data.numel()))
-        goes_along, found = everyone[source]
+        everyone: list[Any] = self.all_gather((goes_along, value if goes_along else data.numel(), same))
+        _refuse_different([each for *_, each in everyone])
+        goes_along, found, _ = everyone[source]
         if goes_along:
             return value if is_source else found
         if not is_source:
@@ -328,6 +327,15 @@ _BY_GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\] ")
 
 _BY_NCCL = re.compile(r"ncclRemoteError|ncclSystemError|communicator was aborted|[Tt]imeout|timed out")
 """Of its errors those that another rank's end may cause: it calls sockets by "system"."""
+
+
+def _refuse_different(of_ranks: Sequence[object]) -> None:
+    for rank, found in enumerate(of_ranks):
+        if found != of_ranks[0]:
+            raise DisagreementError(
+                f"rank {rank} differs from rank 0 in what it loads: {shortened(found)} there, "
+                f"{shortened(of_ranks[0])} on rank 0. Nothing has been read. All ranks must load the same."
+            )
 
 
 def _is_of_connection(error: RuntimeError) -> bool:

@@ -189,12 +189,15 @@ class PhaseClock:
     def __init__(self, phases: Sequence[str]) -> None:
         self._seconds = dict.fromkeys(phases, 0.0)
         self._began = time.perf_counter()
+        self._is_total = False
         self._lock = threading.Lock()
 
     @property
     def seconds(self) -> dict[str, float]:
+        """Those of the phases that have ended, and of a total that goes on, until now."""
         with self._lock:
-            return dict(self._seconds)
+            going_on = {"total": self._seconds["total"] + time.perf_counter() - self._began} if self._is_total else {}
+            return self._seconds | going_on
 
     def add(self, phase: str, seconds: float) -> None:
         """Add `seconds` to a phase; raises ValueError if the clock has no such phase."""
@@ -205,15 +208,18 @@ class PhaseClock:
 
     def add_rest(self, phase: str) -> None:
         """Add to a phase the time since the total began that no other has counted; none may be going on."""
-        self.add(phase, max(0.0, time.perf_counter() - self._began - sum(self.seconds.values())))
+        self.add(phase, max(0.0, time.perf_counter() - self._began - sum(self._seconds.values())))
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the duration of the context to a phase, also if it ends with an error."""
         self.add(phase, 0.0)  # raises before anything is done if there is no such phase
         start = time.perf_counter()
-        self._began = start if phase == "total" else self._began
+        if phase == "total":
+            self._began, self._is_total = start, True
         try:
             yield
         finally:
+            if phase == "total":
+                self._is_total = False
             self.add(phase, time.perf_counter() - start)

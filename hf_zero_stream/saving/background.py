@@ -134,10 +134,12 @@ def write_in_background(
     try:
         coordinator.agree(_error_of(write))
         publish = partial(finalizer.publish, publication, plan, coordinator.all_gather(digests))
-        with clock("publish"):
-            coordinator.agree(_error_of(publish) if coordinator.is_main else None)
+        error: Exception | None = None
+        if coordinator.is_main:
+            with clock("publish"):
+                error = _error_of(publish)
         clock.add("total", time.perf_counter() - began)
-        return [SavingRank(**each) for each in coordinator.all_gather(asdict(figures()))]
+        return [SavingRank(**each) for each in coordinator.all_gather(asdict(figures()), error)]
     except BaseException:
         if coordinator.is_main:
             publication.abandon()

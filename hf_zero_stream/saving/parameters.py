@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from ..ranks.coordinator import Coordinator
 from .lazy_parameters import Held, LazyParameters, Selection, digests_of, stored_names
 from .plan import Share, Sources
 from .shares import cover, digest_of_names, join, refuse_differing, refuse_or_say_differing, wrapper_of
+
+
+T = TypeVar("T")
 
 
 class _Held(NamedTuple):
@@ -105,11 +108,18 @@ class Parameters:
 
     @classmethod
     def following(
-        cls, layout: Layout | None, held: Held, coordinator: Coordinator, compares: bool, threads: int
-    ) -> Parameters | None:
+        cls,
+        layout: Layout | None,
+        held: Held,
+        coordinator: Coordinator,
+        compares: bool,
+        threads: int,
+        *,
+        beside: T,
+    ) -> tuple[Parameters | None, list[T]]:
         """What is held now, by a known `layout`; None if any rank has none, or holds it otherwise (all ranks).
 
-        For `compares` and `threads` see :class:`NewParameters`.
+        And what each rank gives `beside` it. For `compares` and `threads` see :class:`NewParameters`.
         """
         holdings: Mapping[str, Holding] = {}
         mine: Digests | None = None
@@ -118,12 +128,13 @@ class Parameters:
                 holdings = held()
                 if _held_by(holdings) == layout.held:
                     mine = digests_of(holdings, threads) if compares else {}
-        of_ranks = coordinator.all_gather(mine)
-        known = [each for each in of_ranks if each is not None]
+        of_ranks = coordinator.all_gather((mine, beside))
+        known = [digests for digests, _ in of_ranks if digests is not None]
+        gathered = [each for _, each in of_ranks]
         if layout is None or len(known) < len(of_ranks) or _same(known) != layout.same:
-            return None
+            return None, gathered
         layout.copy_again()
-        return cls(coordinator, holdings, layout)
+        return cls(coordinator, holdings, layout), gathered
 
     def gather(self, view: View) -> torch.Tensor:
         """The values of `view`, gathered in host memory, where no ranges give them (all ranks, in the same order)."""

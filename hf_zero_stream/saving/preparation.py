@@ -6,6 +6,7 @@ Plans are made anew, or are those of the last save of the same training if nothi
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import tempfile
 from collections import Counter
@@ -35,12 +36,16 @@ from .shares import refuse_differing
 from .targets import AnyPublication
 
 
+logger = logging.get_logger(__name__)
+
+
 class _Kept(NamedTuple):
     """The plan of a model's last save, without what would keep the model or its optimizer alive.
 
     Attributes:
         circumstances: what else it depends on.
         files: on rank 0 what was laid out beside the shards of each item, by name.
+        has_single_writer: rank 0 writes everything.
     """
 
     circumstances: Any
@@ -48,6 +53,7 @@ class _Kept(NamedTuple):
     shards: list[list[ShardToWrite]]
     plan: SavePlan
     files: list[dict[str, bytes]]
+    has_single_writer: bool
 
 
 _kept: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], _Kept]] = WeakKeyDictionary()
@@ -68,14 +74,15 @@ class SavePlanner:
     An error of one rank is an error of all at the next agreement; the caller is inside :meth:`Coordinator.reporting`.
 
     Attributes:
-        single_writer: rank 0 writes everything.
+        write_from: "rank0" writes everything, or "all" ranks what they hold; "auto": rank 0, if any rank cannot write
+            where it does.
         settings: what else the plans depend on, which are kept for the next save; None: they are not kept.
         is_state: it is the state of a training, with its weights.
     """
 
     model: nn.Module
     coordinator: Coordinator
-    single_writer: bool
+    write_from: str
     threads: int
     settings: Any = None
     is_state: bool = False
@@ -86,18 +93,29 @@ class SavePlanner:
         with as_save_error(folder):
             for place in places if self.coordinator.is_main else ():
                 place.mkdir(exist_ok=True)
-            if self.settings is None:
-                return self._planned(places, items)[0]
             key, of_model = tuple(item.index_name for item in items), _kept.setdefault(self.model, {})
-            found = self._planned_as_before(places, items, of_model.pop(key, None))
-            if found is None:
-                # The circumstances are looked at again: transformers completes a model's config when it writes it.
-                plan, files = self._planned(places, items)
-                of_shards = [[*plan.shards[each.first : each.stop]] for each in plan.items]
-                kept = _Kept(self._circumstances(items), plan.parameters.layout, of_shards, plan.plan, files)
+            kept = None if self.settings is None else of_model.pop(key, None)
+            parameters, has_single_writer = self._as_before(folder, items, kept)
+            if kept is not None and parameters is not None and kept.has_single_writer == has_single_writer:
+                for place, files in zip(places, kept.files, strict=True):
+                    for name, data in files.items():  # none but on rank 0
+                        (place / name).parent.mkdir(parents=True, exist_ok=True)
+                        (place / name).write_bytes(data)
+                plan = WritePlan.of(items, parameters, kept.shards, kept.plan, has_single_writer=has_single_writer)
             else:
-                plan, kept = found
-            of_model[key] = kept
+                plan, of_places = self._planned(places, items, single_writer=has_single_writer)
+                if self.settings is not None:
+                    # The circumstances are looked at again: transformers completes a model's config when it writes it.
+                    kept = _Kept(
+                        self._circumstances(items),
+                        plan.parameters.layout,
+                        [[*plan.shards[each.first : each.stop]] for each in plan.items],
+                        plan.plan,
+                        of_places,
+                        has_single_writer,
+                    )
+            if kept is not None:
+                of_model[key] = kept
             return plan
 
     @property
@@ -107,33 +125,40 @@ class SavePlanner:
     def _circumstances(self, items: Sequence[SaveItem]) -> Any:
         """All that a plan depends on beside what is held: names, ties, buffers, configs that are written."""
         of_items = [(item.dtype, item.buffers) for item in items]
-        return circumstances(self.model), of_items, self.single_writer, self.coordinator.world_size, self.settings
+        return circumstances(self.model), of_items, self.coordinator.world_size, self.settings
 
-    def _planned_as_before(
-        self, places: Sequence[Path], items: Sequence[SaveItem], kept: _Kept | None
-    ) -> tuple[WritePlan, _Kept] | None:
-        """The plan, by that of the last save; None if anything but values is another on any rank."""
+    def _as_before(
+        self, folder: Path, items: Sequence[SaveItem], kept: _Kept | None
+    ) -> tuple[Parameters | None, bool]:
+        """What is held now, if nothing but values is another than at the last save; and whether rank 0 writes it all.
+
+        Ranks that cannot write into the temporary folder, whose name no other has, see another disk.
+        """
+        if self.settings is None and self.write_from != "auto":
+            return None, self.write_from == "rank0"
 
         def held() -> dict[str, Holding]:
             of_items = (item.holdings(self.model, self.coordinator).items() for item in items)
             return dict(chain.from_iterable(of_items))
 
-        is_same = kept is not None and kept.circumstances == self._circumstances(items)
-        layout = kept.layout if kept is not None and is_same else None
-        parameters = Parameters.following(layout, held, self.coordinator, self._compares, self.threads)
-        if parameters is None or kept is None:
-            return None
-        for place, files in zip(places, kept.files, strict=True):
-            for name, data in files.items():  # none but on rank 0
-                (place / name).parent.mkdir(parents=True, exist_ok=True)
-                (place / name).write_bytes(data)
-        return WritePlan.of(items, parameters, kept.shards, kept.plan), kept
+        layout = kept.layout if kept is not None and kept.circumstances == self._circumstances(items) else None
+        sees = self.write_from != "auto" or os.access(folder, os.W_OK | os.X_OK)
+        parameters, of_ranks = Parameters.following(
+            layout, held, self.coordinator, self._compares, self.threads, beside=sees
+        )
+        blind = [rank for rank, sees in enumerate(of_ranks) if not sees]
+        if blind and self.coordinator.is_main:
+            logger.info(f"{folder.parent}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
+        return parameters, bool(blind) or self.write_from == "rank0"
 
     def _files(self, folder: Path) -> set[Path]:
-        """On rank 0, all files in `folder`."""
-        return {path for path in folder.rglob("*") if path.is_file()} if self.coordinator.is_main else set()
+        """On rank 0, all files in `folder`, if plans are kept."""
+        is_asked = self.coordinator.is_main and self.settings is not None
+        return {path for path in folder.rglob("*") if path.is_file()} if is_asked else set()
 
-    def _planned(self, places: Sequence[Path], items: Sequence[SaveItem]) -> tuple[WritePlan, list[dict[str, bytes]]]:
+    def _planned(
+        self, places: Sequence[Path], items: Sequence[SaveItem], *, single_writer: bool
+    ) -> tuple[WritePlan, list[dict[str, bytes]]]:
         """The plan, made anew; on rank 0 everything but the shards gets into `places`, and is returned for each."""
         coordinator = self.coordinator
         parameters = NewParameters(
@@ -143,7 +168,7 @@ class SavePlanner:
             compares=self._compares,
             threads=self.threads,
             is_state=self.is_state,
-            shares=not self.single_writer,
+            shares=not single_writer,
         )
         shards: list[list[ShardToWrite]] = []
         files: list[dict[str, bytes]] = []
@@ -164,7 +189,7 @@ class SavePlanner:
                 parameters.sources,
                 rank=coordinator.rank,
                 world_size=coordinator.world_size,
-                single_writer=self.single_writer,
+                single_writer=single_writer,
             )
             padding = packed_padding(self.model)
             for item, lazy in zip(items, parameters.lazy, strict=True):
@@ -176,7 +201,7 @@ class SavePlanner:
         digests, of_ranks = zip(*coordinator.all_gather((headers, smaller)), strict=True)
         refuse_differing(digests, "would save other tensors")
         refuse_cut(self.model, of_ranks)
-        return WritePlan.of(items, parameters, shards, plan), files
+        return WritePlan.of(items, parameters, shards, plan, has_single_writer=single_writer), files
 
 
 def circumstances(model: nn.Module) -> Any:
@@ -253,6 +278,7 @@ class WritePlan(NamedTuple):
 
     Attributes:
         changes_with: the steps that change what is saved, by names in the plan.
+        has_single_writer: rank 0 writes everything.
     """
 
     parameters: Parameters
@@ -261,6 +287,7 @@ class WritePlan(NamedTuple):
     names: list[str]
     items: list[PlacedItem]
     changes_with: Mapping[str, int]
+    has_single_writer: bool
 
     @classmethod
     def of(
@@ -269,6 +296,8 @@ class WritePlan(NamedTuple):
         parameters: Parameters,
         shards: Sequence[Sequence[ShardToWrite]],
         plan: SavePlan,
+        *,
+        has_single_writer: bool,
     ) -> WritePlan:
         """The plan of `items`, of which each has its own of these `shards`."""
         stops = [*accumulate(map(len, shards))]
@@ -282,6 +311,7 @@ class WritePlan(NamedTuple):
                 for item, own, stop in zip(items, shards, stops, strict=True)
             ],
             {name: step for item in items for name, step in item.changes_with.items()},
+            has_single_writer,
         )
 
     def paths(self, folder: Path) -> list[Path]:

@@ -113,8 +113,9 @@ class Save:
         self._settings, self._is_of_training = settings_in_force(), is_of_training
         self.has_one_place = False
         """Whether ranks have agreed already on where they save."""
+        self._write_from = "all"
         self._what = "training state" if is_of_training else "weights"
-        self._verify = self._has_single_writer = False
+        self._verify = False
         self._names: list[str] = []
         self._sent_bytes = self._rounds = 0  # to a URL
         self._target = None if isinstance(place, Path) else target_at(place)
@@ -164,8 +165,8 @@ class Save:
         finish_pending(elsewhere=self._folder)
         with self._together():
             with self._measured(), self._staged(items) as (publication, plan):
-                self._write(publication, plan, finalizer)
-            return self._report(plan, self._coordinator.all_gather(self._own_figures(plan)))
+                ranks = self._write(publication, plan, finalizer)
+            return self._report(plan, ranks)
 
     @fixed_names()
     def start(
@@ -196,8 +197,8 @@ class Save:
                         beside.close(error)
                         raise
                     return pending
-                self._write(publication, plan, finalizer)
-            return PendingSave.finished(self._report(plan, self._coordinator.all_gather(self._own_figures(plan))))
+                ranks = self._write(publication, plan, finalizer)
+            return PendingSave.finished(self._report(plan, ranks))
 
     def _taken(self, plan: WritePlan, writer: ShardWriter, steps: Steps, snapshot_bytes: int, copies: str) -> Taken:
         """A snapshot of what this rank writes, or copies of it, as all ranks can (all ranks)."""
@@ -231,7 +232,7 @@ class Save:
         """Whether the save cannot be made in the background, which rank 0 says then (all ranks)."""
         if self._target is not None:
             why = "shards that go to a URL are put together of what all ranks hold"
-        elif self._has_single_writer:
+        elif plan.has_single_writer:
             why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
         elif any(self._coordinator.all_gather(plan.parameters.is_swapped)):
             why = "values are in swap files, and host memory is not to hold them"
@@ -241,15 +242,23 @@ class Save:
             logger.warning_once(f"This save is not made in the background: {why}.")
         return True
 
-    def _write(self, publication: AnyPublication, plan: WritePlan, finalizer: Finalizer) -> None:
+    def _write(self, publication: AnyPublication, plan: WritePlan, finalizer: Finalizer) -> list[SavingRank]:
+        """Write all and publish it; returns what each rank has done."""
         settle(parameters(self.model))
         if self._target is not None:
             self._upload(publication, plan, self._target)
             digests: Sequence[Mapping[str, int]] = []
         else:
             digests = self._write_files(plan.paths(publication.temporary), plan, has_digests=finalizer.needs_digests)
-        with self._clock("publish"):
-            self._coordinator.run_on_main(partial(finalizer.publish, publication, plan, digests))
+
+        def publish() -> SavingRank:
+            if self._coordinator.is_main:
+                with self._clock("publish"):
+                    finalizer.publish(publication, plan, digests)
+            self._memory.sample()
+            return self._own_figures(plan)
+
+        return self._coordinator.gather_results(publish)
 
     def _write_files(
         self, paths: Sequence[Path], plan: WritePlan, *, has_digests: bool
@@ -273,7 +282,7 @@ class Save:
         of_items = coordinator.broadcast(partial(publication.assign, planned_shards(plan)))
         urls: list[str] = [*chain.from_iterable(of_items)]
         self._names = [url.removeprefix(f"{self._folder}/") for url in urls]
-        uploads = uploads_of(plan.shards, coordinator, single_writer=self._has_single_writer)
+        uploads = uploads_of(plan.shards, coordinator, single_writer=self._write_from == "rank0")
         mine = [it.shard for it in uploads if it.writer == coordinator.rank]
         self._sent_bytes = sum(shard.size_bytes - len(shard.header) for shard in mine)
 
@@ -308,11 +317,8 @@ class Save:
         try:
             if not self.has_one_place:
                 refuse_other_places(coordinator.all_gather(self._folder))
-            write_from, self._verify, publication = coordinator.broadcast(self._begun)
+            self._write_from, self._verify, publication = coordinator.broadcast(self._begun)
             folder = publication.temporary
-            if self._target is None and write_from == "auto":
-                write_from = "rank0" if self._is_hidden(folder) else "all"
-            self._has_single_writer = write_from == "rank0"
             with self._clock("plan"):
                 plan = self._planner().plan(folder, items)
                 coordinator.run_on_main(partial(self._reserve, folder, plan))
@@ -327,7 +333,7 @@ class Save:
         return SavePlanner(
             model=self.model,
             coordinator=self._coordinator,
-            single_writer=self._has_single_writer and self._target is None,
+            write_from="all" if self._target else self._write_from,
             threads=self._threads(),
             settings=sorted(self._kwargs.items()) if keeps else None,
             is_state=self._is_of_training,
@@ -340,14 +346,6 @@ class Save:
     def _reserve(self, folder: Path, plan: WritePlan) -> None:
         """Make the shards in `folder`, on rank 0."""
         reserve(plan.paths(folder), plan.shards, on_disk=self._target is None)
-
-    def _is_hidden(self, folder: Path) -> bool:
-        """Whether any rank cannot write into rank 0's temporary folder, whose unique name no other folder has."""
-        sees = self._coordinator.all_gather(os.access(folder, os.W_OK | os.X_OK))
-        blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
-        if blind and self._coordinator.is_main:
-            logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
-        return bool(blind)
 
     def _execute(
         self, phase: str, plan: WritePlan, writer: ShardWriter, doing: str, finish: Callable[[], T]

@@ -206,8 +206,8 @@ def _resumed(
         with coordinator.reporting():
             if isinstance(folder, UrlPath):
                 coordinator.run_on_all(partial(checkpoints_at(folder.url).catch_up, folder.url))
-            finish_saves_into(None if isinstance(folder, UrlPath) else folder, read_from, coordinator)
-            place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))
+            on_disk, then = None if isinstance(folder, UrlPath) else folder, partial(_found, folder, tag, with_rng)
+            place, found = finish_saves_into(on_disk, read_from, coordinator, then)
             names = own_names(training.model)
             found = found.renamed(partial(own_or_clean, names))
             record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place, rank))
@@ -271,8 +271,8 @@ def load_without_optimizer(
     place, model = folder / tag, unwrapped(trained)
     with coordinator.reporting():
         refuse_unknown_shards(trained, "training state")
-        finish_saves_into(folder, settings_in_force().read_from, coordinator)
-    found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
+        then = partial(StateRecord.read, place / FILE)
+        found = finish_saves_into(folder, settings_in_force().read_from, coordinator, then)
     rank = 0 if all_as_rank_0 else coordinator.rank
     record = found.renamed(partial(own_or_clean, own_names(model))).for_rank(rank)
     _refuse_other_files(found, place, coordinator)

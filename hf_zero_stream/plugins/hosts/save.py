@@ -30,6 +30,7 @@ from ...checkpoint.file_digests import WORD
 from ...errors import ConfigError, SaveError
 from ...holdings.own_names import parameters
 from ...holdings.training import STEPS, Training
+from ...reports.save import SavingRank
 from ...reports.text import bytes_text
 from ...saving.files import Comparison, ShardWriter
 from ...saving.plan import SavePlan
@@ -118,7 +119,7 @@ class HostSave(Save):
             path.write_bytes(shard.header)
             os.truncate(path, shard.size_bytes)
 
-    def _write(self, publication: AnyPublication, plan: WritePlan, finalizer: Finalizer) -> None:
+    def _write(self, publication: AnyPublication, plan: WritePlan, finalizer: Finalizer) -> list[SavingRank]:
         settle(parameters(self.model))
         coordinator, hosts = self._coordinator, self._hosts
         is_leader, named = coordinator.rank == hosts.leader, as_save_error(self._own_folder)
@@ -145,7 +146,13 @@ class HostSave(Save):
             self._told(state.training, state.steps)
         # Only now: until all hosts have the new state, the older one is what a resume may need.
         names = replaced_by(state.found(frozenset()), joined(of_hosts), self._keep)
-        coordinator.run_on_all(lambda: remove_states(self._own_folder, names) if is_leader else None)
+
+        def remove() -> SavingRank:
+            if is_leader:
+                remove_states(self._own_folder, names)
+            return self._own_figures(plan)
+
+        return coordinator.gather_results(remove)
 
     def _write_pieces(self, temporary: Path, plan: WritePlan, found: Sequence[FoundState]) -> HostState:
         """Write this rank's piece, and the copies of others', into the `temporary` folder of this host."""

@@ -324,7 +324,7 @@ class WeightStream:
             is_same = plan is not None and plan.circumstances == self._circumstances()
         held = partial(self._selection.holdings, self._held, coordinator)
         layout = plan.layout if plan is not None and is_same else None
-        parameters = Parameters.following(layout, held, coordinator, compares=False, threads=1)
+        parameters, _ = Parameters.following(layout, held, coordinator, compares=False, threads=1, beside=None)
         return None if parameters is None or plan is None else (plan, parameters)
 
     @property
