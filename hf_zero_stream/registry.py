@@ -282,7 +282,7 @@ class Plugin:
         holders: each a ``module:function`` that is a :class:`.holdings.holding.Holder`; asked before the core's.
         sources: scheme of URLs, in lower case -> :class:`Source`.
         targets: scheme of URLs, in lower case -> a module with the functions of
-            :class:`.saving.targets.UploadTarget`, by which checkpoints are saved to such URLs.
+            :class:`.saving.places.UrlPlaces`, by which checkpoints are saved to such URLs.
         tools: functions, or classes, that the core calls for an option of a command, or for what a load or a save
             meets: name -> ``module:function``. Without one the name is the subject of the error.
         quantisers: ``quant_method`` as transformers knows it, of weights that can stay quantised -> the

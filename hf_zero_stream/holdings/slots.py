@@ -240,7 +240,7 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def _refuse_key(key: Any, slot: Slot, *, names_tensors: bool) -> None:
-    """Raise an UnsupportedError unless `key` can be the name of a state, which may be a part of tensors' names in files."""
+    """Raise an UnsupportedError unless `key` can be the name of a state, or a part of names in files."""
     if not isinstance(key, str) or (names_tensors and (not key.isidentifier() or key in _TAKEN)):
         raise UnsupportedError(
             f"The optimizer keeps {key!r} for {_names(slot)}: a state of this name cannot be saved. {_ELSE}"

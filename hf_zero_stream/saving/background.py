@@ -9,17 +9,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Protocol
 
-from torch import nn
-
 from ..holdings.steps import Steps
-from ..ranks.coordinator import BackgroundCoordinator, Coordinator
-from ..reports.measures import PhaseClock
+from ..ranks.coordinator import BackgroundCoordinator
 from ..reports.save import SavingRank
 from .files import Comparison, ShardWriter
 from .host_copy import HostCopy, HostMemory, Room
+from .places import Publishing
 from .preparation import Finalizer, WritePlan
-from .publication import Publication
 from .snapshot import Snapshot
+from .work import Work
 from .write import execute_save
 
 
@@ -52,14 +50,12 @@ class WholeCopy:
 
     held_seconds = 0.0
 
-    def __init__(
-        self, model: nn.Module, plan: WritePlan, writer: ShardWriter, coordinator: Coordinator, threads: int
-    ) -> None:
+    def __init__(self, work: Work, plan: WritePlan, writer: ShardWriter) -> None:
         """Copy (all ranks)."""
         self.copied_bytes, self._writer = plan.plan.bytes_written, writer
-        memory = coordinator.run_on_all(partial(HostMemory.of_model, model, self.copied_bytes))
+        memory = work.coordinator.run_on_all(partial(HostMemory.of_model, work.model, self.copied_bytes))
         self._copy: HostCopy | None = HostCopy(memory)
-        execute_save(plan.plan, plan.parameters, self._copy.put, coordinator, threads, self._copy.wait)
+        execute_save(plan.plan, plan.parameters, self._copy.put, work.coordinator, work.threads, self._copy.wait)
 
     def write(self, check: Callable[[], None]) -> None:
         assert self._copy is not None
@@ -76,25 +72,16 @@ class WholeCopy:
         self._copy = None
 
 
-def begun_snapshot(
-    model: nn.Module,
-    plan: WritePlan,
-    writer: ShardWriter,
-    coordinator: Coordinator,
-    steps: Steps,
-    snapshot_bytes: int,
-    *,
-    verifies: bool,
-) -> Snapshot:
+def begun_snapshot(work: Work, plan: WritePlan, writer: ShardWriter, steps: Steps, snapshot_bytes: int) -> Snapshot:
     """Begin a :class:`Snapshot` (all ranks)."""
 
     def made() -> Snapshot:
         nbytes = snapshot_bytes or plan.plan.bytes_written // SHARE
-        return Snapshot(writer, steps, Room.of_model(model, nbytes), verifies=verifies)
+        return Snapshot(writer, steps, Room.of_model(work.model, nbytes), verifies=work.verifies)
 
-    snapshot = coordinator.run_on_all(made)
+    snapshot = work.coordinator.run_on_all(made)
     try:
-        snapshot.begin(plan, coordinator)
+        snapshot.begin(plan, work.coordinator)
     except BaseException:
         snapshot.end()
         raise
@@ -102,22 +89,19 @@ def begun_snapshot(
 
 
 def write_in_background(
-    publication: Publication,
+    work: Work,
+    publication: Publishing,
     plan: WritePlan,
     finalizer: Finalizer,
     taken: Taken,
     writer: ShardWriter,
     coordinator: BackgroundCoordinator,
-    clock: PhaseClock,
-    figures: Callable[[], SavingRank],
-    *,
-    verifies: bool,
 ) -> list[SavingRank]:
-    """Write, wait for the other ranks, and publish; returns what each rank did, which `figures` says of this one.
+    """Write, wait for the other ranks, and publish; returns what each rank did.
 
     No tensor of the training is changed, and no collective made.
     """
-    began = time.perf_counter()
+    began, clock = time.perf_counter(), work.clock
     digests: dict[str, int] = {}
 
     def write() -> None:
@@ -126,7 +110,7 @@ def write_in_background(
             with clock("sync"):
                 writer.sync()
             digests.update(plan.named(writer.digests))
-        if verifies:
+        if work.verifies:
             with closing(Comparison(plan.paths(publication.temporary))) as comparison, clock("verify"):
                 taken.verify(comparison, coordinator.check)
         clock.add("held", taken.held_seconds)
@@ -139,7 +123,8 @@ def write_in_background(
             with clock("publish"):
                 error = _error_of(publish)
         clock.add("total", time.perf_counter() - began)
-        return [SavingRank(**each) for each in coordinator.all_gather(asdict(figures()), error)]
+        mine = work.figures(plan, copied=taken.copied_bytes)
+        return [SavingRank(**each) for each in coordinator.all_gather(asdict(mine), error)]
     except BaseException:
         if coordinator.is_main:
             publication.abandon()

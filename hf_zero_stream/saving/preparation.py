@@ -33,7 +33,6 @@ from .lazy_parameters import LazyParameters, Selection
 from .parameters import Layout, NewParameters, Parameters
 from .plan import SavePlan, make_save_plan
 from .shares import refuse_differing
-from .targets import AnyPublication
 
 
 logger = logging.get_logger(__name__)
@@ -337,7 +336,7 @@ class Finalizer:
         replaced: files and folders that are removed then.
     """
 
-    write_rest: Callable[[AnyPublication, Mapping[str, int]], None] | None = None
+    write_rest: Callable[[Any, Mapping[str, int]], None] | None = None
     last_name: str = ""
     replaced: Sequence[str] = ()
 
@@ -345,7 +344,7 @@ class Finalizer:
     def needs_digests(self) -> bool:
         return self.write_rest is not None
 
-    def publish(self, publication: AnyPublication, plan: WritePlan, digests: Sequence[Mapping[str, int]]) -> None:
+    def publish(self, publication: Any, plan: WritePlan, digests: Sequence[Mapping[str, int]]) -> None:
         """Give the files of the `plan`, and all others of this save, their final names.
 
         `digests` are, from each rank, those of what it wrote, as :meth:`WritePlan.named` gives them; none if they are

@@ -14,7 +14,7 @@ of it is published together, `latest` last. Until then a resume finds the state 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,11 +41,11 @@ from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
+from ..saving.places import Place, Publishing, place_at, places_at, refuse_other_places
 from ..saving.preparation import Finalizer, SaveItem, as_save_error
 from ..saving.publication import Publication, finish_interrupted
 from ..saving.readiness import make_ready
 from ..saving.save import Save
-from ..saving.targets import AnyPublication, place_of_save, refuse_other_places, target_at
 from ..saving.whole import note_state
 from ..seams.ds_config import settings_in_force
 from ..settings.config import StreamingConfig
@@ -79,7 +79,7 @@ from .wholes import held_of_parts, refuse_too_few, with_own_options, with_parts
 
 
 HOST_ARGUMENTS = "beside", "facts", "told"
-"""What states on hosts are given by those who save them, and users do not give; see their ``HostSave``."""
+"""What states on hosts are given by those who save them, and users do not give; see their ``HostPlace``."""
 
 
 @overload
@@ -168,7 +168,7 @@ def save_state(
         refuse_unknown(kwargs, ("dtype", *(HOST_ARGUMENTS if hosts else ())))
         if hosts:
             refuse_url(folder, "save_state(hosts=True)")
-        place = place_of_save(folder)
+        place = None if hosts else place_at(folder)
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).without_frozen()
         refuse_optimizer(training)
         make_ready(training.model, training.model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
@@ -190,16 +190,15 @@ def save_state(
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
-        kind: Callable[..., Save] = Save
-        if hosts:
-            kind = _host_save(copies, keep, with_weights, training, kwargs)
-        save = kind(training.model, folder, coordinator=coordinator, is_of_training=True, **kwargs)
+        if place is None:
+            place = _host_place(folder, copies, keep, with_weights, training, kwargs)
+        save = Save(training.model, place, coordinator=coordinator, is_of_training=True, **kwargs)
     with meeting(SAVE, "a training state", coordinator):
         own_id, names = history.id_of(training.optimizer, makes=True), (tag, list[str]())
         with coordinator.reporting():
             if coordinator.is_main and not hosts:
-                names = _name(place, tag, keep_older)
-        mine = here[0], options, record.own, random_state, buffers, own_id, names, place
+                names = _name(place.location, tag, keep_older)
+        mine = here[0], options, record.own, random_state, buffers, own_id, names, place.location
         of_ranks, all_options, own, random_states, of_buffers, ids, names_of_ranks, places = zip(
             *coordinator.all_gather(mine), strict=True
         )
@@ -250,15 +249,21 @@ def _snapshot_limit(training: Training, snapshot_bytes: int | str | None) -> tup
     return limit, training.unseen_steps or unseen_reason(training.optimizer)
 
 
-def _host_save(
-    copies: int, keep: int, with_weights: bool, training: Training, kwargs: dict[str, Any]
-) -> Callable[..., Save]:
-    """What makes the save into folders of the hosts' own."""
-    host_save = tool("host save", "hosts", "save_state(hosts=True)")
+def _host_place(
+    folder: str | os.PathLike[str],
+    copies: int,
+    keep: int,
+    with_weights: bool,
+    training: Training,
+    kwargs: dict[str, Any],
+) -> Place:
+    """The folders of the hosts' own; takes what only they are given out of `kwargs`."""
+    host_place = tool("host place", "hosts", "save_state(hosts=True)")
     if not with_weights:
         raise ConfigError("with_weights=False: a state on hosts has its weights; leave it out")
     own = {name: kwargs.pop(name, None) for name in HOST_ARGUMENTS}
-    return partial(host_save, copies=copies, keep=keep, training=training, **own)
+    found: Place = host_place(folder, copies=copies, keep=keep, training=training, **own)
+    return found
 
 
 def _weights(model: nn.Module, save: Save, max_shard_size: int | str, coordinator: Coordinator) -> SaveItem:
@@ -371,12 +376,12 @@ def _name_in(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]]:
 
 def _name_at(url: str, tag: str, keep_older: bool) -> tuple[str, list[str]]:
     """Do what :func:`_name` does for a folder; DeepSpeed saves to no URL."""
-    target = target_at(url)
-    target.finish_interrupted(url)
-    there = {name.rstrip("/") for name in target.names(url)}
-    states = {name for name in there if FILE in target.names(f"{url}/{name}")} if not keep_older else set()
+    places = places_at(url)
+    places.finish_interrupted(url)
+    there = {name.rstrip("/") for name in places.names(url)}
+    states = {name for name in there if FILE in places.names(f"{url}/{name}")} if not keep_older else set()
     for name in [tag, *(f"{tag}.{number}" for number in range(1, 1000))]:
-        if name not in there or FILE in target.names(f"{url}/{name}"):
+        if name not in there or FILE in places.names(f"{url}/{name}"):
             return name, sorted(states | ({name} & there))
     raise ConfigError(f"{url}/{tag}: there are a thousand states of this name")
 
@@ -386,7 +391,7 @@ def _write_record(
     record: StateRecord,
     random_states: Sequence[rng.Arrays],
     has_zero: bool,
-    publication: AnyPublication,
+    publication: Publishing,
     digests: Mapping[str, int],
 ) -> None:
     """Write what of a state is no tensor of its parameters; `digests` are those of its shards."""

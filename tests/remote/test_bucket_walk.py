@@ -9,22 +9,32 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from hf_zero_stream.checkpoint.safetensors import ShardToWrite
 from hf_zero_stream.errors import HfZeroStreamError, PlaceTakenError, SaveError
 from hf_zero_stream.plugins.remote import saves
 from hf_zero_stream.plugins.remote.lists import LIST, Version, parse_list
 from hf_zero_stream.plugins.remote.objects import ConflictError, Guard, ObjectStatus, RemoteFolder
 from hf_zero_stream.plugins.remote.saves import BucketSave
-from hf_zero_stream.saving.targets import PlannedShards
+from hf_zero_stream.saving.preparation import PlacedItem, WritePlan
 from tests.support.interleavings import CRASH, FAIL, GO, LOSE, Turn, walk
 
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-{}-00001-of-00001.safetensors"
 URL = "s3://bucket/place"
+PLAN = WritePlan(
+    parameters=cast(Any, None),  # nothing is written by it
+    plan=cast(Any, None),
+    shards=[ShardToWrite("model.safetensors", b"", {"a": 0}, {}, 1)],
+    names=["model.safetensors"],
+    items=[PlacedItem("", INDEX, 0, 1)],
+    changes_with={},
+    has_single_writer=False,
+)
 
 
 @dataclass
@@ -135,7 +145,7 @@ def save(store: Store, turn: Turn | None, folder: Path, name: str) -> str:
     try:
         shutil.rmtree(publication.temporary, ignore_errors=True)
         fill(publication.temporary, name)
-        publication.assign([PlannedShards(["model.safetensors"], INDEX, [["a"]], 1)])
+        publication.assign(PLAN)
         for shard in publication.sizes:
             place.send(shard, name.encode())
         publication.commit("model.safetensors", INDEX)

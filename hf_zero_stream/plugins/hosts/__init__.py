@@ -9,7 +9,7 @@ PLUGIN = Plugin(
     "hosts",
     mounts={"host_state.json": f"{__name__}.load:pieces_mounted"},
     tools={
-        "host save": f"{__name__}.save:HostSave",
+        "host place": f"{__name__}.save:HostPlace",
         "newest on hosts": f"{__name__}.load:newest_on_hosts",
         "trainer's checkpoint": f"{__name__}.states:checkpoint_by_settings",
         "engine's state": f"{__name__}.states:state_of_engine",

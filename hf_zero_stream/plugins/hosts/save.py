@@ -14,7 +14,7 @@ import shutil
 import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -24,20 +24,19 @@ import numpy
 import torch
 from transformers.utils import logging
 
-from ...accelerators import settle
 from ...bindings import history
 from ...checkpoint.file_digests import WORD
 from ...errors import ConfigError, SaveError
-from ...holdings.own_names import parameters
 from ...holdings.training import STEPS, Training
+from ...ranks.coordinator import Coordinator
 from ...reports.save import SavingRank
 from ...reports.text import bytes_text
 from ...saving.files import Comparison, ShardWriter
+from ...saving.places import Written
 from ...saving.plan import SavePlan
 from ...saving.preparation import Finalizer, WritePlan, as_save_error
 from ...saving.publication import Publication
-from ...saving.save import Save
-from ...saving.targets import AnyPublication
+from ...saving.work import Work
 from ...saving.write import Put, bytes_of
 from ...sources.local import kind_of_file_system
 from ...sources.memory import free_memory
@@ -63,8 +62,8 @@ from .pieces import packed_runs
 logger = logging.get_logger(__name__)
 
 
-class HostSave(Save):
-    """A save into the folder of each host, of which as many other hosts keep copies as `copies` says.
+class HostPlace:
+    """The folder of each host (:class:`...saving.places.Place`), and of as many others as `copies` says.
 
     Args:
         training: what is saved.
@@ -72,22 +71,22 @@ class HostSave(Save):
         beside: files of this rank that belong to the state too, by their names.
         facts: what the caller knows that tells this training from others, beside :func:`.choice.facts_of`.
         told: called when all hosts have the state, with the id of the training and its steps.
-        kwargs: those of :class:`.Save`.
     """
+
+    why_waits = "hosts exchange copies, which takes all ranks"
 
     def __init__(
         self,
-        *args: Any,
+        folder: str | os.PathLike[str],
+        *,
         copies: int,
         training: Training,
         keep: int = 1,
         beside: Mapping[str, bytes] | None = None,
         facts: Mapping[str, Any] | None = None,
         told: Callable[[str, int], object] | None = None,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
-        self._own_folder = Path(self._folder)
+        self.location = Path(folder)
         for name, value, least in (("copies", copies, 0), ("keep", keep, 1)):
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}: expected a whole number from {least} on; got {value!r}")
@@ -95,42 +94,37 @@ class HostSave(Save):
         self._training, self._facts = training, {**facts_of(training), **(facts or {})}
         self._told = told
 
-    def _together(self) -> AbstractContextManager[object]:
-        stack = ExitStack()
-        stack.enter_context(super()._together())
-        with stack:  # an error leaves the meeting
-            self._hosts = Hosts.meet(self._coordinator)
-            refuse_shared(self._own_folder, self._hosts, self._coordinator)
-            return stack.pop_all()
+    @contextmanager
+    def met(self, work: Work) -> Iterator[None]:
+        self._hosts = Hosts.meet(work.coordinator)
+        refuse_shared(self.location, self._hosts, work.coordinator)
+        yield
 
-    def _must_wait(self, plan: WritePlan) -> bool:
-        if self._coordinator.is_main:
-            logger.warning_once(
-                "This save is not made in the background: hosts exchange copies, which takes all ranks."
-            )
-        return True
+    def begin(self) -> Publication:
+        return begin_in(self.location)
 
-    def _begun(self) -> tuple[str, bool, Publication]:
-        return "all", self._settings.verify == "full", begin_in(self._own_folder)
+    def write_from(self, wanted: str) -> str:
+        """Each rank writes on its host."""
+        del wanted
+        return "all"
 
-    def _reserve(self, folder: Path, plan: WritePlan) -> None:
+    def reserve(self, folder: Path, plan: WritePlan) -> None:
         """Write headers alone, at the size of the shards, which takes no room."""
         for path, shard in zip(plan.paths(folder), plan.shards, strict=True):
             path.write_bytes(shard.header)
             os.truncate(path, shard.size_bytes)
 
-    def _write(self, publication: AnyPublication, plan: WritePlan, finalizer: Finalizer) -> list[SavingRank]:
-        settle(parameters(self.model))
-        coordinator, hosts = self._coordinator, self._hosts
-        is_leader, named = coordinator.rank == hosts.leader, as_save_error(self._own_folder)
-        own = coordinator.run_on_all(named(lambda: begin_in(self._own_folder) if is_leader else None))
+    def write(self, work: Work, publication: Publication, plan: WritePlan, finalizer: Finalizer) -> Written:
+        coordinator, hosts = work.coordinator, self._hosts
+        is_leader, named = coordinator.rank == hosts.leader, as_save_error(self.location)
+        own = coordinator.run_on_all(named(lambda: begin_in(self.location) if is_leader else None))
         try:
-            found = coordinator.run_on_all(named(lambda: states_in(self._own_folder) if is_leader else []))
+            found = coordinator.run_on_all(named(lambda: states_in(self.location) if is_leader else []))
             paths, of_hosts = zip(
                 *coordinator.all_gather((None if own is None else own.temporary, found)), strict=True
             )
-            state = self._write_pieces(paths[hosts.leader], plan, joined(of_hosts))
-            with self._clock("publish"):
+            state = self._write_pieces(work, paths[hosts.leader], plan, joined(of_hosts))
+            with work.clock("publish"):
                 tree = coordinator.broadcast(named(partial(self._tree, publication, plan, finalizer)))
                 for of_rank in coordinator.all_gather(self._beside):
                     tree |= of_rank
@@ -149,18 +143,18 @@ class HostSave(Save):
 
         def remove() -> SavingRank:
             if is_leader:
-                remove_states(self._own_folder, names)
-            return self._own_figures(plan)
+                remove_states(self.location, names)
+            return work.figures(plan)
 
-        return coordinator.gather_results(remove)
+        return Written(coordinator.gather_results(remove), plan.names)
 
-    def _write_pieces(self, temporary: Path, plan: WritePlan, found: Sequence[FoundState]) -> HostState:
+    def _write_pieces(self, work: Work, temporary: Path, plan: WritePlan, found: Sequence[FoundState]) -> HostState:
         """Write this rank's piece, and the copies of others', into the `temporary` folder of this host."""
-        coordinator, hosts = self._coordinator, self._hosts
+        coordinator, hosts = work.coordinator, self._hosts
         copies = min(self._copies, len(hosts.ranks) - 1)
         if copies < self._copies and coordinator.is_main:
             logger.warning_once(
-                f"{self._own_folder}: {self._copies} copies on other hosts were asked for, and there are "
+                f"{self.location}: {self._copies} copies on other hosts were asked for, and there are "
                 f"{len(hosts.ranks)} host(s). If one is lost, so may be the state."
             )
         mine = _joined(_extents(plan.plan, coordinator.rank))
@@ -177,17 +171,17 @@ class HostSave(Save):
             wanted = {rank: sizes[rank] for rank, of_rank in enumerate(holders) if hosts.mine in of_rank}
             if coordinator.rank == hosts.leader:
                 (temporary / PIECES).mkdir(mode=0o700)
-                _refuse_too_large(self._own_folder, sum(wanted.values()))
+                _refuse_too_large(self.location, sum(wanted.values()))
                 for rank, nbytes in wanted.items():
                     _allocate(path_of(rank), nbytes)
 
-        coordinator.run_on_all(as_save_error(self._own_folder)(make_room))
-        digests = coordinator.all_gather(self._fill(path_of(coordinator.rank), plan, mine))
-        with self._clock("copy"):
+        coordinator.run_on_all(as_save_error(self.location)(make_room))
+        digests = coordinator.all_gather(_fill(work, path_of(coordinator.rank), plan, mine))
+        with work.clock("copy"):
             copy_pieces(coordinator, hosts, copies, sizes, digests, path_of)
         named = zip(plan.names, plan.shards, strict=True)
         shards = [(name, len(shard.header), shard.size_bytes) for name, shard in named]
-        self._table = self._packed_runs(mine, shards)
+        self._table = _table_of(mine, shards, coordinator)
         return HostState(
             id=identity,
             steps=steps,
@@ -199,33 +193,7 @@ class HostSave(Save):
             pieces=[PieceRecord(*each) for each in zip(sizes, digests, holders, strict=True)],
         )
 
-    def _packed_runs(self, mine: Sequence[tuple[int, int, int]], shards: Sequence[tuple[str, int, int]]) -> bytes:
-        """What :func:`.pieces.packed_runs` gives; kept for the next save, because with many ranks it takes seconds."""
-        coordinator, table = self._coordinator, numpy.array(mine, dtype="<i8").reshape(-1, 3).tobytes()
-        key = str(shards), *coordinator.all_gather(hashlib.sha256(table).digest())
-        if (known := coordinator.broadcast(lambda: _known_runs.get(key))) is not None:
-            return known
-        tables = coordinator.all_gather(table)
-
-        def pack() -> bytes:
-            of_ranks = [numpy.frombuffer(each, dtype="<i8").reshape(-1, 3) for each in tables]
-            return packed_runs(of_ranks, [header for _, header, _ in shards], [size for _, _, size in shards])
-
-        packed = coordinator.broadcast(pack)
-        _known_runs.clear()
-        _known_runs[key] = packed
-        return packed
-
-    def _fill(self, path: Path, plan: WritePlan, mine: Sequence[tuple[int, int, int]]) -> int:
-        """Write this rank's piece; returns its digest."""
-        with closing(ShardWriter([path], has_digests=True)) as writer:
-            self._execute_into("write", plan, _put_into(writer, mine), writer.sync)
-        if self._verify:
-            with closing(Comparison([path])) as comparison:
-                self._execute_into("verify", plan, _put_into(comparison, mine), lambda: None)
-        return writer.digests[0] % WORD
-
-    def _tree(self, publication: AnyPublication, plan: WritePlan, finalizer: Finalizer) -> dict[str, bytes]:
+    def _tree(self, publication: Publication, plan: WritePlan, finalizer: Finalizer) -> dict[str, bytes]:
         """All files of the state but the pieces, which rank 0 has prepared; of shards the headers."""
         if finalizer.write_rest is not None:
             finalizer.write_rest(publication, {})  # pieces have digests of their own
@@ -247,6 +215,36 @@ class HostSave(Save):
 
 _known_runs: dict[tuple[Any, ...], bytes] = {}
 """The packed runs of the newest save, by the shards and what the ranks wrote of them."""
+
+
+def _table_of(
+    mine: Sequence[tuple[int, int, int]], shards: Sequence[tuple[str, int, int]], coordinator: Coordinator
+) -> bytes:
+    """What :func:`.pieces.packed_runs` gives; kept for the next save, because with many ranks it takes seconds."""
+    table = numpy.array(mine, dtype="<i8").reshape(-1, 3).tobytes()
+    key = str(shards), *coordinator.all_gather(hashlib.sha256(table).digest())
+    if (known := coordinator.broadcast(lambda: _known_runs.get(key))) is not None:
+        return known
+    tables = coordinator.all_gather(table)
+
+    def pack() -> bytes:
+        of_ranks = [numpy.frombuffer(each, dtype="<i8").reshape(-1, 3) for each in tables]
+        return packed_runs(of_ranks, [header for _, header, _ in shards], [size for _, _, size in shards])
+
+    packed = coordinator.broadcast(pack)
+    _known_runs.clear()
+    _known_runs[key] = packed
+    return packed
+
+
+def _fill(work: Work, path: Path, plan: WritePlan, mine: Sequence[tuple[int, int, int]]) -> int:
+    """Write this rank's piece; returns its digest."""
+    with closing(ShardWriter([path], has_digests=True)) as writer:
+        work.execute("write", plan, _put_into(writer, mine), writer.sync)
+    if work.verifies:
+        with closing(Comparison([path])) as comparison:
+            work.execute("verify", plan, _put_into(comparison, mine), lambda: None)
+    return writer.digests[0] % WORD
 
 
 def _extents(plan: SavePlan, rank: int) -> Iterator[tuple[int, int, int]]:

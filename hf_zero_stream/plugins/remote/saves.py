@@ -1,4 +1,4 @@
-"""Saves to buckets (:class:`...saving.targets.UploadTarget`): the earlier checkpoint stays until the new one is there.
+"""Saves to buckets (:class:`...saving.places.UrlPlaces`): the earlier checkpoint stays until the new one is there.
 
 Objects cannot be renamed. So each save has an id, which the names of its shards bear
 (``model-3f9a0c51-00001-of-00003.safetensors``), and an index names them. An object, the *list*, says which save owns
@@ -19,9 +19,9 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,15 +29,20 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ...checkpoint.safetensors import ShardToWrite
 from ...errors import HfZeroStreamError, PlaceTakenError, SaveError
+from ...saving.files import reserve
+from ...saving.places import Written
+from ...saving.preparation import Finalizer, PlacedItem, WritePlan
 from ...saving.publication import outdated_weights, taken_place
-from ...saving.targets import ObjectWriter, PlannedShards
+from ...saving.work import Work
 from .lists import LIST, SaveList, Version, parse_list
 from .objects import ConflictError, Guard, ObjectStatus, RemoteFolder, StreamedObject, abort_uploads
+from .uploads import check_all, send_all, uploads_of
 from .urls import checkpoint_url, joined
 
 
-__all__ = ["BucketSave", "begin", "canonical", "finish_interrupted", "names", "writer"]
+__all__ = ["BucketPlace", "BucketSave", "finish_interrupted", "names", "place"]
 
 logger = logging.get_logger(__name__)
 
@@ -53,25 +58,63 @@ _MOST_FINISHED = 8
 _SHARD = re.compile(r"(.*?)(-\d{5}-of-\d{5})?\.safetensors")
 
 
-def canonical(url: str) -> str:
-    return checkpoint_url(url)
-
-
-def begin(url: str) -> BucketSave:
-    return BucketSave(RemoteFolder(url), Path(tempfile.mkdtemp(prefix="hf-zero-stream-")))
+def place(url: str) -> BucketPlace:
+    return BucketPlace(checkpoint_url(url))
 
 
 def names(url: str) -> set[str]:
     return RemoteFolder(url).names()
 
 
-def writer(url: str, size_bytes: int, *, checks: bool) -> ObjectWriter:
-    return StreamedObject(url, size_bytes, checks=checks)
+class BucketPlace:
+    """A URL that is saved to (:class:`...saving.places.Place`)."""
+
+    why_waits = "shards that go to a URL are put together of what all ranks hold"
+
+    def __init__(self, url: str) -> None:
+        self.location = url
+
+    def begin(self) -> BucketSave:
+        return BucketSave(RemoteFolder(self.location), Path(tempfile.mkdtemp(prefix="hf-zero-stream-")))
+
+    def write_from(self, wanted: str) -> str:
+        """All ranks hold what is planned, whoever sends it."""
+        del wanted
+        return "all"
+
+    @contextmanager
+    def met(self, work: Work) -> Iterator[None]:
+        yield
+
+    def reserve(self, folder: Path, plan: WritePlan) -> None:
+        reserve(plan.paths(folder), plan.shards, on_disk=False)
+
+    def write(self, work: Work, publication: BucketSave, plan: WritePlan, finalizer: Finalizer) -> Written:
+        """Send all shards; what they replace stays until :meth:`BucketSave.commit`."""
+        coordinator = work.coordinator
+        single_writer, found = coordinator.broadcast(
+            lambda: (work.settings.write_from == "rank0", publication.assign(plan))
+        )
+        uploads = uploads_of(plan.shards, coordinator, single_writer=single_writer)
+        mine = [it.shard for it in uploads if it.writer == coordinator.rank]
+
+        def begin(number: int) -> StreamedObject:
+            url = joined(self.location, found[number])
+            return StreamedObject(url, uploads[number].shard.size_bytes, checks=work.verifies)
+
+        with work.clock("write"), work.bar(plan, sum(shard.size_bytes for shard in mine), "Sending") as advance:
+            objects, rounds = send_all(uploads, plan.parameters, coordinator, begin, advance)
+        work.memory.sample()
+        if work.verifies:
+            with work.clock("verify"):
+                coordinator.run_on_all(partial(check_all, objects))
+        sent = sum(shard.size_bytes - len(shard.header) for shard in mine)
+        return Written(work.publish(finalizer, publication, plan, written=sent, rounds=rounds), found)
 
 
 @dataclass
 class BucketSave:
-    """One save to a bucket, on rank 0 (:class:`...saving.targets.RemotePublication`)."""
+    """One save to a bucket, on rank 0 (:class:`...saving.places.Publishing`)."""
 
     place: RemoteFolder
     temporary: Path
@@ -82,29 +125,35 @@ class BucketSave:
     """The list, once it has been written; `version` is that of its object."""
     version: Version | None = None
 
-    def assign(self, planned: Sequence[PlannedShards]) -> list[list[str]]:
-        found = [self._named(each) for each in planned]
-        self.sizes = {name: (self.temporary / name).stat().st_size for names in found for name in names}
-        self._take()
-        return [[joined(self.place.url, name) for name in names] for names in found]
+    def assign(self, plan: WritePlan) -> list[str]:
+        """Take the place over, and give the names of the objects that the shards become; before any is written.
 
-    def _named(self, planned: PlannedShards) -> list[str]:
+        What an earlier save has left is finished or removed. Raises a SaveError.
+        """
+        names = [name for item in plan.items for name in self._named(plan, item)]
+        self.sizes = {name: (self.temporary / name).stat().st_size for name in names}
+        self._take()
+        return names
+
+    def _named(self, plan: WritePlan, item: PlacedItem) -> list[str]:
         """The names of the objects, which also their headers in the temporary folder get; writes the index."""
-        names = [f"{stem}-{self.id}{number}.safetensors" for stem, number in map(_parts, planned.names)]
-        if not _is_in_place(planned.names[0]):
-            self._write_index(planned, names)
-        for old, new in zip(planned.names, names, strict=True):
+        planned = plan.names[item.first : item.stop]
+        names = [f"{stem}-{self.id}{number}.safetensors" for stem, number in map(_parts, planned)]
+        if not _is_in_place(planned[0]):
+            self._write_index(item, plan.shards[item.first : item.stop], names)
+        for old, new in zip(planned, names, strict=True):
             (self.temporary / old).rename(self.temporary / new)
         return names
 
-    def _write_index(self, planned: PlannedShards, names: Sequence[str]) -> None:
-        path = self.temporary / planned.index_name
-        content: dict[str, Any] = {"metadata": {"total_size": planned.nbytes}}
+    def _write_index(self, item: PlacedItem, shards: Sequence[ShardToWrite], names: Sequence[str]) -> None:
+        path = self.temporary / item.folder / item.index_name
+        nbytes = sum(shard.size_bytes - len(shard.header) for shard in shards)
+        content: dict[str, Any] = {"metadata": {"total_size": nbytes}}
         if path.exists():
             content = json.loads(path.read_bytes())
         files = [name.rpartition("/")[2] for name in names]
-        of_files = zip(files, planned.tensors, strict=True)
-        content["weight_map"] = {tensor: name for name, tensors in of_files for tensor in tensors}
+        of_files = zip(files, shards, strict=True)
+        content["weight_map"] = {tensor: name for name, shard in of_files for tensor in shard.starts}
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _take(self) -> None:

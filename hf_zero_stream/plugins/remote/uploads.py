@@ -10,40 +10,26 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import torch
 
-from ..accelerators import collective_device
-from ..checkpoint.safetensors import ShardToWrite
-from ..errors import PeerError, SaveError
-from ..holdings.holding import Holding
-from ..ranks.coordinator import Coordinator
-from .parameters import Parameters, Values, opened
-from .plan import Computation, ExchangeRound, Segment
-from .preparation import WritePlan
-from .targets import ObjectWriter, PlannedShards
+from ...accelerators import collective_device
+from ...checkpoint.safetensors import ShardToWrite
+from ...errors import PeerError, SaveError
+from ...holdings.holding import Holding
+from ...ranks.coordinator import Coordinator
+from ...saving.parameters import Parameters, Values, opened
+from ...saving.plan import Computation, ExchangeRound, Segment
+from ...saving.write import begin_exchange, bytes_of, new_buffer
+from .objects import StreamedObject
 from .upload_plan import Upload, deal, upload_steps
-from .write import begin_exchange, bytes_of, new_buffer
 
 
 _STEPS_PER_AGREEMENT = 8
 """Rounds after which ranks hear of each other's errors: a rank that has failed takes part until then."""
 
-Begin = Callable[[int], ObjectWriter]
+Begin = Callable[[int], StreamedObject]
 """Begins the object of an upload, by its number."""
-
-
-def planned_shards(plan: WritePlan) -> list[PlannedShards]:
-    """The shards of each item of the `plan`, for whoever names the objects."""
-    found = []
-    for item in plan.items:
-        shards = plan.shards[item.first : item.stop]
-        tensors = [list(shard.starts) for shard in shards]
-        nbytes = sum(shard.size_bytes - len(shard.header) for shard in shards)
-        names = plan.names[item.first : item.stop]
-        found.append(PlannedShards(names, str(Path(item.folder, item.index_name)), tensors, nbytes))
-    return found
 
 
 def uploads_of(shards: Sequence[ShardToWrite], coordinator: Coordinator, *, single_writer: bool) -> list[Upload]:
@@ -61,10 +47,10 @@ class _Sender:
         self, uploads: Sequence[Upload], begin: Begin, advance: Callable[[int], object], thread: ThreadPoolExecutor
     ) -> None:
         self._uploads, self._begin, self._advance, self._thread = uploads, begin, advance, thread
-        self._writer: ObjectWriter | None = None
+        self._writer: StreamedObject | None = None
         self._position = self._upload = 0
         self._finishing: Future[None] | None = None
-        self.objects: list[ObjectWriter] = []
+        self.objects: list[StreamedObject] = []
 
     def send(self, upload: int, position: int, values: torch.Tensor) -> None:
         """Send the next bytes of a shard, which must be all that come before those sent later."""
@@ -114,7 +100,7 @@ def send_all(
     coordinator: Coordinator,
     begin: Begin,
     advance: Callable[[int], object],
-) -> tuple[list[ObjectWriter], int]:
+) -> tuple[list[StreamedObject], int]:
     """Send all objects (all ranks); returns those of this rank, and the number of rounds. An error is raised on all.
 
     What a round has brought is sent while ranks exchange the next one.
@@ -191,7 +177,7 @@ def _unpooled(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
-def check_all(objects: Iterable[ObjectWriter]) -> None:
+def check_all(objects: Iterable[StreamedObject]) -> None:
     """Raise a SaveError if any of these is not read as it was written."""
     for each in objects:
         each.check()

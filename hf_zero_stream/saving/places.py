@@ -1,0 +1,175 @@
+"""Where a save goes. A place says how bytes get there, and how they become visible; folders are the core's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+
+from ..checkpoint.urls import checkpoints_at, without_secrets
+from ..errors import ConfigError, UrlError
+from ..registry import broken_plugins, import_named, plugins
+from ..reports.save import SavingRank
+from ..sources.base import is_url
+from .files import Comparison, ShardWriter, reserve
+from .preparation import Finalizer, WritePlan
+from .publication import Publication
+from .work import Work
+from .write import bytes_of
+
+
+class Written(NamedTuple):
+    """What a save has written: what each rank did, and the names of the shards below the place."""
+
+    ranks: list[SavingRank]
+    names: Sequence[str]
+
+
+class Publishing(Protocol):
+    """A save at a place, as :class:`.publication.Publication` is one into a folder; made and ended on rank 0.
+
+    Until :meth:`commit`, whoever loads from the place finds what was there before; so it is if a process dies.
+    """
+
+    @property
+    def temporary(self) -> Path:
+        """A folder of this host, for small files and for shards, or their headers."""
+
+    def commit(self, weights_name: str, index_name: str, last_name: str = "", replaced: Sequence[str] = ()) -> None:
+        """See :meth:`.publication.Publication.commit`."""
+
+    def abandon(self) -> None:
+        """Remove what has been written, unless it has begun to be visible.
+
+        Raises a PlaceTakenError if another save has taken the place: that is why this one failed.
+        """
+
+
+class Place(Protocol):
+    """Where a save goes."""
+
+    @property
+    def location(self) -> Path | str:
+        """A folder, or a URL."""
+
+    @property
+    def why_waits(self) -> str:
+        """Why a save there is not made in the background; "" if it can be."""
+
+    def begin(self) -> Publishing:
+        """Begin a save (rank 0); asks no server."""
+
+    def write_from(self, wanted: str) -> str:
+        """Who writes what is planned, of the setting of this name."""
+
+    @contextmanager
+    def met(self, work: Work) -> Iterator[None]:
+        """Inside, ranks have agreed on what they must know of each other to save there (all ranks, in a meeting)."""
+
+    def reserve(self, folder: Path, plan: WritePlan) -> None:
+        """Make the shards in the temporary `folder` (rank 0), so that a full disk shows immediately."""
+
+    def write(self, work: Work, publication: Any, plan: WritePlan, finalizer: Finalizer) -> Written:
+        """Write all shards, and publish (all ranks)."""
+
+
+class Folder:
+    """A folder that rank 0 sees: a :class:`Place`."""
+
+    why_waits = ""
+
+    def __init__(self, path: Path) -> None:
+        self.location = path
+
+    def begin(self) -> Publication:
+        return Publication.begin(self.location)
+
+    def write_from(self, wanted: str) -> str:
+        return wanted
+
+    @contextmanager
+    def met(self, work: Work) -> Iterator[None]:
+        yield
+
+    def reserve(self, folder: Path, plan: WritePlan) -> None:
+        reserve(plan.paths(folder), plan.shards)
+
+    def write(self, work: Work, publication: Publication, plan: WritePlan, finalizer: Finalizer) -> Written:
+        paths, has_digests = plan.paths(publication.temporary), finalizer.needs_digests
+
+        def finish(writer: ShardWriter) -> Mapping[str, int]:
+            writer.sync()
+            return plan.named(writer.digests)
+
+        with closing(ShardWriter(paths, has_digests=has_digests)) as writer:
+            digests = _through(writer, work, plan, "write", "Writing", partial(finish, writer))
+        if work.verifies:
+            with closing(Comparison(paths)) as comparison:
+                _through(comparison, work, plan, "verify", "Verifying", lambda: None)
+        ranks = work.publish(finalizer, publication, plan, digests if has_digests else [])
+        return Written(ranks, plan.names)
+
+
+def _through(writer: ShardWriter, work: Work, plan: WritePlan, phase: str, doing: str, finish: Any) -> list[Any]:
+    """Carry out the plan, into a `writer` of files, and `finish` (all ranks)."""
+    with work.bar(plan, plan.plan.bytes_written, doing) as advance:
+
+        def put(shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
+            buffers = [bytes_of(piece) for piece in pieces]
+            writer.put(shard, position, buffers)
+            advance(sum(map(len, buffers)))
+
+        return work.execute(phase, plan, put, finish)
+
+
+class UrlPlaces(Protocol):
+    """The functions of a plug-in's module for saves to URLs (``Plugin.targets``)."""
+
+    def place(self, url: str) -> Place:
+        """The place, whose location has no slashes at its end; a UrlError if nothing can be saved there."""
+
+    def finish_interrupted(self, url: str) -> None:
+        """Finish the save to `url` that has happened and died before all was done; raises a SaveError."""
+
+    def names(self, url: str) -> set[str]:
+        """The names of what lies directly below `url`, those of folders with a slash behind; raises a SaveError."""
+
+
+def places_at(url: Any) -> UrlPlaces:
+    """The functions for saves to URLs such as `url`.
+
+    Raises:
+        MissingPluginError: the plug-in of this package is not there.
+        UrlError: no plug-in writes to this scheme.
+    """
+    checkpoints_at(url)  # raises if nothing can be read there either
+    scheme = str(url).partition(":")[0].lower()
+    modules = {scheme: module for plugin in plugins() for scheme, module in plugin.targets.items()}
+    if scheme not in modules:
+        raise UrlError(
+            f"{without_secrets(str(url))!r}: checkpoints are read from {scheme}:// and not written there; expected a "
+            f"folder, or one of {', '.join(f'{known}://' for known in modules)}. Save into a folder, then upload it "
+            "from one rank (a repository of the Hub: `hf upload ORGANISATION/NAME FOLDER`). "
+            f"{broken_plugins()}".rstrip()
+        )
+    return cast(UrlPlaces, import_named(modules[scheme]))
+
+
+def place_at(folder: str | os.PathLike[str]) -> Place:
+    """The place that `folder` names: a folder, or a URL that can be saved to; raises as :func:`places_at`."""
+    return places_at(folder).place(str(folder)) if is_url(folder) else Folder(Path(folder))
+
+
+def refuse_other_places(of_ranks: Sequence[Path | str]) -> None:
+    """Raise a ConfigError if only some ranks save to a URL, or to another one; folders may have other names."""
+    first = of_ranks[0]
+    for rank, place in enumerate(of_ranks):
+        if place != first and not (isinstance(place, Path) and isinstance(first, Path)):
+            raise ConfigError(
+                f"Expected one place to save to on all ranks; rank {rank} saves to {place}, rank 0 to {first}."
+            )
