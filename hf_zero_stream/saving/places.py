@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -50,53 +51,46 @@ class Publishing(Protocol):
         """
 
 
-class Place(Protocol):
-    """Where a save goes."""
+class Place(ABC):
+    """Where a save goes.
 
-    @property
-    def location(self) -> Path | str:
-        """A folder, or a URL."""
+    Attributes:
+        why_waits: why a save there is not made in the background; "" if it can be.
+        all_write: all ranks give what they hold, whatever the setting `write_from` says.
+    """
 
-    @property
-    def why_waits(self) -> str:
-        """Why a save there is not made in the background; "" if it can be."""
+    why_waits = ""
+    all_write = True
 
-    def begin(self) -> Publishing:
-        """Begin a save (rank 0); asks no server."""
+    def __init__(self, location: Path | str) -> None:
+        self.location = location
 
-    def write_from(self, wanted: str) -> str:
-        """Who writes what is planned, of the setting of this name."""
+    @abstractmethod
+    def begin(self) -> Any:
+        """Begin a save, which is a :class:`Publishing` (rank 0); asks no server."""
 
-    @contextmanager
-    def met(self, work: Work) -> Iterator[None]:
-        """Inside, ranks have agreed on what they must know of each other to save there (all ranks, in a meeting)."""
+    def meet(self, work: Work) -> None:
+        """Agree on what ranks must know of each other to save there (all ranks, in a meeting)."""
 
     def reserve(self, folder: Path, plan: WritePlan) -> None:
-        """Make the shards in the temporary `folder` (rank 0), so that a full disk shows immediately."""
+        """Make the shards in the temporary `folder` (rank 0): headers, at the shards' sizes, which take no room."""
+        reserve(plan.paths(folder), plan.shards, on_disk=False)
 
+    @abstractmethod
     def write(self, work: Work, publication: Any, plan: WritePlan, finalizer: Finalizer) -> Written:
         """Write all shards, and publish (all ranks)."""
 
 
-class Folder:
-    """A folder that rank 0 sees: a :class:`Place`."""
+class Folder(Place):
+    """A folder that rank 0 sees."""
 
-    why_waits = ""
-
-    def __init__(self, path: Path) -> None:
-        self.location = path
+    all_write = False
 
     def begin(self) -> Publication:
-        return Publication.begin(self.location)
-
-    def write_from(self, wanted: str) -> str:
-        return wanted
-
-    @contextmanager
-    def met(self, work: Work) -> Iterator[None]:
-        yield
+        return Publication.begin(Path(self.location))
 
     def reserve(self, folder: Path, plan: WritePlan) -> None:
+        """So a full disk shows immediately."""
         reserve(plan.paths(folder), plan.shards)
 
     def write(self, work: Work, publication: Publication, plan: WritePlan, finalizer: Finalizer) -> Written:

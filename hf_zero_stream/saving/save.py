@@ -218,7 +218,8 @@ class Save:
         """Inside, all ranks are here, and watch each other."""
         coordinator, to_url = self._work.coordinator, isinstance(self._place.location, str)
         kind = kind_of_save(self.model, coordinator, to_url=to_url)
-        with meeting(kind, "a model", coordinator), self._place.met(self._work):
+        with meeting(kind, "a model", coordinator):
+            self._place.meet(self._work)
             yield
 
     @contextmanager
@@ -251,7 +252,7 @@ class Save:
         return SavePlanner(
             model=self.model,
             coordinator=self._work.coordinator,
-            write_from=self._place.write_from(write_from),
+            write_from="all" if self._place.all_write else write_from,
             threads=self._work.threads,
             settings=sorted(self._kwargs.items()) if keeps else None,
             is_state=self._is_of_training,

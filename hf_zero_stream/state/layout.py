@@ -9,7 +9,7 @@ lie under its own names, too, without a key.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,10 @@ from ..checkpoint.urls import on_this_host
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
 from ..errors import UnsupportedError
-from ..holdings.holding import Holding
 from ..holdings.introspection import has_converted_experts
 from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
-from ..holdings.slots import BUFFERS, VALUES, WHOLE, entry_name
-from ..holdings.steps import Steps
-from ..saving.lazy_parameters import Held, LazyParameters
+from ..holdings.slots import BUFFERS, WHOLE
+from ..saving.lazy_parameters import LazyParameters
 from ..saving.preparation import SaveItem
 from ..seams.session import LazyModel
 
@@ -71,62 +69,6 @@ def weights_item(max_shard_size: int | str, dtype: torch.dtype | None = None) ->
         return lay_out(SINGLE, max_shard_size, folder, own_entries(parameters))
 
     return SaveItem(lay_out=lay_out_weights, index_name=INDEX, dtype=dtype)
-
-
-def state_item(
-    model: nn.Module,
-    folder: str,
-    *,
-    values: Held,
-    states: Mapping[str, Mapping[str, Holding]],
-    others: Held,
-    buffers: frozenset[str],
-    check: Callable[[Collection[str]], None],
-    steps: Steps,
-    max_shard_size: int | str,
-) -> SaveItem:
-    """All that is read at a resume, in a `folder` of its own.
-
-    Args:
-        values: what is held of the parameters' values.
-        buffers: the names of those that are saved with them.
-        states: by the name of an elementwise state, what is held of it, by names of parameters.
-        others: what is held of all else, by its names in the files.
-        check: is given the names of all else that is laid out, to raise an error of ours.
-    """
-    order = [name for name, _ in named_parameters(model)]  # the same on all ranks
-
-    def also() -> Mapping[str, Holding]:
-        found: dict[str, Holding] = {}
-        for key, held in states.items():
-            found |= {entry_name(key, name): held[name] for name in order if name in held}
-        return {**found, **others()}
-
-    def lay_out_state(where: Path, parameters: LazyParameters) -> list[NotedShard]:
-        entries = {entry_name(VALUES, name): it for name, it in own_entries(parameters, buffers).items()}
-        rest = parameters.other_entries()
-        for key in states:
-            of_key = {name: it for name in order if (it := rest.pop(entry_name(key, name), None)) is not None}
-            if has_converted_experts(model):
-                from ..holdings.deepspeed.original_experts import with_original_experts
-
-                of_key = with_original_experts(model, of_key)
-            entries |= {entry_name(key, name): it for name, it in of_key.items()}
-        check(rest)
-        return lay_out(STATE, max_shard_size, where, {**entries, **rest})
-
-    changes = {entry_name(VALUES, name): step for name, step in {**steps.of_values, **steps.of_states}.items()}
-    changes |= {entry_name(key, name): step for key in states for name, step in steps.of_states.items()}
-    return SaveItem(
-        lay_out=lay_out_state,
-        index_name=index_of(STATE),
-        folder=folder,
-        held=values,
-        prefix=entry_name(VALUES, ""),
-        also=also,
-        buffers=buffers,
-        changes_with=changes,
-    )
 
 
 def files_of(place: Path, single: str = STATE) -> list[Path]:

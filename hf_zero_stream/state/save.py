@@ -27,10 +27,8 @@ from ..bindings import history
 from ..bindings.tracebacks import shortening
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..errors import ConfigError, SaveError, UnsupportedError
-from ..holdings.holding import Holding
 from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names, named_parameters
-from ..holdings.slots import VALUES, Slot, holdings_of
 from ..holdings.steps import Steps, unseen_reason
 from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
@@ -39,7 +37,6 @@ from ..registry import tool
 from ..reports.measures import collector_paused
 from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown, refuse_url
-from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.places import Place, Publishing, place_at, places_at, refuse_other_places
 from ..saving.preparation import Finalizer, SaveItem, as_save_error
@@ -52,13 +49,13 @@ from ..settings.config import StreamingConfig
 from ..sources.base import is_url
 from . import rng, schedules
 from .base import adapter_weights, split_base
-from .buffers import differing, digests_of_buffers, held_of_buffers
+from .buffers import differing, digests_of_buffers
 from .digests import places_of
 from .file_digests import recorded
 from .foreign import write_guard_files
-from .forms import Kept, agreed, kept_here, numbered
+from .forms import agreed, kept_here, numbered
 from .groups import recorded_options
-from .layout import names_in, other_names, state_item, weights_item
+from .layout import names_in, other_names, weights_item
 from .plain import plain
 from .record import (
     FILE,
@@ -74,8 +71,9 @@ from .refusals import (
     refuse_optimizer,
     training_of,
 )
+from .tensors import state_item
 from .weights import mark_as_older
-from .wholes import held_of_parts, refuse_too_few, with_own_options, with_parts
+from .wholes import with_own_options, with_parts
 
 
 HOST_ARGUMENTS = "beside", "facts", "told"
@@ -223,7 +221,8 @@ def save_state(
         if with_weights and (is_adapted(training.model) or not exclude_frozen):
             weights = _weights(training.model, save, max_shard_size, coordinator)
             items.append(replace(weights, changes_with=steps.of_values))
-        items.append(_state_item(training, record, kept, name, steps, coordinator, max_shard_size))
+        how: dict[str, Any] = {"steps": steps, "max_shard_size": max_shard_size, "coordinator": coordinator}
+        items.append(state_item(training, record, kept, name, **how))
         # DeepSpeed has tools for the states of such an engine.
         has_zero = bool(getattr(trained, "zero_optimization", bool)())
         write_rest = partial(_write_record, name, record, random_states, has_zero)
@@ -262,7 +261,7 @@ def _host_place(
     if not with_weights:
         raise ConfigError("with_weights=False: a state on hosts has its weights; leave it out")
     own = {name: kwargs.pop(name, None) for name in HOST_ARGUMENTS}
-    found: Place = host_place(folder, copies=copies, keep=keep, training=training, **own)
+    found: Place = host_place(Path(folder), copies=copies, keep=keep, training=training, **own)
     return found
 
 
@@ -271,42 +270,6 @@ def _weights(model: nn.Module, save: Save, max_shard_size: int | str, coordinato
     if is_peft_model(model):
         return adapter_weights(model, coordinator)
     return save.weights() if isinstance(model, PreTrainedModel) else weights_item(max_shard_size)
-
-
-def _state_item(
-    training: Training,
-    record: StateRecord,
-    kept: Kept,
-    name: str,
-    steps: Steps,
-    coordinator: Coordinator,
-    max_shard_size: int | str,
-) -> SaveItem:
-    """Give the item of all tensors of the state `name`."""
-    model, untrained = training.model, frozenset(record.untrained)
-
-    def values() -> dict[str, Holding]:
-        return {**held_values(model, untrained, coordinator), **holdings_of(training.slots, VALUES)}
-
-    def others() -> dict[str, Holding]:
-        return {**held_of_parts(training, record), **held_of_buffers(model, record.buffers, coordinator)}
-
-    return state_item(
-        model,
-        name,
-        values=values,
-        states={key: holdings_of(_slots_with(training, key, kept.whole), key) for key in kept.keys},
-        others=others,
-        buffers=untrained,
-        check=partial(refuse_too_few, training, record),
-        steps=steps,
-        max_shard_size=max_shard_size,
-    )
-
-
-def _slots_with(training: Training, key: str, whole: Mapping[int, Sequence[str]]) -> list[Slot]:
-    """The slots of groups in which the state `key` does not go whole."""
-    return [slot for slot in training.slots if key not in whole.get(slot.group, ())]
 
 
 def _groups(training: Training, options: Sequence[Mapping[str, Any]], forms: Mapping[str, int]) -> list[GroupRecord]:

@@ -20,7 +20,7 @@ from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, Unsup
 from hf_zero_stream.holdings.slots import Member, Slot
 from hf_zero_stream.holdings.training import Training
 from hf_zero_stream.planning.boxes import ParameterBox
-from hf_zero_stream.state import save, wholes
+from hf_zero_stream.state import tensors, wholes
 from hf_zero_stream.state.forms import kept_here
 from hf_zero_stream.state.plain import is_same
 from hf_zero_stream.state.record import Form, GroupRecord, StateRecord
@@ -165,7 +165,7 @@ def test_one_process(zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: py
         assert is_same(of_this_rank(each.inner), kept)
         assert each.train((3, 4)) == losses
     held = wholes.held_of_parts
-    monkeypatch.setattr(save, "held_of_parts", lambda *args: dict([*held(*args).items()][1:]))
+    monkeypatch.setattr(tensors, "held_of_parts", lambda *args: dict([*held(*args).items()][1:]))
     with pytest.raises(SaveError, match="expected .* tensors that this rank keeps whole in the files"):
         training.save(tmp_path / "less")
     assert [*(tmp_path / "less").iterdir()] == []

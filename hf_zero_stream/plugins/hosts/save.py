@@ -14,7 +14,7 @@ import shutil
 import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -32,7 +32,7 @@ from ...ranks.coordinator import Coordinator
 from ...reports.save import SavingRank
 from ...reports.text import bytes_text
 from ...saving.files import Comparison, ShardWriter
-from ...saving.places import Written
+from ...saving.places import Place, Written
 from ...saving.plan import SavePlan
 from ...saving.preparation import Finalizer, WritePlan, as_save_error
 from ...saving.publication import Publication
@@ -62,8 +62,8 @@ from .pieces import packed_runs
 logger = logging.get_logger(__name__)
 
 
-class HostPlace:
-    """The folder of each host (:class:`...saving.places.Place`), and of as many others as `copies` says.
+class HostPlace(Place):
+    """The folder of each host, and of as many others as `copies` says.
 
     Args:
         training: what is saved.
@@ -77,7 +77,7 @@ class HostPlace:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: Path,
         *,
         copies: int,
         training: Training,
@@ -86,7 +86,8 @@ class HostPlace:
         facts: Mapping[str, Any] | None = None,
         told: Callable[[str, int], object] | None = None,
     ) -> None:
-        self.location = Path(folder)
+        super().__init__(folder)
+        self._folder = folder
         for name, value, least in (("copies", copies, 0), ("keep", keep, 1)):
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}: expected a whole number from {least} on; got {value!r}")
@@ -94,32 +95,19 @@ class HostPlace:
         self._training, self._facts = training, {**facts_of(training), **(facts or {})}
         self._told = told
 
-    @contextmanager
-    def met(self, work: Work) -> Iterator[None]:
+    def meet(self, work: Work) -> None:
         self._hosts = Hosts.meet(work.coordinator)
-        refuse_shared(self.location, self._hosts, work.coordinator)
-        yield
+        refuse_shared(self._folder, self._hosts, work.coordinator)
 
     def begin(self) -> Publication:
-        return begin_in(self.location)
-
-    def write_from(self, wanted: str) -> str:
-        """Each rank writes on its host."""
-        del wanted
-        return "all"
-
-    def reserve(self, folder: Path, plan: WritePlan) -> None:
-        """Write headers alone, at the size of the shards, which takes no room."""
-        for path, shard in zip(plan.paths(folder), plan.shards, strict=True):
-            path.write_bytes(shard.header)
-            os.truncate(path, shard.size_bytes)
+        return begin_in(self._folder)
 
     def write(self, work: Work, publication: Publication, plan: WritePlan, finalizer: Finalizer) -> Written:
         coordinator, hosts = work.coordinator, self._hosts
-        is_leader, named = coordinator.rank == hosts.leader, as_save_error(self.location)
-        own = coordinator.run_on_all(named(lambda: begin_in(self.location) if is_leader else None))
+        is_leader, named = coordinator.rank == hosts.leader, as_save_error(self._folder)
+        own = coordinator.run_on_all(named(lambda: begin_in(self._folder) if is_leader else None))
         try:
-            found = coordinator.run_on_all(named(lambda: states_in(self.location) if is_leader else []))
+            found = coordinator.run_on_all(named(lambda: states_in(self._folder) if is_leader else []))
             paths, of_hosts = zip(
                 *coordinator.all_gather((None if own is None else own.temporary, found)), strict=True
             )
@@ -143,7 +131,7 @@ class HostPlace:
 
         def remove() -> SavingRank:
             if is_leader:
-                remove_states(self.location, names)
+                remove_states(self._folder, names)
             return work.figures(plan)
 
         return Written(coordinator.gather_results(remove), plan.names)
@@ -154,7 +142,7 @@ class HostPlace:
         copies = min(self._copies, len(hosts.ranks) - 1)
         if copies < self._copies and coordinator.is_main:
             logger.warning_once(
-                f"{self.location}: {self._copies} copies on other hosts were asked for, and there are "
+                f"{self._folder}: {self._copies} copies on other hosts were asked for, and there are "
                 f"{len(hosts.ranks)} host(s). If one is lost, so may be the state."
             )
         mine = _joined(_extents(plan.plan, coordinator.rank))
@@ -171,11 +159,11 @@ class HostPlace:
             wanted = {rank: sizes[rank] for rank, of_rank in enumerate(holders) if hosts.mine in of_rank}
             if coordinator.rank == hosts.leader:
                 (temporary / PIECES).mkdir(mode=0o700)
-                _refuse_too_large(self.location, sum(wanted.values()))
+                _refuse_too_large(self._folder, sum(wanted.values()))
                 for rank, nbytes in wanted.items():
                     _allocate(path_of(rank), nbytes)
 
-        coordinator.run_on_all(as_save_error(self.location)(make_room))
+        coordinator.run_on_all(as_save_error(self._folder)(make_room))
         digests = coordinator.all_gather(_fill(work, path_of(coordinator.rank), plan, mine))
         with work.clock("copy"):
             copy_pieces(coordinator, hosts, copies, sizes, digests, path_of)

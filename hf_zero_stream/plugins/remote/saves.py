@@ -19,9 +19,9 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,7 @@ from transformers.utils import logging
 
 from ...checkpoint.safetensors import ShardToWrite
 from ...errors import HfZeroStreamError, PlaceTakenError, SaveError
-from ...saving.files import reserve
-from ...saving.places import Written
+from ...saving.places import Place, Written
 from ...saving.preparation import Finalizer, PlacedItem, WritePlan
 from ...saving.publication import outdated_weights, taken_place
 from ...saving.work import Work
@@ -66,28 +65,13 @@ def names(url: str) -> set[str]:
     return RemoteFolder(url).names()
 
 
-class BucketPlace:
-    """A URL that is saved to (:class:`...saving.places.Place`)."""
+class BucketPlace(Place):
+    """A URL that is saved to."""
 
     why_waits = "shards that go to a URL are put together of what all ranks hold"
 
-    def __init__(self, url: str) -> None:
-        self.location = url
-
     def begin(self) -> BucketSave:
-        return BucketSave(RemoteFolder(self.location), Path(tempfile.mkdtemp(prefix="hf-zero-stream-")))
-
-    def write_from(self, wanted: str) -> str:
-        """All ranks hold what is planned, whoever sends it."""
-        del wanted
-        return "all"
-
-    @contextmanager
-    def met(self, work: Work) -> Iterator[None]:
-        yield
-
-    def reserve(self, folder: Path, plan: WritePlan) -> None:
-        reserve(plan.paths(folder), plan.shards, on_disk=False)
+        return BucketSave(RemoteFolder(str(self.location)), Path(tempfile.mkdtemp(prefix="hf-zero-stream-")))
 
     def write(self, work: Work, publication: BucketSave, plan: WritePlan, finalizer: Finalizer) -> Written:
         """Send all shards; what they replace stays until :meth:`BucketSave.commit`."""
@@ -99,7 +83,7 @@ class BucketPlace:
         mine = [it.shard for it in uploads if it.writer == coordinator.rank]
 
         def begin(number: int) -> StreamedObject:
-            url = joined(self.location, found[number])
+            url = joined(str(self.location), found[number])
             return StreamedObject(url, uploads[number].shard.size_bytes, checks=work.verifies)
 
         with work.clock("write"), work.bar(plan, sum(shard.size_bytes for shard in mine), "Sending") as advance:
