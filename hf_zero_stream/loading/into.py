@@ -117,18 +117,12 @@ def place_into(
     """
     with expected_at(LOAD) if coordinator is None else nullcontext():
         config = replace(settings_in_force(), strict=strict)
-        fill_whole(live_model)
         if is_packed(live_model) and not takes_packed:
             raise UnsupportedError(
                 "load_into(model): the model's weights are packed as in the checkpoint that it was loaded from "
                 "(keep_quantized). Load it anew with from_pretrained."
             )
-        fsdp.reshard(live_model)  # after a forward pass, FSDP2 may have gathered parameters in place of its own
-        refuse_wrapped(
-            [*((name, local_of(param)) for name, param in live_model.named_parameters()), *live_model.named_buffers()],
-            "load_into(model)",
-            "Load it anew with from_pretrained.",
-        )
+        make_ready(live_model)
         is_part = coordinator is not None
         with meeting(LOAD, coordinator=coordinator) as coordinator, ExitStack() as stack:
             if not is_part:
@@ -143,6 +137,17 @@ def place_into(
                 load.place(lazy, missing | without, tied)
                 _copy_buffers(live_model, computed)
             return load.finish(live_model, logger)
+
+
+def make_ready(live_model: nn.Module) -> None:
+    """Have the model's own parameters be there to be filled; an UnsupportedError if they cannot be."""
+    fill_whole(live_model)
+    fsdp.reshard(live_model)  # after a forward pass, FSDP2 may have gathered parameters in place of its own
+    refuse_wrapped(
+        [*((name, local_of(param)) for name, param in live_model.named_parameters()), *live_model.named_buffers()],
+        "load_into(model)",
+        "Load it anew with from_pretrained.",
+    )
 
 
 def _dtype_for(model: PreTrainedModel, memory: Destination) -> torch.dtype:

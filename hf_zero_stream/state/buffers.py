@@ -7,27 +7,23 @@ differ are in the state too, for each rank; who was not there goes on with rank 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..destinations.skeleton import LazyTensorModule
-from ..destinations.slot_memory import SlotMemory
-from ..engine.load import Load
 from ..errors import LoadError
 from ..holdings.holder import refuse_meta
 from ..holdings.holding import Holding, open_flat
-from ..holdings.introspection import has_partition, whole_of
+from ..holdings.introspection import whole_of
 from ..holdings.own_names import named_buffers
 from ..holdings.slots import BUFFERS, entry_name
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import digest
-from ..seams.ds_config import settings_in_force
-from .layout import lazy_states, persistent_buffers
+from .layout import persistent_buffers
 from .record import StateRecord
 
 
@@ -70,34 +66,27 @@ def held_of_buffers(model: nn.Module, names: Sequence[str], coordinator: Coordin
     }
 
 
-def load_buffers(
-    model: nn.Module, place: Path, record: StateRecord, rank: int, coordinator: Coordinator, *, strict: bool
-) -> None:
-    """Give buffers of `model` the values that `rank` had when the state in `place` was saved (all ranks).
+def memory_of_buffers(
+    model: nn.Module, place: Path, record: StateRecord, rank: int, found: Mapping[str, Any], *, strict: bool
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """By their names in the files, buffers of `model` that get what `rank` had, and memory to read that into.
 
     Raises:
-        LoadError: the model has no such buffers, or they have other shapes; if not `strict`, they stay as they are.
+        LoadError: the model has no such buffers, or they have other shapes than was `found` in the files of the state
+            in `place`; if not `strict`, they stay as they are.
     """
-    if not record.buffers:
-        return
-    rank, mine = rank if rank < record.world_size else 0, _persistent(model)
-    names = {_name(rank, number): name for number, name in enumerate(record.buffers)}
-    memory: dict[str, torch.Tensor] = {}
-    with coordinator.reporting():
-        device = next((buffer.device for buffer in mine.values()), torch.device("cpu"))
-        hides_zero3 = any(map(has_partition, model.parameters()))
-        destination = SlotMemory([], device, whole=memory, hides_zero3=hides_zero3)
-        load = Load(settings_in_force(), {}, coordinator, destination)
-        with closing(load), torch.no_grad():
-            found = lazy_states(load, model, place, [BUFFERS])[BUFFERS]
-            for key, name in names.items():
-                if key in found and name in mine and found[key].shape == mine[name].shape:
-                    memory[key] = torch.empty_like(mine[name], memory_format=torch.contiguous_format)
-            if strict and (lacking := sorted(names[key] for key in names.keys() - memory.keys())):
-                raise LoadError(
-                    f"{place}: expected buffers of the model for the values that rank {rank} had; {len(lacking)} are "
-                    f"not there, or have other shapes: {', '.join(lacking[:8])}. Go on with the model that was saved."
-                )
-            load.place(LazyTensorModule(found, {}), set(), set())  # of all, as ranks must agree
-            for key, value in memory.items():
-                mine[names[key]].copy_(value)
+    rank, mine = rank if rank < record.world_size else 0, _persistent(model) if record.buffers else {}
+    memory: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    lacking = []
+    for number, name in enumerate(record.buffers):
+        key = entry_name(BUFFERS, _name(rank, number))
+        if key in found and name in mine and found[key].shape == mine[name].shape:
+            memory[key] = mine[name], torch.empty_like(mine[name], memory_format=torch.contiguous_format)
+        else:
+            lacking.append(name)
+    if strict and lacking:
+        raise LoadError(
+            f"{place}: expected buffers of the model for the values that rank {rank} had; {len(lacking)} are not "
+            f"there, or have other shapes: {', '.join(sorted(lacking)[:8])}. Go on with the model that was saved."
+        )
+    return memory

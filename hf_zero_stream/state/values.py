@@ -5,30 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
+from ..destinations.base import Destination
+from ..destinations.live import live_destination
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.slot_memory import SlotMemory
+from ..destinations.together import LazyParts, Together
 from ..engine.load import Load
 from ..errors import LoadError
 from ..holdings.introspection import has_partition
-from ..holdings.slots import VALUES, WHOLE, entry_name
+from ..holdings.slots import BUFFERS, VALUES, WHOLE, Slot, entry_name
 from ..holdings.training import Training
-from ..loading.into import place_into
+from ..loading.into import make_ready
 from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
-from ..seams.session import LazyModel
-from .buffers import load_buffers
+from .buffers import memory_of_buffers
 from .forms import form_for
 from .layout import lazy_model, lazy_states, names_in
 from .record import Form, StateRecord
 from .wholes import refuse_lacking, tensors_of
+
+
+logger = logging.get_logger(__name__)
 
 
 def load_values(
@@ -41,49 +47,88 @@ def load_values(
     # Where new masters cannot be brought into the model, it reads its values itself.
     copies = training.copies_masters
     apart = {member.name for slot in training.slots if not slot.is_in_one_piece for member in slot.members}
-    trained = record.trained - apart if copies else frozenset[str]()
-    load_model_values(
-        training.model, place, record, coordinator, rank=rank, strict=strict, without=trained, with_masters=False
-    )
-    whole = tensors_of(training, record) if record.has_tensors_of_parts else None
-    states = partial(_states_in, training, place, record, whole)
-    load_states(training, record.keys, record.form_of, states, coordinator, whole=whole)
+    without = record.trained - apart if copies else frozenset[str]()
+    _load(training.model, training, place, record, coordinator, rank=rank, strict=strict, without=without)
     if copies:
         training.copy_masters()
 
 
 def load_model_values(
+    model: nn.Module, place: Path, record: StateRecord, coordinator: Coordinator, *, rank: int, strict: bool
+) -> None:
+    """Read what `model` has into its own memory (all ranks, in a load's meeting).
+
+    Of buffers that differed between ranks, it gets those of `rank`. If it is not `strict`, what the state lacks stays
+    as it is.
+    """
+    _load(model, None, place, record, coordinator, rank=rank, strict=strict, without=frozenset())
+
+
+@collector_paused()
+def _load(
     model: nn.Module,
+    training: Training | None,
     place: Path,
     record: StateRecord,
     coordinator: Coordinator,
     *,
     rank: int,
     strict: bool,
-    without: AbstractSet[str] = frozenset(),
-    with_masters: bool = True,
+    without: AbstractSet[str],
 ) -> None:
-    """Read what `model` has into its own memory, but for parameters `without` (all ranks, in a load's meeting).
+    """Read what `model` has but for parameters `without`, and what its `training` keeps, in one load (all ranks)."""
+    needed = (names_in(model) if record.base is None else {*record.untrained} | record.trained) - without
+    keys, more = [VALUES], [BUFFERS] if record.buffers else []
+    memories: list[Destination] = []
+    whole: dict[str, torch.Tensor] = {}
+    config = replace(settings_in_force(), strict=strict)
+    with coordinator.reporting():
+        make_ready(model)
+        if needed:
+            memories.append(live_destination(model, coordinator, config, with_masters=training is None))
+        wanted: Wanted = []
+        if training is not None:
+            keys += record.keys
+            more += [WHOLE] if record.has_tensors_of_parts else []
+            wanted, whole = wanted_of(training, record.keys, record.form_of), tensors_of(training, record)
+        device = training.device if training is not None else memories[0].device
+        memories.append(SlotMemory(wanted, device, whole=whole, hides_zero3=_is_partitioned(model)))
+        load = Load(config, {}, coordinator, Together(memories))
+        with closing(load), load.memory, load.clock("total"), torch.no_grad():
+            states = lazy_states(load, model, place, [*keys, *more])
+            parts: list[tuple[nn.Module, set[str], set[str]]] = []
+            if needed:
+                lazy, missing, tied = lazy_model(model, states[VALUES], strict=strict)
+                _refuse_lacking(place, lazy, missing, needed if strict else set())
+                parts.append((lazy, missing | without, tied))
+            found = _converted(model, {key: states[key] for key in keys}) if training is not None else {}
+            found |= {entry_name(key, name): it for key in more for name, it in states[key].items()}
+            refuse_lacking(whole, found, place)
+            buffers = memory_of_buffers(model, place, record, rank, found, strict=strict)
+            whole |= {key: values for key, (_, values) in buffers.items()}
+            parts.append((LazyTensorModule(found, {}), set(), set()))
+            load.place(LazyParts(parts), set(), set())
+            for buffer, values in buffers.values():
+                buffer.copy_(values)
+        if needed:
+            load.finish(model, logger)
 
-    Of buffers that differed between ranks, it gets those of `rank`. If it is not `strict`, what the state lacks stays
-    as it is.
-    """
-    saved = names_in(model) if record.base is None else {*record.untrained} | record.trained
-    needed = saved - without
 
-    def lazy_values(load: Load) -> LazyModel:
-        found = lazy_model(model, lazy_states(load, model, place, [VALUES])[VALUES], strict=strict)
-        _refuse_lacking(place, found, needed if strict else set())
-        return found
-
-    if needed:
-        how: dict[str, Any] = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator}
-        place_into(model, str(place), lazy_values, {*without}, takes_packed=True, **how)
-    load_buffers(model, place, record, rank, coordinator, strict=strict)
+def _is_partitioned(model: nn.Module) -> bool:
+    return any(map(has_partition, model.parameters()))
 
 
-def _refuse_lacking(place: Path, found: LazyModel, needed: set[str]) -> None:
-    lazy, missing, _ = found
+def _converted(model: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Lazy tensors of `states`, by key and name, as the parameters of `model` lie now; by their names in files."""
+    found: dict[str, Any] = {}
+    for key, of_key in states.items():
+        lazy, missing, _ = lazy_model(model, of_key)
+        convert_lazy(model, lazy, missing)
+        found |= {entry_name(key, name): it for name, it in lazy.named_parameters() if name not in missing}
+    return found
+
+
+def _refuse_lacking(place: Path, lazy: nn.Module, missing: AbstractSet[str], needed: AbstractSet[str]) -> None:
     there = {name for name, _ in [*lazy.named_parameters(), *lazy.named_buffers()]} - missing
     if lacking := sorted(needed - there):
         raise LoadError(
@@ -92,54 +137,31 @@ def _refuse_lacking(place: Path, found: LazyModel, needed: set[str]) -> None:
         )
 
 
+Wanted = Sequence[tuple[Slot, Sequence[str]]]
+"""Slots, and the names of those of their states that are read."""
+
+
+def wanted_of(training: Training, keys: Sequence[str], forms: Mapping[str, Form]) -> Wanted:
+    """The slots of a training with what they have of the states `keys`, and their values."""
+    kept = {slot: form_for(slot, forms).each for slot in training.slots}
+    return [
+        (slot, [*([VALUES] if slot.is_in_one_piece else []), *(key for key in keys if key in each)])
+        for slot, each in kept.items()
+    ]
+
+
 States = Callable[[Load, Sequence[str]], dict[str, Any]]
 """Gives lazy tensors of the states of these names, by their names in files of states."""
 
 
 @collector_paused()
 def load_states(
-    training: Training,
-    keys: Sequence[str],
-    forms: Mapping[str, Form],
-    states: States,
-    coordinator: Coordinator,
-    *,
-    whole: Mapping[str, torch.Tensor] | None = None,
+    training: Training, keys: Sequence[str], forms: Mapping[str, Form], states: States, coordinator: Coordinator
 ) -> None:
-    """Read the values of all slots, and the states `keys` that they have, by one plan (all ranks, in a meeting).
-
-    `whole` are tensors that are read as they are; None if no rank has any.
-    """
-    kept = {slot: form_for(slot, forms).each for slot in training.slots}
-    wanted = [
-        (slot, [*([VALUES] if slot.is_in_one_piece else []), *(key for key in keys if key in each)])
-        for slot, each in kept.items()
-    ]
-    hides_zero3 = any(map(has_partition, training.model.parameters()))
-    memory = SlotMemory(wanted, training.device, whole=whole or {}, hides_zero3=hides_zero3)
+    """Read the values of all slots, and the states `keys` that they have, by one plan (all ranks, in a meeting)."""
+    wanted = wanted_of(training, keys, forms)
+    memory = SlotMemory(wanted, training.device, whole={}, hides_zero3=_is_partitioned(training.model))
     with coordinator.reporting():
         load = Load(settings_in_force(), {}, coordinator, memory)
         with closing(load), torch.no_grad():
             load.place(LazyTensorModule(states(load, [VALUES, *keys]), {}), set(), set())
-
-
-def _states_in(
-    training: Training,
-    place: Path,
-    record: StateRecord,
-    whole: Mapping[str, torch.Tensor] | None,
-    load: Load,
-    keys: Sequence[str],
-) -> dict[str, Any]:
-    """:data:`States` in the folder `place`, of which this is the `record`; and what goes `whole`."""
-    found: dict[str, Any] = {}
-    states = lazy_states(load, training.model, place, [*keys, *([] if whole is None else [WHOLE])])
-    for key in keys:
-        lazy, missing, _ = lazy_model(training.model, states[key])
-        convert_lazy(training.model, lazy, missing)
-        found |= {entry_name(key, name): tensor for name, tensor in lazy.named_parameters() if name not in missing}
-    if whole is not None:
-        of_parts = {entry_name(WHOLE, name): tensor for name, tensor in states[WHOLE].items()}
-        refuse_lacking(whole, of_parts, place)
-        found |= of_parts
-    return found
