@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..dtypes import dtype_name, is_dtype_name
 from ..errors import CheckpointError, ReadError
 from ..registry import (
     DISTRIBUTED_ENDING,
@@ -245,9 +246,7 @@ def fault_of_name(path: str, file: str) -> str:
 
 def _is_dtype(name: Any) -> bool:
     """Whether `name` is a torch dtype: transformers calls ``getattr(torch, metadata["dtype"])``."""
-    import torch
-
-    return isinstance(name, str) and isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype)
+    return isinstance(name, str) and is_dtype_name(dtype_name(name))
 
 
 def check_files(files: Iterable[str]) -> None:

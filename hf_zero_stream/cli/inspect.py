@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..dtypes import dtype_name
 from ..reports.text import bytes_text, count_text, fold, folded_names
 from ..sources.base import is_url
 from . import frame
@@ -101,10 +102,7 @@ def _model(place: str, trust_remote_code: bool, dequantize: bool) -> dict[str, A
     except (CheckpointError, UnsupportedError) as error:
         return str(error)
     parameters = {name: param for name, param in model.named_parameters() if name not in tied}
-    rows = [
-        (name, str(param.dtype).removeprefix("torch."), tuple(param.shape), param.nbytes)
-        for name, param in parameters.items()
-    ]
+    rows = [(name, dtype_name(param.dtype), tuple(param.shape), param.nbytes) for name, param in parameters.items()]
     return {
         "class": type(model).__name__,
         "bytes": sum(param.nbytes for param in parameters.values()),

@@ -17,6 +17,7 @@ from torch import nn
 from ..checkpoint.format import ShardHeader
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import FileTensor, View
+from ..dtypes import dtype_name
 from ..errors import CheckpointError, DisagreementError, installed_version
 from ..holdings.introspection import whole_shape
 from ..ranks.coordinator import Coordinator, shortened
@@ -58,9 +59,7 @@ def describe_load(
         "the model's config": _fields(config),
         "the DeepSpeed config": _fields({key: ds_config[key] for key in _DEEPSPEED if key in ds_config}),
         "the parameters' names and shapes": {name: str(tuple(whole_shape(tensor))) for name, tensor in tensors},
-        "the parameters' dtypes": {
-            name: str(param.dtype).partition(".")[2] for name, param in model.named_parameters()
-        },
+        "the parameters' dtypes": {name: dtype_name(param.dtype) for name, param in model.named_parameters()},
         "the keys that the checkpoint lacks": dict.fromkeys(sorted(missing), "missing"),
         "the checkpoint's tensors that become parameters": dict(_sources(tensors)),
     }

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..dtypes import dtype_name, dtype_named, is_dtype_name
 from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
@@ -310,7 +311,7 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
 
 def storage_kind(value: torch.Tensor, values: torch.Tensor) -> str:
     """Name what differs between an elementwise `value` and the slot: its dtype, ``host``, ``local``; "" if nothing."""
-    words = [] if value.dtype == values.dtype else [str(value.dtype).removeprefix("torch.")]
+    words = [] if value.dtype == values.dtype else [dtype_name(value.dtype)]
     is_paged = getattr(value, "is_paged", False)  # bitsandbytes': in memory that the GPU sees too
     if value.device.type == "cpu" and values.device.type != "cpu" and not is_paged:
         words.append("host")
@@ -322,8 +323,7 @@ def storage_kind(value: torch.Tensor, values: torch.Tensor) -> str:
 def is_storage_kind(text: str) -> bool:
     """Whether :func:`storage_kind` can have given `text`."""
     first, *others = text.split(" ") if text else ["host"]
-    is_dtype = isinstance(getattr(torch, first, None), torch.dtype)
-    return all(word in ("host", "local") for word in (others if is_dtype else [first, *others]))
+    return all(word in ("host", "local") for word in (others if is_dtype_name(first) else [first, *others]))
 
 
 def zeros_of(kind: str, values: torch.Tensor) -> torch.Tensor:
@@ -333,7 +333,7 @@ def zeros_of(kind: str, values: torch.Tensor) -> torch.Tensor:
         values = local_of(values)
     if "host" in words:
         values = torch.empty(values.shape, dtype=values.dtype)
-    dtypes = [getattr(torch, word) for word in words if word not in ("host", "local")]
+    dtypes = [dtype_named(word) for word in words if word not in ("host", "local")]
     return _zeros_like(values, *dtypes)
 
 

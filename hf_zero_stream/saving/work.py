@@ -90,5 +90,9 @@ class Work:
 
     @property
     def threads(self) -> int:
-        """This rank's share of the host's cores, at most 8: memory bandwidth bounds writes into the page cache."""
-        return max(1, min(8, len(os.sched_getaffinity(0)) // self.coordinator.topology.sharing_cores))
+        return threads_of(self.coordinator)
+
+
+def threads_of(coordinator: Coordinator) -> int:
+    """This rank's share of the host's cores, at most 8: memory bandwidth bounds writes into the page cache."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // coordinator.topology.sharing_cores))

@@ -27,6 +27,7 @@ from ..bindings.table import installed
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
+from ..dtypes import dtype_name
 from ..holdings.introspection import FORGETS, has_partition, is_dequantised, is_packed
 from ..registry import PatchScope, tool
 from ..settings.scope import set_in_context
@@ -179,5 +180,5 @@ def note_dtype(path: Path, dtype: torch.dtype) -> None:
     """Write `dtype` into a ``config.json`` as that of the weights."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)  # the name of earlier versions
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype"] = dtype_name(dtype)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

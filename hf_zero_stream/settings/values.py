@@ -7,6 +7,7 @@ import re
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+from ..dtypes import dtype_name, dtype_named, is_dtype_name
 from ..errors import ConfigError
 
 
@@ -74,16 +75,17 @@ def parse(settings: type, name: str, value: Any, default: Any, origin: str) -> A
 
 def torch_name(dtype: Any) -> str:
     """torch's name of a dtype, which is given as such or by a name of it: ``"bf16"`` is ``"bfloat16"``."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return SHORT_DTYPES.get(name, name)
 
 
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """The dtype that `dtype` is or names, if there is any; a ConfigError if it is none of floating-point numbers."""
-    import torch
-
-    found = dtype if dtype is None else getattr(torch, torch_name(dtype), None)
-    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    if dtype is None:
+        return None
+    name = torch_name(dtype)
+    found = dtype_named(name) if is_dtype_name(name) else None
+    if found is None or not found.is_floating_point:
         raise ConfigError(
             f'dtype: expected a floating-point dtype, such as "bfloat16", "float16" or "float32"; got {dtype!r}'
         )

@@ -10,7 +10,6 @@ The digests of what was left out are recorded. A resume compares them with the b
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..dtypes import dtype_named
 from ..errors import ConfigError
 from ..holdings.introspection import PACKED, is_adapted, is_packed
 from ..holdings.own_names import adapter_names, modules, named_parameters, own_names
@@ -31,8 +31,9 @@ from ..saving.count import anything
 from ..saving.lazy_parameters import digests_of, held_values
 from ..saving.preparation import SaveItem
 from ..saving.shares import refuse_or_say_differing
+from ..saving.work import threads_of
 from ..seams.adapters import lay_out_adapters
-from .digests import Digest, digests_in_memory, dtype_named, in_checkpoint, note_in_checkpoint, places_of
+from .digests import Digest, digests_in_memory, in_checkpoint, note_in_checkpoint, places_of
 from .layout import names_in
 from .record import StateRecord
 
@@ -187,11 +188,6 @@ def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
 
 def _is_plain(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def threads_of(coordinator: Coordinator) -> int:
-    """This rank's share of the host's cores, at most 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // coordinator.topology.sharing_cores))
 
 
 def adapter_weights(model: nn.Module, coordinator: Coordinator) -> SaveItem:

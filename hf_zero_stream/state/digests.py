@@ -24,6 +24,7 @@ from ..checkpoint.formats import SINGLE
 from ..checkpoint.lazy import LazyTensor
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.visitor import Visitor
+from ..dtypes import dtype_name, dtype_named
 from ..engine.execute import run_in_threads
 from ..engine.load import Load
 from ..engine.places import cached_folder
@@ -64,18 +65,7 @@ class Digest(NamedTuple):
     def of_json(cls, value: Any) -> Digest:
         """Raises a ValueError or a TypeError if it is not what :meth:`to_json` gives."""
         dtype, shape, number = value
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"{dtype} is no dtype")
-        return cls(dtype, tuple(map(int, shape)), None if number is None else int(number, 16))
-
-
-def dtype_named(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return cls(dtype_name(dtype_named(dtype)), tuple(map(int, shape)), None if number is None else int(number, 16))
 
 
 def digests_in_memory(
@@ -123,7 +113,7 @@ def digests_in_memory(
         dtype, shape = kinds[name]
         is_whole = sum(count for count, _ in of_ranks) == torch.Size(shape).numel()
         number = sum(digest for _, digest in of_ranks) % _WORD if is_whole else None
-        found[name] = Digest(name_of(dtype), tuple(shape), number)
+        found[name] = Digest(dtype_name(dtype), tuple(shape), number)
     return found
 
 
@@ -272,7 +262,7 @@ def _own_part(
         for dtype in dtypes:
             for other in between:
                 if isinstance(other, torch.dtype):
-                    key = name, name_of(dtype), name_of(other)
+                    key = name, dtype_name(dtype), dtype_name(other)
                     found[key] = found.get(key, 0) + _digest(values, first, other, dtype)
 
     visitor = Visitor(see, readers.index(coordinator.rank), len(readers), settings.staging_on("cpu"))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checkpoint.format import excerpt
+from ..dtypes import dtype_name
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..holdings.slots import (
     Forms,
@@ -188,7 +189,7 @@ def form_for(slot: Slot, forms: Mapping[str, Form]) -> Form:
 
 def _beside(kind: str, slot: Slot) -> str:
     """The :func:`storage_kind` beside what `slot` trains now."""
-    return " ".join(word for word in kind.split() if word != str(slot.values.dtype).removeprefix("torch."))
+    return " ".join(word for word in kind.split() if word != dtype_name(slot.values.dtype))
 
 
 def refuse_unsound(forms: Sequence[Form], place: Path) -> None:

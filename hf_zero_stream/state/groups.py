@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.format import excerpt
+from ..dtypes import dtype_name, dtype_named
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.slots import Slot, is_number
 from .plain import is_same, plain, restored
@@ -57,7 +58,7 @@ def with_kind(value: Any, what: str, *, small: bool = False) -> Any:
         UnsupportedError: it would come back as something else, or not at all.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+        dtype, shape = dtype_name(value.dtype), list(value.shape)
         return {
             _TENSOR: {"value": value.item(), "dtype": dtype, "shape": shape, "on_host": value.device.type == "cpu"}
         }
@@ -109,7 +110,7 @@ def option_of(name: str, value: Any, device: torch.device | None) -> Any:
         return restored(value)
     try:
         found = value[_TENSOR]
-        made = torch.tensor(found["value"], dtype=getattr(torch, found["dtype"]))
+        made = torch.tensor(found["value"], dtype=dtype_named(found["dtype"]))
         return made.reshape(found["shape"]).to("cpu" if found["on_host"] else device)
     except (TypeError, KeyError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
         raise CheckpointError(

@@ -167,11 +167,15 @@ def note_steps(trainer: Any) -> None:
 
 
 def _of_trainer(trainer: Any) -> Caller:
+    scheduler, batch_size = trained_with(trainer)
+    return Caller(scheduler_of=lambda optimizer: scheduler, batch_size=batch_size)
+
+
+def trained_with(trainer: Any) -> tuple[Any, int]:
+    """The scheduler of a Trainer, None if a DeepSpeed config has it; and samples in a step of all ranks."""
     args = trainer.args
-    batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    # The scheduler of a DeepSpeed config is the engine's.
-    own = trainer.lr_scheduler if isinstance(trainer.lr_scheduler, LRScheduler) else None
-    return Caller(scheduler_of=lambda optimizer: own, batch_size=batch_size)
+    scheduler = trainer.lr_scheduler if isinstance(trainer.lr_scheduler, LRScheduler) else None
+    return scheduler, args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 def trainer_load_model(original: Callable[..., Any], self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:

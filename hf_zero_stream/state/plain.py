@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..dtypes import dtype_name, dtype_named
 from ..errors import UnsupportedError
 
 
@@ -105,12 +106,12 @@ def _bytes_of(tensor: torch.Tensor, what: str) -> list[Any]:
             "buffer of the model, or save it in a file of your own."
         )
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return [_name_of(tensor.dtype, what), list(tensor.shape), b64encode(data).decode()]
+    return [dtype_name(tensor.dtype), list(tensor.shape), b64encode(data).decode()]
 
 
 def _tensor_of(content: Any) -> torch.Tensor:
     name, shape, text = content
-    dtype, data = _dtype_of(name), b64decode(text, validate=True)
+    dtype, data = dtype_named(name), b64decode(text, validate=True)
     if not all(type(size) is int and size >= 0 for size in shape) or prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes are no {name} of the shape {shape}")
     if not data:
@@ -126,23 +127,12 @@ def _bytes_of_array(array: Any, what: str) -> list[Any]:
     return _bytes_of(tensor, what)
 
 
-def _name_of(dtype: torch.dtype, what: str) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype_of(name: Any) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return dtype
-
-
 _Kind = tuple[type | tuple[type, ...], Callable[[Any, str], Any], Callable[[Any], Any]]
 
 _KINDS: Mapping[str, _Kind] = {
     "(dtype, shape, base64)": (torch.Tensor, _bytes_of, _tensor_of),
     _ARRAY: ((np.ndarray, np.generic), _bytes_of_array, lambda content: _tensor_of(content).numpy()[()]),
-    "(dtype)": (torch.dtype, _name_of, _dtype_of),
+    "(dtype)": (torch.dtype, lambda dtype, what: dtype_name(dtype), dtype_named),
     "(path)": (PurePath, lambda path, what: plain(str(path), what), Path),
 }
 """By what marks a value in JSON: its classes, what is written, and what is made of that."""

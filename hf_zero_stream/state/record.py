@@ -12,9 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..checkpoint.format import parse_object
+from ..dtypes import dtype_name, is_dtype_name
 from ..errors import CheckpointError
 from ..holdings.slots import Slot, is_storage_kind
 from ..sources.base import is_plain_name
@@ -289,8 +288,7 @@ def _is_tensor(item: tuple[str, Any]) -> bool:
     return (
         _is_key(key)
         and len(value) == 4
-        and isinstance(value[0], str)
-        and isinstance(getattr(torch, value[0], None), torch.dtype)
+        and is_dtype_name(value[0])
         and _is_shape(value[1])
         and isinstance(value[2], bool)
         and _is_shape(value[3])
@@ -367,4 +365,4 @@ def dtype_of(slots: Iterable[Slot]) -> str | None:
     """The widest dtype of what is trained."""
     dtypes = {slot.values.dtype for slot in slots}
     widest = max(dtypes, key=lambda dtype: (dtype.itemsize, str(dtype)), default=None)
-    return None if widest is None else str(widest).removeprefix("torch.")
+    return None if widest is None else dtype_name(widest)

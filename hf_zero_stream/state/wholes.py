@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..dtypes import dtype_name, dtype_named
 from ..errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from ..holdings.holding import Holding, open_flat
 from ..holdings.introspection import local_of
@@ -114,7 +115,7 @@ def _described(slot: Slot, keys: Sequence[str]) -> SlotPart:
         if isinstance(value, torch.Tensor) and value.dim():
             is_on_host = "host" in storage_kind(value, slot.values).split()
             strides = [] if value.is_contiguous() else [*value.stride()]
-            tensors[key] = [str(value.dtype).removeprefix("torch."), list(value.shape), is_on_host, strides]
+            tensors[key] = [dtype_name(value.dtype), list(value.shape), is_on_host, strides]
         else:
             values[key] = with_kind(value, f"the optimizer's {key} of {slot.members[0].name}", small=True)
     return SlotPart(tensors, values)
@@ -152,7 +153,7 @@ def refuse_too_few(training: Training, record: StateRecord, names: Collection[st
 def _named(record: StateRecord) -> dict[str, torch.Tensor]:
     """By the name of each tensor in the files, one of its dtype and shape without memory."""
     return {
-        _name(number, key): torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        _name(number, key): torch.empty(shape, dtype=dtype_named(dtype), device="meta")
         for number, part in enumerate(record.parts.values())
         for key, (dtype, shape, _, _) in part.tensors.items()
     }
@@ -258,7 +259,7 @@ def wholes_for(training: Training, record: StateRecord) -> Wholes:
         kept = {key: option_of(key, written, slot.values.device) for key, written in part.values.items()}
         for key, (dtype, shape, is_on_host, _) in part.tensors.items():
             device = torch.device("cpu") if is_on_host else slot.values.device
-            kept[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            kept[key] = torch.zeros(shape, dtype=dtype_named(dtype), device=device)
         found[slot] = kept
     return found
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ...cli import frame
+from ...dtypes import dtype_name
 from ...reports.text import bytes_text
 from ...settings.config import DISABLE
 from ...sources.local import drop_from_cache, fill_cache
@@ -121,8 +122,8 @@ def run(
         shards = shards_of(folder)[0]
         with transformers_errors(str(folder)):
             model_class = model_class_of(str(folder), {"trust_remote_code": False}).__name__
-        dtype_name = str(partition_dtype(config)).removeprefix("torch.")
-        task = DemoTask(str(folder), model_class, dtype_name, config, loads, steps, name)
+        dtype = dtype_name(partition_dtype(config))
+        task = DemoTask(str(folder), model_class, dtype, config, loads, steps, name)
         arms: dict[str, dict[str, Any]] = {}
         for arm in ARMS:
             (drop_from_cache if cache == "cold" else fill_cache)(shards)

@@ -20,7 +20,7 @@ from ...errors import UnsupportedError, require_names
 from ...ranks.coordinator import expected_at, meeting
 from ...ranks.rendezvous import LOAD
 from ...seams.wrappers import checkpoint_number, is_fsdp2, unwrapped
-from ...state.hooks import note_steps
+from ...state.hooks import note_steps, trained_with
 from ...state.record import CLIENT
 from .choice import TrainingMark, as_facts, facts_of_model
 from .load import newest_of_both
@@ -46,11 +46,9 @@ def _refuse_unsharded(trainer: Any) -> None:
 
 def trained_by(trainer: Any) -> tuple[Any, dict[str, Any]]:
     """What ``save_state`` is given of a Trainer: an engine, or a model and what trains it."""
-    scheduler = trainer.lr_scheduler if isinstance(trainer.lr_scheduler, LRScheduler) else None
+    scheduler, batch_size = trained_with(trainer)
     if trainer.is_deepspeed_enabled:
         return trainer.model_wrapped, {"scheduler": scheduler}
-    args = trainer.args
-    batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     return trainer.model, {"optimizer": trainer.optimizer, "scheduler": scheduler, "batch_size": batch_size}
 
 

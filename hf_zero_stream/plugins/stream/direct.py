@@ -12,6 +12,7 @@ import torch
 
 from ... import accelerators
 from ...accelerators import collective_device
+from ...dtypes import dtype_name
 from ...errors import StreamError
 from ...ranks.coordinator import Coordinator
 from ...saving.parameters import Parameters, opened
@@ -33,7 +34,6 @@ from .wire import (
     WeightGroup,
     decoded,
     encoded,
-    name_of,
     packed_patches,
 )
 
@@ -71,7 +71,7 @@ def plan_messages(bucket: BucketPlan, worker: int) -> MessagePlan:
         for _, segment in of_round:
             for part in segment.parts:
                 box = part.box
-                where = segment.position, segment.nbytes, name_of(segment.dtype)
+                where = segment.position, segment.nbytes, dtype_name(segment.dtype)
                 add(part.rank, SentElements(*where, box.to, box.sizes, box.to_strides), part)
     for evaluation in bucket.evaluations:
         for entry in evaluation.entries:
@@ -80,7 +80,7 @@ def plan_messages(bucket: BucketPlan, worker: int) -> MessagePlan:
                 add(0, SentElements(entry.at + start, nbytes, "uint8", 0, (nbytes,), (1,)), None)
     found += filling.items()
     slots = [
-        BucketSlot(tensor.name, name_of(tensor.dtype), tensor.shape, at, whole(tensor.shape))
+        BucketSlot(tensor.name, dtype_name(tensor.dtype), tensor.shape, at, whole(tensor.shape))
         for tensor, _, at in bucket.entries
     ]
     messages = [Message(sender, [piece for piece, _ in pieces]) for sender, pieces in found]

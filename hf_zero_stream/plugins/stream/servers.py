@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from ... import accelerators
+from ...dtypes import dtype_name
 from ...errors import StreamError, VersionError
 from ...ranks.coordinator import Coordinator
 from .buckets import Bucket
 from .plan import StreamedTensor
 from .server_client import ServerClient
 from .weights import WeightStream
-from .wire import name_of
 
 
 Join = Callable[[dict[str, Any]], Any]
@@ -268,7 +268,7 @@ def described(tensors: Sequence[StreamedTensor], dtypes: str) -> dict[str, Any]:
     """Describe the tensors that will come, as servers take it; `dtypes`: the name of that field."""
     return {
         "names": [each.name for each in tensors],
-        dtypes: [name_of(each.dtype) for each in tensors],
+        dtypes: [dtype_name(each.dtype) for each in tensors],
         "shapes": [list(each.shape) for each in tensors],
     }
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ...dtypes import dtype_name, dtype_named
+
 
 BACKEND = "hf_zero_stream"
 """The name of vLLM's backend for weight transfer."""
@@ -39,11 +41,11 @@ class SentElements(NamedTuple):
 
     def view(self, message: torch.Tensor, at: int) -> torch.Tensor:
         """The elements in a `message`, where the piece begins at byte `at`."""
-        return message[at : at + self.message_bytes].view(dtype_of(self.dtype)).view(list(self.sizes))
+        return message[at : at + self.message_bytes].view(dtype_named(self.dtype)).view(list(self.sizes))
 
     @property
     def message_bytes(self) -> int:
-        return prod(self.sizes) * dtype_of(self.dtype).itemsize
+        return prod(self.sizes) * dtype_named(self.dtype).itemsize
 
 
 class Message(NamedTuple):
@@ -72,7 +74,7 @@ class Message(NamedTuple):
     def unpack(self, message: torch.Tensor, bucket: torch.Tensor) -> None:
         """Put the elements of a `message` into a `bucket`."""
         for piece, at in zip(self.pieces, self.starts(), strict=False):
-            memory = bucket[piece.position : piece.position + piece.nbytes].view(dtype_of(piece.dtype))
+            memory = bucket[piece.position : piece.position + piece.nbytes].view(dtype_named(piece.dtype))
             memory[piece.to :].as_strided(list(piece.sizes), list(piece.strides)).copy_(piece.view(message, at))
 
 
@@ -92,7 +94,7 @@ class BucketSlot(NamedTuple):
 
     def whole(self, bucket: torch.Tensor) -> torch.Tensor:
         """A tensor of the whole shape, with what the bucket has of it; all else in it is arbitrary."""
-        dtype, sizes = dtype_of(self.dtype), [stop - start for start, stop in self.ranges]
+        dtype, sizes = dtype_named(self.dtype), [stop - start for start, stop in self.ranges]
         held = bucket[self.at : self.at + prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
         if sizes == list(self.shape):
             return held
@@ -148,7 +150,7 @@ class Patch(NamedTuple):
 def packed_patches(patches: Sequence[Patch]) -> tuple[bytes, torch.Tensor]:
     """Encode the description of patches, and the bytes of their indices and values, one patch after the other."""
     header = [
-        (name, shape, name_of(indices.dtype), name_of(values.dtype), len(values))
+        (name, shape, dtype_name(indices.dtype), dtype_name(values.dtype), len(values))
         for name, shape, indices, values in patches
     ]
     pieces = [each.contiguous().view(torch.uint8) for patch in patches for each in (patch.indices, patch.values)]
@@ -159,22 +161,12 @@ def unpacked_patches(header: bytes, data: torch.Tensor) -> list[Patch]:
     patches, at = [], 0
     for name, shape, *dtypes, count in json.loads(header):
         parts = []
-        for dtype in map(dtype_of, dtypes):
+        for dtype in map(dtype_named, dtypes):
             end = at + count * dtype.itemsize
             parts.append(data[at:end].clone().view(dtype))  # they begin anywhere among the bytes
             at = end
         patches.append(Patch(name, tuple(shape), *parts))
     return patches
-
-
-def dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class WeightGroup:
