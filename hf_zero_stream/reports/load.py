@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .text import Tabular, bytes_text, count_text
+from .tables import MOST_RANK_ROWS, footprint_lines, table_of_ranks, wrapped
+from .text import Tabular, bytes_text, count_text, fold, folded_names
 
 
 if TYPE_CHECKING:
@@ -150,6 +151,89 @@ class LoadReport(Report):
         Throughput is bytes read per second of reading. After the tables come the memory that training will
         need, as computed, and the materialised and recast parameters.
         """
-        from .tables import table_of
+        return _table_of(self) if self.ranks else f"S{self.summary()[1:]}."
 
-        return table_of(self) if self.ranks else f"S{self.summary()[1:]}."
+
+def _table_of(report: LoadReport) -> str:
+    """Format `report` as :meth:`LoadReport.table` says."""
+    slowest = max(report.ranks, key=lambda rank: rank.seconds["total"])
+    ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks, slowest: rank {slowest.rank}"
+    blocks = [
+        [f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)", f"Into {report.into}."],
+        ["Seconds:", table_of_ranks(report.ranks, _seconds, are_seconds=True)],
+        ["Read from the files:", table_of_ranks(report.ranks, _reading)],
+        ["Memory:", table_of_ranks(report.ranks, _memory)],
+        _check_lines(report),
+        _footprint_lines(report),
+        _materialised_lines(report),
+    ]
+    if report.recast:
+        heading = f"Recast parameters ({len(report.recast)}), which the model keeps in fp32 and DeepSpeed cannot:"
+        blocks.append([wrapped(heading), *(wrapped(f"  {name}") for name in folded_names(report.recast))])
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def _seconds(rank: RankReport) -> dict[str, float]:
+    return {phase.capitalize().removesuffix("ise"): rank.seconds[phase] for phase in PHASES}
+
+
+def _reading(rank: RankReport) -> dict[str, float]:
+    seconds = rank.seconds["read"]
+    return {
+        "Needed": rank.bytes_needed,
+        "Read": rank.bytes_read,
+        "Reads": rank.reads,
+        "Throughput": rank.bytes_read / seconds if seconds else 0.0,  # a coarse clock may show 0
+    }
+
+
+def _memory(rank: RankReport) -> dict[str, float]:
+    return {
+        "Partition": rank.partition_bytes,
+        "Staging": rank.staging_bytes,
+        "Host growth": rank.anonymous_growth_peak,
+        "Device peak": rank.device_peak,
+        "Reserved": rank.device_reserved,
+    }
+
+
+def _check_lines(report: LoadReport) -> list[str]:
+    """Lines on what was verified and how many calls were retried; none if nothing was."""
+    lines = []
+    done = [rank.verification for rank in report.ranks if rank.verification.how in ("sample", "full")]
+    if done:
+        most = max(done, key=lambda verification: verification.seconds)
+        text = f"Verified ({most.how}): {sum(v.elements for v in done)} elements of {most.parameters} parameters"
+        text += f" are what the files hold; {bytes_text(sum(v.bytes_read for v in done))} read again"
+        text += f" in {most.seconds:.2f} s" + (f"; digest {report.digest}" if report.digest else "")
+        lines.append(wrapped(text + (f"; {most.left_out} parameters left out" if most.left_out else "")))
+    retried = {rank.rank: rank.retries for rank in report.ranks if rank.retries}
+    if retried:
+        where = ", ".join(f"rank {rank}: {count}" for rank, count in list(retried.items())[:MOST_RANK_ROWS])
+        count = f"{sum(retried.values())} times ({where})"
+        lines.append(wrapped(f"Tried again after passing faults of the file system: {count}"))
+    return lines
+
+
+def _footprint_lines(report: LoadReport) -> list[str]:
+    footprints = [rank.footprint for rank in report.ranks if rank.footprint]
+    if not footprints:
+        return []
+    # Padding makes ranks alike; only settings such as `staging_bytes` can differ.
+    return footprint_lines(max(footprints, key=lambda footprint: (sum(footprint.held.values()), footprint.staging)))
+
+
+def _materialised_lines(report: LoadReport) -> list[str]:
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank in report.ranks:
+        for name, reason in rank.materialised.items():
+            ranks_of.setdefault((name, reason), []).append(rank.rank)
+    if not ranks_of:
+        return []
+    count = len({name for name, _ in ranks_of})
+    lines = [f"Materialised parameters ({count}), whose sources were read whole:"]
+    # Layers of one kind fall back for one reason, so what is left after folding is a few lines.
+    for names, (reason, *ranks), _ in fold((name, (reason, *ranks)) for (name, reason), ranks in ranks_of.items()):
+        where = "" if len(ranks) == len(report.ranks) else f" (on {len(ranks)} of {len(report.ranks)} ranks)"
+        lines.append(wrapped(f"  {names}: {reason}{where}"))
+    return lines

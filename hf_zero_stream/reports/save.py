@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .load import Report
+from .tables import table_of_ranks, wrapped
 from .text import bytes_text, count_text
 
 
@@ -74,6 +75,18 @@ class SaveReport(Report):
 
     def table(self) -> str:
         """The report for people to read: :meth:`summary`, and what each rank did, as in :meth:`LoadReport.table`."""
-        from .tables import table_of_save
+        blocks = [
+            [wrapped(f"S{self.summary()[1:]}.")],
+            ["Seconds:", table_of_ranks(self.ranks, _seconds, are_seconds=True)],
+            ["Bytes:", table_of_ranks(self.ranks, _bytes)],
+            [wrapped(f"Gathered in full: {name}: {reason}") for name, reason in self.materialised.items()],
+        ]
+        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
-        return table_of_save(self)
+
+def _seconds(rank: SavingRank) -> dict[str, float]:
+    return {phase.capitalize(): rank.seconds[phase] for phase in PHASES}
+
+
+def _bytes(rank: SavingRank) -> dict[str, float]:
+    return {"Written": rank.bytes_written, "Copied": rank.bytes_copied, "Host growth": rank.anonymous_growth_peak}
