@@ -229,8 +229,16 @@ class NewParameters(Parameters):
             )
         )
         differing: dict[str, list[int]] = {}
+        first_of: dict[tuple[Any, ...], str] = {}  # with many ranks it takes long to look at what each of them holds
         for (name, holding), held in zip(holdings.items(), zip(*everyone, strict=True), strict=True):
-            for source, box in self._sources(name, holding, held).items():
+            alike = holding.box.shape, *map(id, held)
+            if alike in first_of:
+                self._take_as(first_of[alike], name)
+                continue
+            sources = self._sources(name, holding, held)
+            if [*sources] == [name] and holding.box.numel:
+                first_of[alike] = name
+            for source, box in sources.items():
                 if not box.numel:
                     self.sources.shares[source] = ()  # nobody need hold it whole: it may be cut along any dimension
                     continue
@@ -245,6 +253,14 @@ class NewParameters(Parameters):
                     differing[name] = [rank for rank in holders if held[rank].digest != held[giver].digest]
         if differing:
             refuse_or_say_differing(differing, self._synchronised_by(), self._coordinator)
+
+    def _take_as(self, first: str, name: str) -> None:
+        """Ranks hold what has this name as they do what has the `first` one, which is a source."""
+        self.sources.shares[name] = self.sources.shares[first]
+        self.layout.names[name] = name
+        for each in (self.sources.replicas, self.sources.everywhere):
+            if first in each:
+                each.add(name)
 
     def _sources(self, name: str, holding: Holding, held: Sequence[_Held]) -> dict[str, ParameterBox]:
         """The sources of a parameter: itself, or the boxes of it that ranks hold, which are joined."""
