@@ -49,7 +49,7 @@ class Presence:
         """The keys of earlier rendezvous of each kind, until all ranks have come to a later one."""
         self.gave_up: str | None = None
         """The last meeting of all ranks after which some were waited for in vain."""
-        self.places: dict[str, Place] = {}
+        self.whereabouts: dict[str, Whereabouts] = {}
         """Meetings that this rank is in, and how far it has come; the last one is written into the store."""
         self.left_together = "", dict[str, int]()
         """The last meeting of all ranks, and the collectives that this one had begun when it left."""
@@ -102,28 +102,30 @@ class Presence:
         for line in self._lines.values():
             line.close()
 
-    def write_place(self, place: Place) -> None:
+    def write_whereabouts(self, where: Whereabouts) -> None:
         """Write into the store how far this rank has come in a meeting."""
-        self.places[place.meeting] = place
-        self.store.set(self._key(self.rank, "place"), place)
+        self.whereabouts[where.meeting] = where
+        self.store.set(self._key(self.rank, "place"), where)
 
     def leave(self, meeting: str) -> None:
         """Write that this rank has left a meeting; it may still be in one that it entered before."""
-        self.places.pop(meeting, None)
-        outer = next(reversed(self.places.values()), Place())
+        self.whereabouts.pop(meeting, None)
+        outer = next(reversed(self.whereabouts.values()), Whereabouts())
         self.store.set(self._key(self.rank, "place"), outer._replace(left=meeting))
 
-    def places_of(self, ranks: Sequence[int]) -> list[Place]:
+    def whereabouts_of(self, ranks: Sequence[int]) -> list[Whereabouts]:
         """The places of `ranks`."""
-        return [Place(*(each or ())) for each in self.store.get_many([self._key(rank, "place") for rank in ranks])]
+        return [
+            Whereabouts(*(each or ())) for each in self.store.get_many([self._key(rank, "place") for rank in ranks])
+        ]
 
-    def has_come(self, place: Place) -> bool:
-        """Whether this rank has come to a place, or has been there; True if `place` is none."""
-        if not place.meeting:
+    def has_come(self, where: Whereabouts) -> bool:
+        """Whether this rank has come there, or has been there; True if `where` is nowhere."""
+        if not where.meeting:
             return True
-        if place.meeting in self.places:
-            return self.places[place.meeting].agreements >= place.agreements
-        _, kind, number = place.meeting.split("/")
+        if where.meeting in self.whereabouts:
+            return self.whereabouts[where.meeting].agreements >= where.agreements
+        _, kind, number = where.meeting.split("/")
         return int(number) < self.next_numbers[kind]
 
     def watched(self) -> Sequence[int]:
@@ -257,8 +259,8 @@ def make_contact() -> None:
             Presence.in_default_group()
 
 
-class Place(NamedTuple):
-    """Place of a rank: in a `meeting`, after so many `agreements`; none if `meeting` is empty."""
+class Whereabouts(NamedTuple):
+    """Whereabouts of a rank: in a `meeting`, after so many `agreements`; none if `meeting` is empty."""
 
     meeting: str = ""
     agreements: int = 0

@@ -264,8 +264,8 @@ class Rendezvous:
     def _why_in_vain(self, absent: Sequence[int]) -> str:
         """The reason why one of these ranks does not come; "" as long as all may be on their way."""
         presence = self._presence
-        for rank, place in zip(absent, presence.places_of(absent), strict=True):
-            if not presence.has_come(place):
+        for rank, where in zip(absent, presence.whereabouts_of(absent), strict=True):
+            if not presence.has_come(where):
                 return f"rank {rank} waits for this rank in another load or save"
         return self._ahead_of_this(absent, CERTAIN_S)
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import PeerError
-from .presence import Place, Presence
+from .presence import Presence, Whereabouts
 from .transport import TIMEOUT_S, Decision, Verdict, pauses
 
 
@@ -66,11 +66,11 @@ class Watchdog:
         self._doing, self._is_background = doing, is_background
         self._agreements = 0
         self._numbers = sum(presence.next_numbers.values())
-        self._elsewhere = set[Place]()
+        self._elsewhere = set[Whereabouts]()
         self._adopting = threading.Lock()
         self._stop = threading.Event()
         if not is_background:
-            presence.write_place(Place(meeting, 0, "" if is_optional else doing))
+            presence.write_whereabouts(Whereabouts(meeting, 0, "" if is_optional else doing))
         self._thread = threading.Thread(target=self._run, name="hf_zero_stream-watchdog", daemon=True)
         self._thread.start()
 
@@ -120,7 +120,7 @@ class Watchdog:
         before = self._agreements * presence.world_size
         self._agreements += 1
         if not self._is_background:
-            presence.places[self.meeting] = Place(self.meeting, self._agreements, self._doing)
+            presence.whereabouts[self.meeting] = Whereabouts(self.meeting, self._agreements, self._doing)
         look_s = STUCK_S - 1.0
         numbers, self._numbers = self._numbers, sum(presence.next_numbers.values())
         if self._numbers != numbers:
@@ -134,7 +134,7 @@ class Watchdog:
                 break
             self.check(dead_only=True)
             if waited_s > look_s and not self._is_background:
-                presence.write_place(presence.places[self.meeting])
+                presence.write_whereabouts(presence.whereabouts[self.meeting])
                 if is_first:
                     self.end_deadlock(waited_s, self.absent())
                 look_s += max(1.0, presence.world_size / 1000)
@@ -147,9 +147,9 @@ class Watchdog:
 
     def absent(self) -> list[int]:
         """Ranks that are not in this meeting or, as far as is known, have come to fewer of its agreements."""
-        places = self._presence.places_of(range(self._presence.world_size))
+        places = self._presence.whereabouts_of(range(self._presence.world_size))
         here = self.meeting, self._agreements
-        return [rank for rank, place in enumerate(places) if place.meeting != here[0] or place.agreements < here[1]]
+        return [rank for rank, where in enumerate(places) if where.meeting != here[0] or where.agreements < here[1]]
 
     def wait_for_verdict(self) -> Verdict | None:
         """The verdict on the rank that closed a connection; None if no rank turns out to be dead."""
@@ -161,23 +161,25 @@ class Watchdog:
     def end_deadlock(self, waited_s: float, absent: Sequence[int]) -> None:
         """If this rank has waited for long, and some of those `absent` wait elsewhere for it, end it in all places."""
         presence = self._presence
-        here = presence.places[self.meeting]._replace(doing=self._doing)
-        ranks = {place._replace(left=""): rank for rank, place in zip(absent, presence.places_of(absent), strict=True)}
-        ranks = {place: rank for place, rank in ranks.items() if place.doing and not presence.has_come(place)}
+        here = presence.whereabouts[self.meeting]._replace(doing=self._doing)
+        ranks = {
+            where._replace(left=""): rank for rank, where in zip(absent, presence.whereabouts_of(absent), strict=True)
+        }
+        ranks = {where: rank for where, rank in ranks.items() if where.doing and not presence.has_come(where)}
         seen, self._elsewhere = self._elsewhere, set(ranks)
         if waited_s < STUCK_S or not seen & ranks.keys():  # what is seen once may be over in this moment
             return
-        each = "; ".join(f"rank {rank} {_waits(place)}" for place, rank in {here: presence.rank, **ranks}.items())
+        each = "; ".join(f"rank {rank} {_waits(where)}" for where, rank in {here: presence.rank, **ranks}.items())
         why = (
             f"Ranks wait for each other in several places, and would never go on: {each}. All ranks must go through "
             "the same loads, saves and passes of weight streams, in the same order."
         )
         # First into meetings that have begun: a rank that hears of it in another place may go on in one of these.
-        for place in sorted((here, *ranks), key=lambda place: not place.agreements):
-            if place.agreements:
-                self._store.set_first(f"{place.meeting}/dead", Verdict(-1, True, "PeerError", why))
+        for where in sorted((here, *ranks), key=lambda where: not where.agreements):
+            if where.agreements:
+                self._store.set_first(f"{where.meeting}/dead", Verdict(-1, True, "PeerError", why))
             else:
-                self._store.set_first(f"{place.meeting}/decision", Decision("apart", why))
+                self._store.set_first(f"{where.meeting}/decision", Decision("apart", why))
 
     def _run(self) -> None:
         try:
@@ -213,11 +215,11 @@ class Watchdog:
         """Publish the verdict on the first dead rank among those that this one watches."""
         presence = self._presence
         for rank in (*presence.watched(), *self.also_watched):
-            if presence.is_alive(rank) is False and presence.places_of([rank])[0].left != self.meeting:
+            if presence.is_alive(rank) is False and presence.whereabouts_of([rank])[0].left != self.meeting:
                 return self._publish(presence.end_of(rank))
 
 
-def _waits(place: Place) -> str:
-    if place.agreements:
-        return f"has begun to {place.doing}, and waits in the middle"
-    return f"waits for all ranks to {place.doing}"
+def _waits(where: Whereabouts) -> str:
+    if where.agreements:
+        return f"has begun to {where.doing}, and waits in the middle"
+    return f"waits for all ranks to {where.doing}"

@@ -70,9 +70,9 @@ def save_both_ways(
     planned: list[str] = []
     plan_anew = preparation.SavePlanner._planned
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         planned.append(name)
-        return plan_anew(*args)
+        return plan_anew(*args, **kwargs)
 
     preparation.SavePlanner._planned = counted  # type: ignore[method-assign]
     memories: dict[str, list[int]] = {}
