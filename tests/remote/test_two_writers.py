@@ -248,9 +248,14 @@ def test_what_a_proxy_does(bucket: None, requests: Requests, has_earlier: bool) 
     requests.cut = lambda method, path: next(cuts, None) if method == "PUT" and path.endswith("index.json") else None
     save_weights(2.5)  # it is sent once more
     assert loaded_weights(1) == {2.5}
-    requests.cut = lambda method, path: 50 if method == "PUT" and path.endswith("index.json") else None
-    with pytest.raises(SaveError, match="a proxy between"):
-        save_weights(2.7)
+    cuts = iter([120])
+    requests.cut = lambda method, path: next(cuts, None) if method == "PUT" and path.endswith(LIST) else None
+    save_weights(2.75)  # so is the list, which is the first that is sent
+    assert loaded_weights(1) == {2.75}
+    for cut in ("index.json", LIST):
+        requests.cut = lambda method, path, cut=cut: 120 if method == "PUT" and path.endswith(cut) else None
+        with pytest.raises(SaveError, match="a proxy between"):
+            save_weights(2.7)
     requests.cut = lambda method, path: None
     save_weights(3.0)
     assert loaded_weights(1) == {3.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ LIST = ".hf_zero_stream-save.json"
 
 
 Stage = Literal["begun", "happened", "done"]
+
+_BEGUN = re.compile(rb'\{"id": "(\w+)", "stage": "begun", "created": \[((?:"[\w./-]+"(?:, (?="[\w./-]+"))?)*)')
+"""The first part of a list that has begun, with whole names."""
 
 
 class Version(NamedTuple):
@@ -63,7 +67,8 @@ class SaveList:
 def parse_list(data: bytes, where: str) -> SaveList:
     """Parse what :meth:`SaveList.to_json` gives; it may come from anywhere, and must not lead beyond its URL.
 
-    Raises a CheckpointError if it is no such list.
+    Of one that has begun, and that a proxy has cut, the names that are left count: nothing was published by it. Raises
+    a CheckpointError if it is no such list.
     """
     try:
         found = parse_object(data, where)
@@ -73,6 +78,9 @@ def parse_list(data: bytes, where: str) -> SaveList:
         names = [*order.created, *order.removes, *files, *order.copies, *order.copies.values()]
         is_sound = order.stage in get_args(Stage) and isinstance(order.id, str) and over.keys() == files.keys()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if cut := _BEGUN.match(data):
+            names = json.loads(f"[{cut[2].decode()}]")
+            return SaveList(id=cut[1].decode(), created=[name for name in names if _is_name(name)])
         raise CheckpointError(
             f"{where}: expected the list of a save, found {data[:40]!r}: {error}. If this is a page of a proxy, look "
             "for that; else remove the object."

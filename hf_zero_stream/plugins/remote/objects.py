@@ -93,8 +93,8 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._has_digests = False
-        """Whether the ETags of the store have been seen to be digests of what objects hold."""
+        self._has_digests: bool | None = None
+        """Whether the ETags of the store are digests of what objects hold; None: it has not been seen yet."""
 
     def _located(self, name: str) -> tuple[Any, str]:
         store, key = located(joined(self.url, name))
@@ -169,9 +169,13 @@ class RemoteFolder:
             try:
                 for _ in range(_MOST_CUT):
                     over = _version(obstore.put(store, key, data, use_multipart=False, mode=_mode(url, over)))
-                    if over.is_of(data) or not self._has_digests:
-                        self._has_digests = over.is_of(data)
-                        return over
+                    if over.is_of(data):
+                        self._has_digests = True
+                    elif self._has_digests is None and self.read_version(name)[0] == data:
+                        self._has_digests = False
+                    elif self._has_digests is not False:
+                        continue
+                    return over
             except (AlreadyExistsError, PreconditionError) as error:
                 raise ConflictError(url) from error
             except FileNotFoundError as error:
