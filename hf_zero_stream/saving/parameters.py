@@ -235,10 +235,7 @@ class NewParameters(Parameters):
             if alike in first_of:
                 self._take_as(first_of[alike], name)
                 continue
-            sources = self._sources(name, holding, held)
-            if [*sources] == [name] and holding.box.numel:
-                first_of[alike] = name
-            for source, box in sources.items():
+            for source, box in self._sources(name, holding, held).items():
                 if not box.numel:
                     self.sources.shares[source] = ()  # nobody need hold it whole: it may be cut along any dimension
                     continue
@@ -247,6 +244,8 @@ class NewParameters(Parameters):
                 wanted = None if box.is_whole else box
                 holders = {rank: of_rank for rank, of_rank in enumerate(held) if of_rank.box == wanted}
                 same = self._agree_on_source(source, box.numel, holders)
+                if same and source == name:
+                    first_of[alike] = name
                 # What is gathered is expected to be new on rank 0.
                 if not same and not holding.is_gathered:
                     giver = self.sources.shares[source][0].rank

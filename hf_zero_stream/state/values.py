@@ -83,8 +83,8 @@ def _load(
     whole: dict[str, torch.Tensor] = {}
     config = replace(settings_in_force(), strict=strict)
     with coordinator.reporting():
-        make_ready(model)
         if needed:
+            make_ready(model)
             memories.append(live_destination(model, coordinator, config, with_masters=training is None))
         wanted: Wanted = []
         if training is not None:

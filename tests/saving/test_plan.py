@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,13 @@ from torch import nn
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, Stored, View
 from hf_zero_stream.checkpoint.safetensors import ShardToWrite
-from hf_zero_stream.errors import SaveError
+from hf_zero_stream.errors import SaveError, UnsupportedError
 from hf_zero_stream.holdings import holder
 from hf_zero_stream.holdings.holding import Holding
 from hf_zero_stream.planning.boxes import Box, Cut, ParameterBox
 from hf_zero_stream.planning.plan import partition_range
 from hf_zero_stream.ranks.coordinator import Coordinator
-from hf_zero_stream.saving import write
+from hf_zero_stream.saving import lazy_parameters, write
 from hf_zero_stream.saving.lazy_parameters import Selection
 from hf_zero_stream.saving.parameters import NewParameters, Values, opened
 from hf_zero_stream.saving.plan import Segment, Share, Sources, make_save_plan
@@ -169,3 +171,34 @@ def test_a_parameter_without_elements_needs_no_holder(monkeypatch: pytest.Monkey
     model.register_parameter("p", nn.Parameter(torch.empty(0, 8)))
     parameters = NewParameters(model, Coordinator.of_default_group(), [Selection()], compares=False, threads=1)
     assert parameters.sources.shares == {"p": ()}
+
+
+class TwoRanks:
+    """Stands in for a coordinator of two ranks, of which the other one has other values of all that both hold."""
+
+    rank, world_size, is_main, is_alone = 0, 2, True, False
+
+    def reporting(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def all_gather(self, mine: Any) -> list[Any]:
+        if isinstance(mine, str):
+            return [mine, mine]
+        held, names = mine
+        other = {each: each._replace(digest=b"other") for each in held}
+        return [mine, ([other[each] for each in held], names)]
+
+
+def test_each_replica_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside others of the same shape and values, and where ranks are expected to differ for one of these."""
+    model = nn.Module()
+    found = {}
+    for name in ("gathered", "first", "second"):
+        model.register_parameter(name, nn.Parameter(torch.ones(4)))
+        values = torch.ones(4)
+        box, is_gathered = ParameterBox.whole((4,)), name == "gathered"
+        opened = partial(nullcontext, values)
+        found[name] = Holding(box, torch.float32, 0, 4, opened, is_whole=True, is_gathered=is_gathered)
+    monkeypatch.setattr(lazy_parameters, "holdings", lambda model, **_: found)
+    with pytest.raises(UnsupportedError, match=r"for 2 parameter\(s\): first \(rank 1\); second \(rank 1\)"):
+        NewParameters(model, TwoRanks(), [Selection()], compares=True, threads=1, is_state=True)  # type: ignore[arg-type]
