@@ -33,7 +33,7 @@ from ..ranks.coordinator import Coordinator
 from ..registry import tool
 from ..sources.base import is_url
 from .ds_config import zero3_hidden
-from .session import Original, Session, Stopped, bars_hidden, in_session
+from .session import Original, Session, Stopped, bars_hidden, in_session, without_threads
 
 
 logger = logging.get_logger(__name__)
@@ -98,7 +98,7 @@ def load_pretrained_model(
         if load.destination.takes_dtensors:  # transformers would allocate as much as the whole model takes
             load_config = replace(load_config, device_map=None)
         try:
-            with bars_hidden():  # that loop loads nothing, and our own bar counts bytes
+            with bars_hidden(), without_threads():  # that loop loads nothing, and our own bar counts bytes
                 result = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
         except Exception:
             load.refuse_absent()  # an absent tensor may be why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -51,6 +52,23 @@ def bars_hidden() -> Iterator[None]:
         if had_bars:
             logging.enable_progress_bar()
 
+
+@contextmanager
+def without_threads() -> Iterator[None]:
+    """Inside, transformers takes tensors one after the other: threads that get lazy ones only cost time."""
+    before = os.environ.get(_NO_THREADS)
+    os.environ[_NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_THREADS]
+        else:
+            os.environ[_NO_THREADS] = before
+
+
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+"""transformers reads it at each load (``core_model_loading.convert_and_load_state_dict_in_model``)."""
 
 LazyModel = tuple[PreTrainedModel, set[str], set[str]]
 """A model whose loaded tensors are lazy, the names that its checkpoint lacks, and the tied names among them."""

@@ -9,6 +9,7 @@ mixture's experts have one program, and each has inputs of its own.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -218,7 +219,10 @@ def bounds(view: View) -> tuple[int, int]:
 def pieces_of(node: Cat, begin: int, end: int) -> list[View]:
     """Return the views that are joined at the indices from `begin` to `end` along the dimension of `node`."""
     pieces = []
-    for piece, start in zip(node.pieces, node.starts, strict=False):
+    for number in range(max(0, bisect_right(node.starts, begin) - 1), len(node.pieces)):
+        piece, start = node.pieces[number], node.starts[number]
+        if start >= end:
+            break
         first, stop = max(begin, start), min(end, start + piece.sizes[node.dim])
         if first < stop:
             pieces.append(piece.narrow(node.dim, first - start, stop - first))
