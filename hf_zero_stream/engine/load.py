@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,14 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+class Seen(NamedTuple):
+    """What a rank sees of a checkpoint's files."""
+
+    folder: str
+    identity: str | None
+    """See :meth:`.OpenCheckpoint.identity`; None from all but the first rank of each host."""
 
 
 class Load:
@@ -84,8 +92,8 @@ class Load:
         headers = self.coordinator.broadcast(read) if self.checkpoint.relays else read()
         return self.checkpoint.map_from_headers([file], headers)
 
-    def compare_files(self, files: Sequence[str]) -> list[str]:
-        """Check that all ranks load files of the same names, and return every rank's folder (all ranks).
+    def compare_files(self, files: Sequence[str]) -> list[Seen]:
+        """Check that all ranks load files of the same names, and return what each sees of them (all ranks).
 
         Raises a DisagreementError that names a rank with other names, or where one rank reads for others, a ReadError
         that also names the files that every rank must see.
@@ -95,7 +103,8 @@ class Load:
         must_see = f"With read_from={self.config.read_from!r} every rank must still see "
         try:
             names = [os.path.basename(file) for file in files]
-            everyone = self.coordinator.require_same(names, beside=(folder, unseen if relays else []))
+            seen = Seen(folder, self.checkpoint.identity(files) if self._stands_for_host else None)
+            everyone = self.coordinator.require_same(names, beside=(seen, unseen if relays else []))
         except DisagreementError as error:
             if not relays:
                 raise
@@ -143,8 +152,8 @@ class Load:
 
     def _map_files(self, files: Sequence[str], weight_map: Mapping[str, str] | None) -> CheckpointMap:
         """Map these files by rank 0's headers (all ranks)."""
-        folders = self.compare_files(files)
-        compares = self._has_copies(files, folders)
+        seen = self.compare_files(files)
+        compares = self._has_copies(files, seen)
 
         def read() -> tuple[list[ShardHeader], list[bytes]]:
             return self.checkpoint.read_headers(files), self.checkpoint.samples(files) if compares else []
@@ -153,46 +162,51 @@ class Load:
 
         def checked_map() -> CheckpointMap:
             if compares:
-                self._refuse_other_copy(files, folders, lambda: zip(*read()), zip(headers, samples))
+                self._refuse_other_copy(files, seen, lambda: zip(*read()), zip(headers, samples))
             return self.checkpoint.map_from_headers(files, headers, weight_map)
 
         # Where one rank reads for others, an error of one must be an error of all.
         return self.coordinator.run_on_all(checked_map) if self.checkpoint.relays else checked_map()
 
-    def _has_copies(self, files: Sequence[str], folders: Sequence[str]) -> bool:
-        """Whether ranks that read may see other files than rank 0's, on other hosts or in other `folders`."""
+    @property
+    def _stands_for_host(self) -> bool:
+        return not self.coordinator.is_alone and self.coordinator.topology.position == 0
+
+    def _has_copies(self, files: Sequence[str], seen: Sequence[Seen]) -> bool:
+        """Whether ranks that read may see other files than rank 0's, on other hosts or in other folders."""
         if self.coordinator.is_alone or self.config.verify == "off" or self.config.read_from == "rank0":
             return False
-        is_one_host = len(self.coordinator.topology.ranks_of_host) == self.coordinator.world_size
-        may_differ = not is_one_host or len(set(folders)) > 1
+        of_hosts = [each.identity for each in seen if each.identity is not None]
+        is_shared = len(of_hosts) == 1 or (bool(of_hosts[0]) and len(set(of_hosts)) == 1)
+        may_differ = not is_shared or len({each.folder for each in seen}) > 1
         return may_differ and not self.checkpoint.source.hints(files).is_everywhere
 
     def refuse_other_copies(self) -> None:
         """Check that files which each rank opened alone are those of rank 0 (all ranks); raises as :meth:`open`."""
         files = [shard.path for shard in self.checkpoint.shards]
-        folders = self.compare_files(files)
-        if not files or not self._has_copies(files, folders):
+        seen = self.compare_files(files)
+        if not files or not self._has_copies(files, seen):
             return
         described = [*dict.fromkeys(shard.described_in or shard.path for shard in self.checkpoint.shards)]
 
         def look() -> list[HeaderAndSample]:
             return [*zip(self.checkpoint.read_headers(described), self.checkpoint.samples(described))]
 
-        self._refuse_other_copy(described, folders, look, self.coordinator.broadcast(look))
+        self._refuse_other_copy(described, seen, look, self.coordinator.broadcast(look))
 
     def _refuse_other_copy(
         self,
         paths: Sequence[str],
-        folders: Sequence[str],
+        seen: Sequence[Seen],
         look: Callable[[], Iterable[HeaderAndSample]],
         of_rank_0: Iterable[HeaderAndSample],
     ) -> None:
         """Compare this rank's files with rank 0's, if it is the first of another host, or one of another folder."""
-        rank, topology = self.coordinator.rank, self.coordinator.topology
-        is_first = topology.position == 0 and not self.coordinator.is_main
-        if self.checkpoint.reads_itself and (folders[rank] != folders[0] or is_first):
-            shares_host = 0 in topology.ranks_of_host
-            refuse_other_shards(paths, look(), of_rank_0, folders[0], shares_host=shares_host)
+        own, first = seen[self.coordinator.rank], seen[0]
+        is_first = self._stands_for_host and not self.coordinator.is_main
+        if self.checkpoint.reads_itself and (own.folder != first.folder or is_first):
+            shares_host = 0 in self.coordinator.topology.ranks_of_host
+            refuse_other_shards(paths, look(), of_rank_0, first.folder, shares_host=shares_host)
 
     @property
     def entries(self) -> Collection[TensorEntry]:
@@ -235,6 +249,7 @@ class Load:
         of them, or if they would load different things.
         """
         self._peak_before = peak_bytes(self.destination.device)
+        self.coordinator.moves(lambda: self.checkpoint.source.bytes_read)
         with self.coordinator.reporting():
             try:
                 with self.clock("plan"):

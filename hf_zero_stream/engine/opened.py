@@ -25,7 +25,7 @@ from ..ranks.coordinator import Coordinator
 from ..settings.config import READS_STAGED, StreamingConfig
 from ..sources.base import RETRIES, ByteSource, Hints, Retries
 from ..sources.by_path import FilesByPath, mounted_folders
-from ..sources.local import LocalFiles, ReadAhead
+from ..sources.local import LocalFiles, ReadAhead, identity_of
 from ..sources.memory import free_memory
 from .execute import run_in_threads
 from .lanes import Lane, SideLane
@@ -43,7 +43,7 @@ SAMPLING_THREADS = 8
 """They wait for a disk or a network, and hardly compute."""
 
 HEADER_THREADS = 64
-"""Headers read at once from a server: each is one request or two, and of these the latency counts."""
+"""Headers read at once over a network: each is one request or two, and of these the latency counts."""
 
 
 class OpenCheckpoint:
@@ -74,8 +74,8 @@ class OpenCheckpoint:
         self.retries = Retries(RETRIES)
         # What others use is not there for files, whatever the machine has. What is read twice stays.
         reads_twice = config.verify in ("sample", "full")
-        cache_bytes = sys.maxsize if reads_twice else free_memory()
-        local = LocalFiles(cache_bytes=cache_bytes, retries=self.retries)
+        self._cache_bytes = sys.maxsize if reads_twice else free_memory()
+        local = LocalFiles(cache_bytes=self._cache_bytes, retries=self.retries)
         self.source = make_source() if make_source else FilesByPath(local, self.retries, _maker_at)
         """The source of this rank; once there are files, another rank if that one reads for this one."""
         self._use_hints()
@@ -126,11 +126,15 @@ class OpenCheckpoint:
         return topology.position / len(topology.ranks_of_host), lambda: None
 
     def expect(self, nbytes: int) -> None:
-        """Note that each rank is about to read `nbytes`; what several of this host read stays in the page cache."""
+        """Note that each rank is about to read `nbytes`.
+
+        It stays in the page cache if the ranks of this host read it more than once, or if all that they read fits into
+        free memory: a restart on this host reads nothing from storage.
+        """
         ranks, total = self.coordinator.topology.ranks_of_host, sum(shard.size_bytes for shard in self.shards)
         # A tenth may be what all hold alike, buffers and small parameters.
         is_read_again = len(ranks) > 1 and nbytes * self.coordinator.world_size > 1.1 * total
-        if is_read_again and isinstance(self.source, FilesByPath):
+        if isinstance(self.source, FilesByPath) and (is_read_again or nbytes * len(ranks) < self._cache_bytes):
             self.source.local.keep_cached()
 
     def read_headers(self, paths: Sequence[str]) -> list[ShardHeader]:
@@ -143,7 +147,7 @@ class OpenCheckpoint:
                 found[path] = self.retries.call(read, lambda error: self.source.is_transient(error.__cause__))
 
         # From a disk one after the other: parsing what is in the page cache takes the time.
-        many = self.source.hints(paths).is_everywhere
+        many = self.source.hints(paths).is_remote
         run_in_threads(paths, work, min(len(paths), HEADER_THREADS) if many else 1)
         return [found[path] for path in paths]
 
@@ -152,6 +156,14 @@ class OpenCheckpoint:
     ) -> CheckpointMap:
         """Map the files at `paths` by `headers`, which another rank may have read; :meth:`add` takes the shards."""
         return formats.map_from_headers(paths, headers, weight_map, len(self.shards), parse=self._format.parse_header)
+
+    def identity(self, paths: Sequence[str]) -> str:
+        """What is the same on hosts that see the same files of a network file system; "" if that is not known."""
+        if not self.source.hints(paths).grows_requests:
+            return ""
+        with suppress(OSError):  # the headers' reader will raise it
+            return identity_of(paths)
+        return ""
 
     def samples(self, paths: Sequence[str]) -> list[bytes]:
         """A digest of each file's values at some places, 8 bytes long; a ReadError if a file cannot be read."""
@@ -214,6 +226,9 @@ class OpenCheckpoint:
         wanted = self.hints.request_bytes
         if is_accelerator(self._device):
             wanted = self.hints.device_request_bytes or wanted
+        if self.hints.grows_requests and self.shards:
+            streams = streams_of_rank(self.coordinator.topology.sharing_cores, self.hints)
+            wanted = max(wanted, self.staging_bytes // streams)
         self.request_bytes = max(1, min(self.staging_bytes // READS_STAGED, wanted))
         """Largest single read."""
         self.seek_bytes = self.hints.seek_bytes
@@ -287,6 +302,11 @@ def _maker_at(url: str) -> Callable[[Retries], ByteSource]:
     return checkpoints_at(url).source
 
 
+def streams_of_rank(ranks_on_host: int, hints: Hints) -> int:
+    """The requests that a rank has in flight to another machine: its share of those of its host, and at least 4."""
+    return min(hints.streams_per_rank, max(4, hints.streams_per_host // ranks_on_host))
+
+
 def choose_threads(wanted: int, buffers: int, ranks_on_host: int, hints: Hints) -> int:
     """Choose the reading threads of a rank: `wanted`, or if that is 0 by the source; at most one for each buffer.
 
@@ -296,7 +316,7 @@ def choose_threads(wanted: int, buffers: int, ranks_on_host: int, hints: Hints) 
     because such threads mostly wait.
     """
     if not wanted and hints.is_remote:
-        wanted = min(hints.streams_per_rank, max(4, hints.streams_per_host // ranks_on_host))
+        wanted = streams_of_rank(ranks_on_host, hints)
     elif not wanted:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         wanted = min(8, max(4, cores // ranks_on_host))

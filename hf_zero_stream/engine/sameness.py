@@ -26,7 +26,7 @@ from ..settings.config import StreamingConfig
 
 LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate")
 
-_SETTINGS = ("random_numbers", "share_reads", "strict", "verify")
+_SETTINGS = ("random_numbers", "strict", "verify")
 _DEEPSPEED = ("zero_optimization", "bf16", "bfloat16", "fp16", "expert_parallel", "weight_quantization")
 _MAY_DIFFER = {"_name_or_path", "nvme_path"}
 """Entries of configs that may differ between nodes."""

@@ -65,6 +65,8 @@ class Hints:
     """Requests in flight that use all of the bandwidth."""
     streams_per_rank: int = 0
     """Most requests that one rank has in flight."""
+    grows_requests: bool = False
+    """`request_bytes` are for many streams: a rank that has few asks for more at once, to use all staging buffers."""
     seek_bytes: int = 4096
     """A hole of up to this size costs less than another request."""
     reads_per_exchange: int = 1
