@@ -250,6 +250,7 @@ OURS: Mapping[str, str] = {
     "packed": "quantised checkpoints: weights that stay quantised, dequantising and quantising while loading",
     "pickled": "checkpoints of torch.save, torch.distributed.checkpoint and DeepSpeed, and hf-zero-stream convert",
     "stream": "weights for inference engines",
+    "watch": "the watch over ranks that die or stop answering",
 }
 """The plug-ins of this package, and the features that are missing without each."""
 

@@ -18,7 +18,7 @@ from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
-from ..ranks.rendezvous import LOAD, SHARED_LOAD, MeetingKind
+from ..ranks.rendezvous import LOAD, MeetingKind
 from ..registry import broken_plugins, import_object, plugins
 from ..settings import scope
 from ..settings.config import (
@@ -28,7 +28,7 @@ from ..settings.config import (
     config_without_auto,
 )
 from ..sources.by_path import mount_of
-from .arguments import is_one_of_several, shards_by_fsdp2
+from .arguments import ALONE, is_one_of_several, shards_by_fsdp2
 from .whole import warn_of_late_config, warn_of_stock_load, warn_without_group
 
 
@@ -42,20 +42,18 @@ class Choice(NamedTuple):
         meeting_kind: the meeting of all ranks for this load; None: each makes the load at its own pace.
         subject: what this rank loads; see :meth:`..ranks.coordinator.Coordinator.watched`.
         make_load: called once the ranks are together.
-        works_alone: whether a rank that the others do not join makes this load alone; else stock's.
     """
 
     meeting_kind: MeetingKind | None
     subject: str
     make_load: Callable[[Coordinator], Load]
-    works_alone: bool = False
 
 
 def choose(
     cls: Any, path: Any, kwargs: Mapping[str, Any], ds_config: dict[str, Any], strict: bool | None, *, is_zero3: bool
-) -> Choice | None:
+) -> Choice | str:
     """Choose the load into shards, ZeRO-3's partitions, models that FSDP2 (by accelerate) will shard or AutoTP cut, or
-    whole models whose ranks share the reading; None for stock.
+    whole models whose ranks share the reading; or else say why it is left to stock.
 
     `ds_config` may have any stage, and is empty if there is none, as there may be inside a ``zero.Init``, too; the
     other arguments are those of ``from_pretrained``.
@@ -63,7 +61,7 @@ def choose(
     with suppress(ConfigError):  # raised below, where the other ranks are told
         if (settings := settings_for(ds_config, strict)).destination:
             meeting_kind = LOAD if is_one_of_several() else None
-            return Choice(meeting_kind, "", partial(_load_by_plugin, ds_config, settings), works_alone=True)
+            return Choice(meeting_kind, "", partial(_load_by_plugin, ds_config, settings))
     if is_zero3:
         from ..destinations.deepspeed import zero3  # imports deepspeed, which takes seconds
 
@@ -76,8 +74,9 @@ def choose(
         sharding = distributed_config_of(kwargs)
         if sharding is not None:
             if is_pipeline(sharding):
-                warn_of_stock_load(f"with pp_size={sharding.pp_size} ranks hold different models")
-                return None
+                why = f"with pp_size={sharding.pp_size} ranks hold different models"
+                warn_of_stock_load(why)
+                return why
             because = cuts_matrices(sharding)
             return Choice(LOAD, "", partial(_load_sharded, ds_config, strict, init_distributed(), because))
     subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
@@ -86,23 +85,24 @@ def choose(
         from .deferral import Deferral  # imports torch's FSDP2
 
         reader = "the first rank of each node" if is_fsdp_enabled() else "each rank"
-        with expected_at(LOAD), expected_at(SHARED_LOAD):  # where other ranks wait is up to their settings
+        with expected_at(LOAD):
             settings = settings_for(ds_config, strict)
         # Ranks meet when the model is sharded. Until then they only need each other where one reads for others.
-        meeting_kind = LOAD if mount_of(path) else None if settings.read_from == "all" else SHARED_LOAD
+        meeting_kind = LOAD if mount_of(path) or settings.read_from != "all" else None
         load = Deferral.load_for_autotp if will_be_cut else partial(Deferral.load, stock_reader=reader)
-        return Choice(meeting_kind, subject, partial(load, settings), works_alone=True)
+        return Choice(meeting_kind, subject, partial(load, settings))
     has_group = is_one_of_several()
     if (has_group or announced_ranks() > 1) and (why := _stock_reason(kwargs)):
         warn_of_stock_load(why)
-    elif not has_group:
+        return why
+    if not has_group:
         warn_without_group(path)
-    else:
-        with expected_at(SHARED_LOAD):
-            settings = settings_for(ds_config, strict)
-        if settings.share_reads:
-            return Choice(SHARED_LOAD, subject, partial(_load_replicated, ds_config, settings))
-    return None
+        return ALONE if announced_ranks() <= 1 else "its ranks had no process group yet"
+    with expected_at(LOAD):
+        settings = settings_for(ds_config, strict)
+    if settings.share_reads:
+        return Choice(LOAD, subject, partial(_load_replicated, ds_config, settings))
+    return "outside ZeRO-3 each rank has all of the model; with share_reads=True each reads a part of it for all"
 
 
 def _will_be_cut_by_autotp(ds_config: Mapping[str, Any]) -> bool:
@@ -187,7 +187,7 @@ def _load_sharded(
 
 def shares_columns(settings: StreamingConfig) -> bool:
     """Whether ranks of tensor parallelism may read columns together; not if each compares what it holds with files."""
-    return settings.share_reads and settings.verify in ("off", "sizes")
+    return settings.verify in ("off", "sizes")
 
 
 def _load_replicated(ds_config: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:

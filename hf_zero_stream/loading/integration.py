@@ -15,20 +15,20 @@ from transformers.utils import logging
 from ..bindings.table import installed
 from ..checkpoint.formats import has_unfinished
 from ..engine.load import Load
-from ..errors import PACKAGE, DisagreementError
+from ..errors import PACKAGE
 from ..holdings.introspection import is_inside_zero_init
 from ..ranks.coordinator import Coordinator, expected_at, meeting
-from ..ranks.rendezvous import LOAD, SHARED_LOAD, MeetingKind, NoJointLoad
+from ..ranks.rendezvous import LOAD
 from ..reports.closing import tell_of_stock
 from ..reports.measures import collector_paused
 from ..seams.ds_config import ModelsConfig, active_config
 from ..seams.loading import raise_if_misfit
 from ..seams.session import Original, Session
 from ..settings import scope
-from ..settings.config import announced_ranks, buildable_config
+from ..settings.config import buildable_config
 from ..sources.by_path import mount_of, mounted_by_plugin
-from .arguments import ALONE, MODEL_FILES, is_one_of_several, load_with_prefetch, model_of, url_of
-from .choice import choose, choose_for_one_rank, settings_for
+from .arguments import MODEL_FILES, load_with_prefetch, model_of, url_of
+from .choice import Choice, choose, choose_for_one_rank, settings_for
 
 
 logger = logging.get_logger(__name__)
@@ -50,7 +50,7 @@ def from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> 
     if ds_config is None:
         return _load(cls, stock, path, kwargs, strict, None)
     ds_config = _buildable(ds_config)
-    with expected_at(_meeting_kind_of(ds_config)):  # the stage is known now, if the config was a file's path
+    with _expected_if_for_all(ds_config):  # the stage is known now, if the config was a file's path
         own_config = ModelsConfig(ds_config)
     try:
         result = _load(cls, stock, path, kwargs, strict, own_config)
@@ -69,27 +69,29 @@ def auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     if not scope.active_configs() or Session.current() is not None:
         return original(*args, **kwargs)
     ds_config = kwargs.get("ds_config")
-    if ds_config is None:
-        is_for_all = active_config()[1] or is_inside_zero_init()
-    else:
+    if ds_config is not None:
         ds_config = kwargs["ds_config"] = _buildable(ds_config)
-        is_for_all = _meeting_kind_of(ds_config) is LOAD
-    with expected_at(LOAD) if is_for_all else nullcontext():
+    with _expected_if_for_all(ds_config):
         return original(*args, **kwargs)
 
 
 def _buildable(ds_config: Any) -> dict[str, Any]:
-    with expected_at(_meeting_kind_of(ds_config)):
+    with _expected_if_for_all(ds_config):
         return buildable_config(ds_config)
 
 
-def _meeting_kind_of(ds_config: Any) -> MeetingKind:
-    """Return the kind of meeting for a load under `ds_config`, not validated yet; ZeRO-3's load if in doubt."""
+def _expected_if_for_all(ds_config: Any) -> AbstractContextManager[None]:
+    """:func:`expected_at` a load, if one under `ds_config`, not validated yet, is for all ranks, as ZeRO-3's; or if it
+    may be."""
     if is_inside_zero_init():
-        return LOAD
-    zero = ds_config.get("zero_optimization", {}) if isinstance(ds_config, Mapping) else None
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
-    return SHARED_LOAD if str(stage) in ("0", "1", "2") else LOAD
+        is_for_all = True
+    elif ds_config is None:
+        is_for_all = active_config()[1]
+    else:
+        zero = ds_config.get("zero_optimization", {}) if isinstance(ds_config, Mapping) else None
+        stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
+        is_for_all = str(stage) not in ("0", "1", "2")
+    return expected_at(LOAD) if is_for_all else nullcontext()
 
 
 def _nested(around: Session, stock: Stock, path: Any, kwargs: dict[str, Any], strict: bool) -> Any:
@@ -115,31 +117,17 @@ def _load(
 ) -> Any:
     """Stream, together with the other ranks; or leave the load to stock."""
     ds_config, is_zero3 = active_config(own_config)
-    reason = ""
     choice = choose(cls, path, kwargs, ds_config, strict, is_zero3=is_zero3 or is_inside_zero_init())
-    if choice is not None and choice.meeting_kind is not None:
-        coordinator = Coordinator.of_default_group()
-        try:
-            with meeting(choice.meeting_kind, choice.subject, coordinator=coordinator):
-                return _run_stock_with_seams(choice.make_load, coordinator, stock, path, kwargs)
-        except (NoJointLoad, DisagreementError) as why:
-            if not choice.meeting_kind.is_optional:
-                raise
-            reason = str(why)
-            if why.says_it if isinstance(why, NoJointLoad) else coordinator.is_main:
-                as_what = "" if choice.works_alone else ", as stock transformers does"
-                logger.warning(
-                    f"hf_zero_stream: ranks do not share the reading of {path}. Each loads it alone{as_what}: {why}"
-                )
-    if choice is not None and choice.works_alone:
-        return _run_stock_with_seams(choice.make_load, Coordinator.of_this_rank(), stock, path, kwargs)
+    if isinstance(choice, Choice):
+        if choice.meeting_kind is None:
+            return _run_stock_with_seams(choice.make_load, Coordinator.of_this_rank(), stock, path, kwargs)
+        with meeting(choice.meeting_kind, choice.subject) as coordinator:
+            return _run_stock_with_seams(choice.make_load, coordinator, stock, path, kwargs)
     if url_of(path, kwargs) or mount_of(path):  # which stock cannot read
         make_load = choose_for_one_rank(path, kwargs, ds_config, strict)
         return _run_stock_with_seams(make_load, Coordinator.of_this_rank(), stock, path, kwargs)
     result = _stock_from_pretrained(stock, kwargs, settings_for(ds_config, strict).strict)
-    if not is_one_of_several():
-        reason = ALONE if announced_ranks() <= 1 else "its ranks had no process group yet"
-    tell_of_stock(model_of(result), reason)
+    tell_of_stock(model_of(result), choice)
     return result
 
 

@@ -7,6 +7,7 @@ collective that never comes. If a rank dies or is interrupted inside an agreemen
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import re
 import threading
@@ -23,8 +24,8 @@ from .. import accelerators
 from ..accelerators import all_gather, collective_device, is_accelerator
 from ..errors import DisagreementError, HfZeroStreamError, PeerError
 from .presence import Presence, Topology, begun_collectives, is_alone
-from .rendezvous import LOAD, CollectiveLock, MeetingKind, NoJointLoad, Rendezvous
-from .transport import PREFIX, Verdict, pauses
+from .rendezvous import LOAD, CollectiveLock, MeetingKind, Rendezvous
+from .store import PREFIX, Verdict, pauses
 from .watchdog import Watchdog
 
 
@@ -98,8 +99,10 @@ class Coordinator:
         failures: list[Verdict] = []
         try:
             watchdog.meet()
-            everyone = self._gather((value, mine))
-            failures = [Verdict(*failure) for _, failure in everyone if failure is not None]
+            presence = watchdog.presence
+            everyone = self._gather((value, mine, presence.digests()))
+            presence.learn([digests for *_, digests in everyone])
+            failures = [Verdict(*failure) for _, failure, _ in everyone if failure is not None]
             if failures:
                 watchdog.check()  # raises what began it: rank 0 of `failures` may only have heard of it
                 raise failures[0].error()
@@ -111,7 +114,7 @@ class Coordinator:
             if error is None or not isinstance(lost, HfZeroStreamError):
                 raise
             _raise_again(error)
-        return [value for value, _ in everyone]
+        return [value for value, *_ in everyone]
 
     def _gather(self, value: Any) -> list[Any]:
         """Like ``dist.all_gather_object``, but raises when a rank dies, and what is small is exchanged at once."""
@@ -134,9 +137,14 @@ class Coordinator:
         return list(everyone.cpu().split(nbytes))  # in one copy: each takes longer than what it copies
 
     def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
-        """Every rank's `beside`; raises :class:`DisagreementError` on all ranks if `what` differs between ranks."""
-        of_ranks, besides = zip(*self.all_gather((what, beside), error), strict=True)
-        _refuse_different(of_ranks)
+        """Every rank's `beside`; raises :class:`DisagreementError` on all ranks if `what` differs between ranks.
+
+        Ranks exchange digests of what is long, and the thing itself only if something differs.
+        """
+        short = what if len(text := repr(what)) < _SMALL_BYTES // 4 else hashlib.sha256(text.encode()).hexdigest()
+        of_ranks, besides = zip(*self.all_gather((short, beside), error), strict=True)
+        if any(each != of_ranks[0] for each in of_ranks):
+            _refuse_different(self.all_gather(what))
         return [*besides]
 
     def broadcast(self, produce: Callable[[], T], source: int = 0, *, same: object = None) -> T:
@@ -203,13 +211,11 @@ class Coordinator:
         if self.is_alone or self._watchdog is not None:
             yield
             return
-        # Collectives of two loads must not mix; a load that ranks may make alone does not wait for the other one.
-        if not _collective_lock.acquire(blocking=not kind.is_optional):
-            raise NoJointLoad("another thread of this process loads or saves")
+        _collective_lock.acquire()  # collectives of two loads must not mix
         try:
             presence = Presence.in_default_group()
             arrival = Rendezvous(presence, kind, subject)
-            with closing(Watchdog(presence, arrival.key, arrival.doing, is_optional=kind.is_optional)) as watchdog:
+            with closing(Watchdog(presence, arrival.key, arrival.doing)) as watchdog:
                 arrival.gather(watchdog)
                 self._watchdog = watchdog
                 try:
@@ -224,6 +230,11 @@ class Coordinator:
                     presence.left_together = arrival.key, begun_collectives()
         finally:
             _collective_lock.release()
+
+    def moves(self, moved: Callable[[], int]) -> None:
+        """Let ranks that wait for this one see that it moves, by the bytes that `moved` gives."""
+        if self._watchdog is not None:
+            self._watchdog.moved = moved
 
     def check(self) -> None:
         """Raise what the next agreement will raise if a rank is dead or has failed; costs nothing."""
@@ -295,10 +306,16 @@ class BackgroundCoordinator(Coordinator):
     def _gather(self, value: Any) -> list[Any]:
         assert self._watchdog is not None
         # No key is deleted: the next save in the background begins when this one has ended on all ranks.
-        keys = [f"{PREFIX}/background/{rank}" for rank in range(self.world_size)]
-        self._presence.store.set(keys[self.rank], value)
+        store, keys = self._presence.store, [f"{PREFIX}/background/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], value)
         self._watchdog.meet()
-        return self._presence.store.get_many(keys)
+        if self.is_main:  # reads what all have given; the others, as a rule, that it is all the same
+            values = store.get_many(keys)
+            is_same = all(each == values[0] for each in values)
+            store.set(f"{PREFIX}/background/all", values[:1] if is_same else values)
+        self._watchdog.meet()
+        found = store.get(f"{PREFIX}/background/all")
+        return found * (self.world_size // len(found))
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave; rank 0, whose process may hold the store, when the others have left. Tell them of an `error`."""
@@ -373,7 +390,6 @@ def meeting(kind: MeetingKind, subject: str = "", coordinator: Coordinator | Non
 
     Raises:
         PeerError: a rank has died, or does not come.
-        NoJointLoad: ranks may do this alone, and some will not come.
     """
     coordinator = coordinator or Coordinator.of_default_group()
     with coordinator.watched(kind, subject), coordinator.reporting():

@@ -1,17 +1,18 @@
-"""Presence of this process among the ranks of a process group: where ranks run, where they are, and whether they live.
+"""Presence of this process among the ranks of a process group: where ranks run, and where they are in the program.
 
-At its first *contact* a rank writes where it runs into the store of torch's default process group. From then on rank 0
-has a connection to its process, and it one to rank 0's (see :mod:`.transport`). Contact is made when a process enters
-``streaming()`` or, if there is no process group yet, as soon as there is one.
+At its first *contact* a rank writes where it runs into the store of torch's default process group. Contact is made
+when a process enters ``streaming()`` or, if there is no process group yet, as soon as there is one. From then on the
+plug-in `watch`, if it is there, knows whether ranks live.
 
 Which ranks share a host cannot be computed from their numbers: launchers number them host by host or round-robin over
 hosts (``mpirun --map-by node``, cyclic ``srun``), and some tell a rank nothing about the others of its host. So each
-says where it runs, and all derive the same :class:`Topology` from that. What launchers announce in environment
-variables counts only for a rank that cannot ask the others.
+says where it runs, in a digest that goes along with the first agreement, and all derive the same :class:`Topology`
+from that. What launchers announce in environment variables counts only for a rank that cannot ask the others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing.util
 import os
 import socket
@@ -20,14 +21,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import PeerError, require_names
+from ..registry import has_tool, tool
 from ..settings.config import announced_local_rank, announced_local_size
-from .transport import ENDED, PREFIX, Line, Listener, SharedStore, Verdict, pauses
+from .store import PREFIX, SharedStore, Verdict, pauses
 
 
 require_names("torch", distributed_c10d, "_get_default_store", "_update_default_pg", "_world")
@@ -47,8 +49,6 @@ class Presence:
         """The number of this rank's next rendezvous of each kind (see :mod:`.rendezvous`)."""
         self.passed: defaultdict[str, list[str]] = defaultdict(list)
         """The keys of earlier rendezvous of each kind, until all ranks have come to a later one."""
-        self.gave_up: str | None = None
-        """The last meeting of all ranks after which some were waited for in vain."""
         self.whereabouts: dict[str, Whereabouts] = {}
         """Meetings that this rank is in, and how far it has come; the last one is written into the store."""
         self.left_together = "", dict[str, int]()
@@ -56,25 +56,26 @@ class Presence:
         self.group_store = weakref.ref(store)
         """The group's own store. Its server, if it is in this process, lives as long as somebody refers to it."""
         self._locations: dict[int, Location] = {}
-        self._lines: dict[int, Line] = {}
+        self._reading = threading.Lock()  # meetings in the background have threads of their own that look
         self._topology: Topology | None = None
-        self._looking = threading.Lock()  # meetings in the background have threads of their own that look
+        self.interval_s = max(0.5, world_size / 4000)
+        """Time between two looks for news of deaths and errors: all together ask the store 4,000 times a second."""
         server: Any = store
         while hasattr(server, "underlying_store"):
             server = server.underlying_store
         # Of stores other than TCP stores: this host's own name.
-        self.listener = Listener(getattr(server, "host", socket.gethostname()))
-        self.location = Location.here(self.listener.address, self.listener.port, self.listener.question_port)
+        towards = getattr(server, "host", socket.gethostname())
+        self.watch: Watch | None = tool("watch", "watch")(self, towards) if has_tool("watch") else None
+        self.location = Location.here(*(self.watch.ports if self.watch else ()))
         try:
-            self.store.set(self._key(rank), self.location)
-            self.listener.answer = self._answer
-            self._look()
-            self._ask(self.watched())  # so that they look, too
+            self._write_contact()
+            if self.watch:
+                self.watch.begin()
         except BaseException:
-            self.listener.close()
+            self.close()
             raise
         # Before the interpreter is gone: a thread that is inside torch then would abort the process.
-        self._finalizer = multiprocessing.util.Finalize(None, self.listener.close, exitpriority=10)
+        self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=10)
 
     @classmethod
     def in_default_group(cls) -> Presence:
@@ -91,16 +92,18 @@ class Presence:
                     earlier.close()
             elif earlier.store.is_lost:  # it may answer again, and this rank still knows where it has been
                 earlier.store = SharedStore(group_store, ends_with_rank_0=earlier.store.ends_with_rank_0)
-                earlier.store.set(earlier._key(earlier.rank), earlier.location)
+                earlier._write_contact()
             assert _current is not None
             return _current
 
+    def _write_contact(self) -> None:
+        self.store.set(self._key(self.rank), self.location)
+        self.store.set(self._key(self.rank, "place"), Whereabouts())
+
     def close(self) -> None:
-        """Close the sockets, from which other ranks see that this process lives."""
-        self._finalizer.cancel()
-        self.listener.close()
-        for line in self._lines.values():
-            line.close()
+        """Close the sockets, if there are any, from which other ranks see that this process lives."""
+        if self.watch:
+            self.watch.close()
 
     def write_whereabouts(self, where: Whereabouts) -> None:
         """Write into the store how far this rank has come in a meeting."""
@@ -128,73 +131,47 @@ class Presence:
         _, kind, number = where.meeting.split("/")
         return int(number) < self.next_numbers[kind]
 
-    def watched(self) -> Sequence[int]:
-        """The ranks at which this one looks: rank 0 at all, each rank at rank 0."""
-        return range(1, self.world_size) if self.rank == 0 else (0,)
-
-    def _look(self) -> None:
-        """Open the lines: one that was open once tells of the end of a process, to a load or save that needs it."""
-        for rank in self.watched():
-            if rank not in self._lines:
-                self.is_alive(rank)
-
     def has_contact(self, rank: int) -> bool:
         """Whether `rank` has ever made contact."""
-        with self._looking:
+        return self.location_of(rank) is not None
+
+    def location_of(self, rank: int, *, again: bool = False) -> Location | None:
+        """Where `rank` runs, asked `again` or as it was known before; None without contact."""
+        with self._reading:
+            if again:
+                self._locations.pop(rank, None)
             self._read_locations([rank])
-            return rank in self._locations
+            return self._locations.get(rank)
 
-    def is_alive(self, rank: int) -> bool | None:
-        """Whether the process of `rank` exists, without waiting; None if that is not known."""
-        with self._looking:
-            self._read_locations([rank])
-            location = self._locations.get(rank)
-            if location is None:
-                return None
-            is_alive = self._line_to(rank, location).is_alive()
-            if is_alive is False and Location(*self.store.get(self._key(rank))) != location:
-                # That was where it ran in an earlier process group with the same store.
-                del self._locations[rank]
-                self._lines.pop(rank).close()
-                return None
-            return is_alive
-
-    def end_of(self, rank: int) -> Verdict:
-        """The verdict on `rank`, whose process is gone."""
-        location, end = self._locations[rank], self._lines[rank].end
-        seen = f"{end} (process {location.pid} on {location.host.partition(' ')[0]})"
-        return Verdict.of_death(rank, seen, "Ended" if end == ENDED else "PeerError")
-
-    def _line_to(self, rank: int, location: Location) -> Line:
-        if rank not in self._lines:
-            is_local = location.network == self.location.network
-            self._lines[rank] = Line(location.address, location.port, is_local=is_local)
-        return self._lines[rank]
+    def write_progress(self) -> None:
+        """Write the :meth:`progress` of this rank for those that ask."""
+        self.store.set(self._key(self.rank, "progress"), self.progress())
 
     def ask(self, ranks: Sequence[int]) -> list[tuple[str, dict[str, int]]]:
         """The :meth:`progress` of each of `ranks`; these write it a little later, so ask again and again."""
-        self._ask(ranks)
+        if self.watch:
+            self.watch.ask(ranks)
         return [(each or ("", {})) for each in self.store.get_many([self._key(rank, "progress") for rank in ranks])]
-
-    def _ask(self, ranks: Sequence[int]) -> None:
-        for location in [self._locations[rank] for rank in ranks if rank in self._locations]:
-            self.listener.ask(location.address, location.question_port)
-
-    def _answer(self) -> None:
-        """Answer another rank that has made contact, or asks; called in the listener's thread."""
-        with suppress(PeerError):
-            self._look()
-            self.store.set(self._key(self.rank, "progress"), self.progress())
 
     def progress(self) -> tuple[str, dict[str, int]]:
         """The meeting that all ranks left last, and for each group how many collectives this rank has begun since."""
         meeting, before = self.left_together
         return meeting, {name: count - before.get(name, 0) for name, count in begun_collectives().items()}
 
+    def digests(self) -> tuple[str, str] | None:
+        """What tells this rank's host and machine from others, for an agreement; None once the topology is known."""
+        return None if self._topology else (_digest(self.location.host), _digest(self.location.machine))
+
+    def learn(self, digests: Sequence[Sequence[str] | None]) -> None:
+        """Know the topology from the :meth:`digests` of all ranks, if each has given its own."""
+        if self._topology is None and None not in digests:
+            hosts, machines = zip(*filter(None, digests), strict=True)
+            self._topology = Topology(hosts, machines, self.rank)
+
     def topology(self) -> Topology:
         """The layout of the ranks on hosts; all of them must have made contact."""
-        if self._topology is None:
-            with self._looking:
+        if self._topology is None:  # before the first agreement, or some know it from one that failed on this rank
+            with self._reading:
                 self._read_locations(range(self.world_size))
             there = [self._locations[rank] for rank in range(self.world_size)]
             self._topology = Topology([each.host for each in there], [each.machine for each in there], self.rank)
@@ -207,11 +184,31 @@ class Presence:
                 self._locations[rank] = Location(*written)
 
     def polling(self) -> Iterator[float]:
-        """:func:`pauses` in which to ask the store for news: all ranks together ask 10,000 times a second."""
-        return pauses(max(0.02, self.world_size / 10_000))
+        """:func:`pauses` in which to ask the store for news; all ranks together ask 20,000 times a second at most."""
+        return pauses(max(0.02, self.world_size / 20_000))
 
     def _key(self, rank: int, what: str = "location") -> str:
         return f"{PREFIX}/{what}/{rank}"
+
+
+class Watch(Protocol):
+    """Watch over other ranks' processes, as a plug-in brings it: made of a :class:`Presence`, and of what name or
+    address leads to the store's host."""
+
+    ports: Sequence[Any]
+    """Of this process: the last fields of its :class:`Location`."""
+
+    def begin(self) -> None:
+        """Begin, now that other ranks can find this one."""
+
+    def look(self, also: Sequence[int]) -> Sequence[Verdict]:
+        """The verdicts on dead ranks among those that this one watches, and those; without waiting."""
+
+    def ask(self, ranks: Sequence[int]) -> None:
+        """Have these ranks write their progress."""
+
+    def close(self) -> None:
+        """Let the others see that this process ends, or begins anew, by itself."""
 
 
 _current: Presence | None = None
@@ -265,9 +262,11 @@ class Whereabouts(NamedTuple):
     meeting: str = ""
     agreements: int = 0
     doing: str = ""
-    """Completes "ranks came to ..."; empty if ranks need not come."""
+    """Completes "ranks came to ..."."""
     left: str = ""
     """The meeting that it left last."""
+    moved: int = 0
+    """The bytes that it has read or written there, a while ago."""
 
 
 class Location(NamedTuple):
@@ -283,10 +282,10 @@ class Location(NamedTuple):
     address: str
     port: int
     question_port: int
-    """The ports of the process (see :mod:`.transport`)."""
+    """The ports of the process, by which it is watched; 0: none."""
 
     @classmethod
-    def here(cls, address: str, port: int, question_port: int) -> Location:
+    def here(cls, address: str = "", port: int = 0, question_port: int = 0) -> Location:
         """The location of this process."""
         name, machine, network = socket.gethostname(), "", ""
         with suppress(OSError):
@@ -298,9 +297,9 @@ class Location(NamedTuple):
 
 
 class Topology:
-    """Layout of ranks on hosts, seen from `rank`; `hosts` and `machines` are in order of rank."""
+    """Layout of ranks on hosts, seen from `rank`; `hosts` and `machines` are in order of rank, by any values."""
 
-    def __init__(self, hosts: Sequence[str], machines: Sequence[str], rank: int) -> None:
+    def __init__(self, hosts: Sequence[object], machines: Sequence[object], rank: int) -> None:
         self.ranks_of_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         """Ranks on this rank's host, itself included, in order."""
         self.position = self.ranks_of_host.index(rank)
@@ -313,3 +312,7 @@ class Topology:
         first, size = rank - announced_local_rank(), max(1, announced_local_size())
         hosts = [str((other - first) // size) for other in range(world_size)]
         return cls(hosts, hosts, rank)
+
+
+def _digest(name: str) -> str:
+    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()

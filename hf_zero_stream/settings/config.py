@@ -75,12 +75,13 @@ class StreamingConfig:
     (config, index), and files that are not safetensors.
     """
 
-    share_reads: bool = True
-    """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
+    share_reads: bool = False
+    """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others:
+    all ranks make this load.
 
-    Ranks wait for those that may be on their way, for 5 minutes at most. If one will not come, each loads alone, as
-    transformers does, and one says so. False leaves such loads to transformers. With tensor parallelism, the ranks of
-    a group read together what they hold columns of; not with False, nor if `verify` compares values.
+    Worth it where not all ranks read from one page cache: on several hosts, or from a slow file system. False leaves
+    such loads to transformers. (With tensor parallelism, the ranks of a group read together what they hold columns
+    of, unless `verify` compares values.)
     """
 
     keep_quantized: bool | Literal["auto"] = "auto"

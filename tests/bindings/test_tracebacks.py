@@ -14,7 +14,7 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.bindings import tracebacks
 from hf_zero_stream.errors import PACKAGE, HfZeroStreamError, PeerError
-from hf_zero_stream.ranks.transport import Verdict
+from hf_zero_stream.ranks.store import Verdict
 
 
 def files() -> list[str]:

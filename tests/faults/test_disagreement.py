@@ -27,16 +27,14 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.engine import sameness
-from hf_zero_stream.holdings.introspection import is_streamed
-from hf_zero_stream.loading import integration
 from hf_zero_stream.ranks.presence import Presence
-from hf_zero_stream.ranks.transport import PREFIX
+from hf_zero_stream.ranks.store import PREFIX
 from tests.faults.test_dying_ranks import load, look_as_behind_firewalls, look_as_on_other_hosts
 from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks
 from tests.support.disk import disk, failing, replace_reads
 from tests.support.hosts import move_to_host
-from tests.support.messages import message_of
+from tests.support.messages import error_of, message_of
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
 
@@ -163,33 +161,31 @@ def test_before_anything_is_read(
         assert result["reads"] == 0 and result["loaded"] == 3
 
 
-def share_in_other_chunks(folder: Path) -> tuple[bool, str]:
-    """Where ranks exchange what they read, they must cut it in the same way: whether they do, and their warnings."""
-    warnings: list[str] = []
-    integration.logger.warning = lambda message, *args: warnings.append(message)
-    settings = hf_zero_stream.StreamingConfig(staging_bytes=2**20 * (1 + dist.get_rank()))
+def share_in_other_chunks(folder: Path) -> tuple[str, str]:
+    """Where ranks exchange what they read, they must cut it in the same way."""
+    settings = hf_zero_stream.StreamingConfig(share_reads=True, staging_bytes=2**20 * (1 + dist.get_rank()))
     with hf_zero_stream.streaming(settings):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    return is_streamed(model), "".join(warnings)
+        return error_of(lambda: transformers.AutoModelForCausalLM.from_pretrained(folder))
 
 
 def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Checkpoint) -> None:
-    """Outside ZeRO-3 ranks need not load together, and say why they do not."""
-    found = run_ranks(2, share_in_other_chunks, zoo_checkpoint("llama"))
-    assert not any(shared for shared, _ in found)
-    (warning,) = (text for _, text in found if text)  # of one rank, for all
-    assert "the setting staging_bytes (2097152 there, 1048576 on rank 0)" in warning
+    for kind, message in run_ranks(2, share_in_other_chunks, zoo_checkpoint("llama")):
+        assert (
+            kind == "DisagreementError" and "the setting staging_bytes (2097152 there, 1048576 on rank 0)" in message
+        )
 
 
 def read_from_one_rank(folder: Path) -> dict[str, Any]:
     """Rank 1 alone has `read_from`, which decides what ranks say to each other from the start."""
-    warnings: list[str] = []
-    integration.logger.warning = lambda message, *args: warnings.append(message)
     auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
-    settings = StreamingConfig(read_from="rank0") if dist.get_rank() == 1 else StreamingConfig()
-    with hf_zero_stream.streaming(settings):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    found: dict[str, Any] = {"shared": is_streamed(model), "warnings": "".join(warnings)}
+    read_from: Any = "rank0" if dist.get_rank() == 1 else "all"
+    settings = StreamingConfig(read_from=read_from, share_reads=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    found: dict[str, Any] = {}
+
+    def share_it() -> None:
+        with hf_zero_stream.streaming(settings):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
 
     def load_it(**kwargs: Any) -> None:
         with hf_zero_stream.streaming(settings):
@@ -199,7 +195,7 @@ def read_from_one_rank(folder: Path) -> dict[str, Any]:
         with hf_zero_stream.streaming(settings):
             hf_zero_stream.load_into(model, folder)
 
-    ways = (load_it, lambda: load_it(dtype="auto"), load_into_it)
+    ways = (share_it, load_it, lambda: load_it(dtype="auto"), load_into_it)
     found["errors"] = []
     for way in ways:
         try:
@@ -220,16 +216,14 @@ def read_from_one_rank(folder: Path) -> dict[str, Any]:
 
 
 def test_read_from_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """The same error on all ranks; outside ZeRO-3 each loads alone. None hangs."""
+    """The same error on all ranks. None hangs."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "dtype"}))
     text = "read_from='rank0' there, read_from='all' on rank 0"
     ranks = run_ranks(2, read_from_one_rank, folder, timeout=60)
-    assert [text in found["warnings"] for found in ranks].count(True) == 1  # one says it for all
     for found in ranks:
-        assert not found["shared"]
-        assert len(found["errors"]) == 3
+        assert len(found["errors"]) == 4
         assert all(error.startswith("DisagreementError: rank 1") and text in error for error in found["errors"]), found
         assert (found["was noted"], found["loaded"], found["is noted"]) == (True, 2, False)
 

@@ -1,6 +1,5 @@
 """Ranks that come to a load seconds or minutes after each other, or not at all."""
 
-import dataclasses
 import logging
 import os
 import shutil
@@ -17,15 +16,14 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.errors import HfZeroStreamError
-from hf_zero_stream.loading import choice
-from hf_zero_stream.ranks import rendezvous
-from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.ranks import presence, rendezvous
 from tests.ranks.test_rendezvous import load as load_plain
 from tests.support.checkpoint_files import add_one
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.fsdp2 import announce, count_lazy, load, make_accelerator
 from tests.support.hosts import move_to_host
-from tests.support.messages import warnings_of
+from tests.support.messages import message_of, warnings_of
+from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
 
 
@@ -56,30 +54,26 @@ def test_a_deferral_waits_for_nobody(cluster: None, zoo_checkpoint: Checkpoint) 
         assert lazy > 10 and seconds < 5 and ranks == 2 and read <= 1.1 * size
 
 
-def defer_where_rank_0_reads(folders: list[Path]) -> tuple[int, str]:
-    """Rank 1 does not see the shards; then it does not come, and rank 0 defers its model alone."""
+def defer_where_rank_0_reads(folders: list[Path]) -> int:
+    """Rank 1 does not see the shards."""
     announce()
     accelerator = make_accelerator()
     make_contact()
     os.chdir(folders[dist.get_rank()].parent)  # of ranks that load together, the paths must be the same
-    folder, why = Path(folders[0].name), list[str]()
+    folder = Path(folders[0].name)
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(read_from="rank0")):
         model = load("llama", folder)
         lazy = count_lazy(model)
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        if dist.get_rank() == 0:
-            with warnings_of("hf_zero_stream.loading.integration") as why:
-                lazy += count_lazy(load("llama", folder))
         dist.barrier()
-    return lazy, "".join(why)
+    return lazy
 
 
 def test_a_deferral_where_one_rank_reads_for_others(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = zoo_checkpoint("llama")
     small = shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*.safetensors"))
-    (first, why), (second, _) = run_ranks(2, defer_where_rank_0_reads, [folder, small], timeout=60)
-    assert second > 10 and first == 2 * second
-    assert "Each loads it alone: rank 1 has begun a collective without this rank" in why
+    first, second = run_ranks(2, defer_where_rank_0_reads, [folder, small], timeout=60)
+    assert first == second > 10
 
 
 def defer_with_a_wrong_setting(folder: Path, read_from: str) -> tuple[str, float]:
@@ -143,8 +137,8 @@ def make_contact() -> None:
 
 def share_with_a_slow_rank(folder: Path) -> tuple[bool, str]:
     """Rank 1 comes late. Meanwhile threads of it and of rank 0 communicate, not quite at the same time."""
-    rendezvous.CERTAIN_S = 4.0
-    choice.SHARED_LOAD = dataclasses.replace(choice.SHARED_LOAD, reminder_s=2.0)
+    object.__setattr__(rendezvous.LOAD, "reminder_s", 2.0)
+    rendezvous.STUCK_S = 4.0
     logging.getLogger("hf_zero_stream").setLevel(logging.WARNING)
     group = dist.new_group()
     make_contact()
@@ -167,7 +161,7 @@ def share_with_a_slow_rank(folder: Path) -> tuple[bool, str]:
 def test_a_slow_rank_is_waited_for(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     (first, said), (second, _), (third, nothing) = run_ranks(3, share_with_a_slow_rank, zoo_checkpoint("llama"))
     assert first and second and third
-    words = "Waiting since 2 s for rank 1 to share the load. If they are not going to make the same load, share_reads"
+    words = "Waiting since 2 s for rank 1 to load. All ranks must make the same load."
     assert words in said + nothing and not (said and nothing), (said, nothing)
 
 
@@ -175,7 +169,7 @@ def within_main_process_first(folder: Path, _: Path) -> Any:
     state = accelerate.PartialState(cpu=True, backend="gloo")
     assert state.num_processes == 3
     with state.main_process_first(), state.local_main_process_first():
-        return load_plain(folder)
+        return load_plain(folder, share_reads=False)
 
 
 def on_rank_0(folder: Path, _: Path) -> Any:
@@ -183,7 +177,7 @@ def on_rank_0(folder: Path, _: Path) -> Any:
     if dist.get_rank():
         dist.recv(torch.ones(1), 0)
         return None
-    found = load_plain(folder)
+    found = load_plain(folder, share_reads=False)
     for rank in (1, 2):
         dist.send(torch.ones(1), rank)
     return found
@@ -191,17 +185,23 @@ def on_rank_0(folder: Path, _: Path) -> Any:
 
 def while_the_others_save(folder: Path, own: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    found = load_plain(folder) if dist.get_rank() == 0 else None
+    found = load_plain(folder, share_reads=False) if dist.get_rank() == 0 else None
     hf_zero_stream.save_pretrained(model, own)
     return found
 
 
-def other_numbers_of_models(folder: Path, _: Path) -> Any:
-    """Of which all make the first load."""
-    return [load_plain(folder) for _ in range(3 - dist.get_rank())][1:]
+def in_several_threads(folder: Path, _: Path) -> Any:
+    """Two loads at once."""
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(load_plain(folder, share_reads=False))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
 
 
-SCENES = (within_main_process_first, on_rank_0, while_the_others_save, other_numbers_of_models)
+SCENES = (within_main_process_first, on_rank_0, while_the_others_save, in_several_threads)
 
 
 def play(folder: Path, own: Path) -> list[Any]:
@@ -218,37 +218,44 @@ def test_no_rank_waits_for_those_that_wait_for_it(cluster: None, zoo_checkpoint:
         for scene, results in zip(SCENES, found, strict=True):
             for result in results if isinstance(results, list) else [results]:
                 if result is not None:
+                    assert not result["error"], (rank, scene.__name__, result)
                     assert not result["shared"] and result["seconds"] < 10, (rank, scene.__name__, result)
 
 
-def wait_for_a_file(folder: Path, file: Path) -> list[Any]:
-    """Rank 1 waits for a file that rank 0 writes after two loads. Then it comes late to a meeting that needs all."""
-    rendezvous.SHARING_PATIENCE_S = 3.0
+# ------------------------------------------------------------------------------------------- slow, and standing still
+
+
+def read_slowly(folder: Path, seconds: float, moves: bool) -> tuple[str, float]:
+    """Rank 1 reads for longer than the process group's time-out; `moves`: a little at a time."""
     make_contact()
-    found = []
+    presence.Presence.in_default_group().group_timeout_s = 2.0
     if dist.get_rank() == 1:
-        while not file.exists():
-            time.sleep(0.1)
-    else:
-        found = [load_plain(folder), load_plain(folder)]
-        file.touch()
-    rendezvous.SHARING_PATIENCE_S = 30.0
-    if dist.get_rank() == 1:
-        time.sleep(2)
-    with Coordinator.of_default_group().watched():
-        pass
-    if dist.get_rank() == 1:
-        time.sleep(3)
-    return [*found, load_plain(folder)]
+        pauses = iter([seconds / 8] * 8 if moves else [seconds])
+        real = os.preadv
+
+        def slowly(*args: Any) -> int:
+            time.sleep(next(pauses, 0.0))
+            return real(*args)
+
+        os.preadv = slowly
+        os.environ["HF_ZERO_STREAM_READER_THREADS"] = "1"
+    began = time.monotonic()
+    config = {**ds_config(), "hf_zero_stream": {"staging_bytes": 2**16}}
+    message = message_of(
+        lambda: hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config), otherwise=""
+    )
+    return message, time.monotonic() - began
 
 
-def test_waiting_has_a_limit(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """For a rank that was waited for in vain it is low, until all are together again."""
-    first, second, third = run_ranks(3, wait_for_a_file, zoo_checkpoint("llama"), tmp_path / "file", timeout=90)
-    for *alone, together in (first, second, third):
-        assert not any(result["shared"] for result in alone) and together["shared"]
-    said = ["".join(one["why"] + other["why"]) for one, other in zip(first, third, strict=True)]
-    for text, limit in zip(said, ("3", "0.5"), strict=False):
-        assert f"Only 2 of 3 ranks came to share the load within {limit} seconds; rank 1 did not. If they" in text, (
-            said
-        )
+def test_a_rank_that_reads_for_three_times_the_time_out(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    for message, seconds in run_ranks(2, read_slowly, zoo_checkpoint("llama"), 7.0, True, timeout=60):
+        assert message == "" and seconds > 6
+
+
+def test_a_rank_that_stands_still_is_named(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    """And what it does: it lives, and nothing else tells."""
+    (first, seconds), (second, _) = run_ranks(2, read_slowly, zoo_checkpoint("llama"), 12.0, False, timeout=60)
+    for message in (first, second):
+        assert message.startswith("PeerError: Waited ") and "1 of 2 ranks do not come" in message
+        assert "the time-out of the process group: rank 1 has begun to load, and has read or written " in message
+    assert seconds < 8

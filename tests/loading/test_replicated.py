@@ -38,8 +38,13 @@ from tests.support.parity import ds_config, three_losses
 from tests.support.zoo import ZOO, Checkpoint
 
 
+def share_reads() -> None:
+    os.environ["HF_ZERO_STREAM_SHARE_READS"] = "1"
+
+
 def load_shared(name: str, folder: Path, dtype: torch.dtype) -> list[str]:
     """What differs from a plain load, and whether the ranks read as much as there is, once."""
+    share_reads()
     auto_class = ZOO[name].auto_class
     plain = getattr(transformers, auto_class).from_pretrained(folder, dtype=dtype)
     torch.manual_seed(0)
@@ -76,6 +81,7 @@ def test_a_cast_and_small_chunks(cluster: None, zoo_checkpoint: Checkpoint, monk
 def losses(folder: Path, stage: int, streams: bool) -> list[float]:
     config = ds_config(torch.bfloat16)
     config["zero_optimization"] = {"stage": stage}
+    share_reads()
     library: Any = hf_zero_stream if streams else transformers
     auto_class = getattr(library, "StreamingAutoModelForCausalLM" if streams else "AutoModelForCausalLM")
     model = auto_class.from_pretrained(folder, dtype=torch.bfloat16)
@@ -95,10 +101,12 @@ def test_losses_equal_stock(cluster: None, zoo_checkpoint: Checkpoint, stage: in
 
 def left_to_transformers(folder: Path) -> list[bool]:
     auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
-    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(share_reads=False)):
-        by_setting = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with hf_zero_stream.streaming():
+        by_default = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert "with share_reads=True each reads a part" in by_default.streaming_report.stock_reason
+    share_reads()
     by_device_map = auto_class.from_pretrained(folder, device_map="cpu")
-    return [is_streamed(model) for model in (by_setting, by_device_map)]
+    return [is_streamed(model) for model in (by_default, by_device_map)]
 
 
 def test_loads_that_are_left_to_transformers(cluster: None, zoo_checkpoint: Checkpoint) -> None:
@@ -108,6 +116,7 @@ def test_loads_that_are_left_to_transformers(cluster: None, zoo_checkpoint: Chec
 
 def broken_on_one_rank(folder: Path) -> str:
     """The error that each rank gets if the shards cannot be read on rank 1."""
+    share_reads()
 
     def fail(self: Any, *args: Any) -> None:
         raise ReadError("made to fail")
@@ -156,7 +165,7 @@ def config_of(stage: int) -> dict[str, Any]:
 
 
 def load(folder: Path, config: dict[str, Any], **settings: Any) -> Any:
-    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(**settings)):
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(share_reads=True, **settings)):
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, ds_config=config)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ... import accelerators
 from ...errors import ConfigError, StreamError
-from ...ranks.transport import pauses
+from ...ranks.store import pauses
 
 
 T = TypeVar("T")

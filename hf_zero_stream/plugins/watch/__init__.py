@@ -1,0 +1,8 @@
+"""Watch over the ranks of a process group: a death is told within seconds, and where it was; see docs/errors.md."""
+
+from __future__ import annotations
+
+from ...registry import Plugin
+
+
+PLUGIN = Plugin("watch", tools={"watch": f"{__name__}.watch:HostWatch"})
