@@ -49,15 +49,18 @@ class Task:
 
 
 @contextmanager
-def slow_folder(folder: Path, latency: float, rate: float, log: Path | None = None) -> Iterator[Path]:
+def slow_folder(
+    folder: Path, latency: float, rate: float, log: Path | None = None, *, keeps_cache: bool = False
+) -> Iterator[Path]:
     """`folder` as it looks on a slow disk, while it is mounted.
 
     With `log`, that file has a line for each request of the kernel: the file's name, the first byte, the size.
+    With `keeps_cache` the kernel keeps a file's pages when it is opened anew, as Lustre's and NFS's clients do.
     """
     with tempfile.TemporaryDirectory(prefix="slow-") as place:
         command = [sys.executable, "-m", "benchmarks.slow_disk", "--serve", str(folder), place]
         command += ["--latency", str(latency), "--rate", str(rate)]
-        command += [] if log is None else ["--log", str(log)]
+        command += ([] if log is None else ["--log", str(log)]) + ["--keeps-cache"] * keeps_cache
         process = subprocess.Popen(command, cwd=ROOT)
         try:
             while not os.path.ismount(place):
@@ -70,7 +73,7 @@ def slow_folder(folder: Path, latency: float, rate: float, log: Path | None = No
             process.wait(timeout=30)
 
 
-def serve(folder: str, place: str, latency: float, rate: float, log: Path | None) -> None:
+def serve(folder: str, place: str, latency: float, rate: float, log: Path | None, keeps_cache: bool) -> None:
     import mfusepy
 
     from tests.support.http_files import Behaviour
@@ -112,7 +115,7 @@ def serve(folder: str, place: str, latency: float, rate: float, log: Path | None
                     lines.write(f"{os.path.basename(path)} {offset} {len(found)}\n")
             return found
 
-    options = {"max_read": REQUEST_BYTES, "fsname": "slow", "subtype": "slow"}
+    options = {"max_read": REQUEST_BYTES, "fsname": "slow", "subtype": "slow", "kernel_cache": keeps_cache}
     mfusepy.FUSE(Slow(), place, foreground=True, ro=True, max_threads=64, **options)
 
 
@@ -180,9 +183,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "PLACE"), help=argparse.SUPPRESS)
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--keeps-cache", action="store_true", help=argparse.SUPPRESS)
     settings = parser.parse_args()
     if settings.serve:
-        serve(*settings.serve, settings.latency, settings.rate, settings.log)
+        serve(*settings.serve, settings.latency, settings.rate, settings.log, settings.keeps_cache)
         return
     checkpoint = cached_checkpoint("moe", settings.gigabytes)
     print(f"{settings.latency:g} ms, {settings.rate:g} MB/s, {checkpoint.nbytes / 1e9:.2f} GB")

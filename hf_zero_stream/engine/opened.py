@@ -137,6 +137,10 @@ class OpenCheckpoint:
         if isinstance(self.source, FilesByPath) and (is_read_again or nbytes * len(ranks) < self._cache_bytes):
             self.source.local.keep_cached()
 
+    def fits_in_cache(self, nbytes: int) -> bool:
+        """Whether the page cache has room for so many bytes."""
+        return nbytes < self._cache_bytes
+
     def read_headers(self, paths: Sequence[str]) -> list[ShardHeader]:
         """Read the headers of `paths`; when values are read, each file must still be the one that it was then."""
         found: dict[str, ShardHeader] = {}

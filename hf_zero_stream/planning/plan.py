@@ -7,7 +7,7 @@ refers to them by number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 from math import prod
 from typing import NamedTuple
@@ -38,6 +38,18 @@ class Target:
     @property
     def nbytes(self) -> int:
         return self.numel * int(self.dtype.itemsize)
+
+    def of_neighbours(self, rank: int, ranks: Sequence[int], numel: int) -> Target:
+        """The memory of `ranks`, of which `rank` has this, one share of `numel` elements that lie side by side.
+
+        Memory that is no share of ZeRO-3's, or is a whole, stays as it is.
+        """
+        part, first, last = self.numel, ranks[0], ranks[-1]
+        if (self.start, self.stop) != (min(numel, rank * part), min(numel, (rank + 1) * part)):
+            return self
+        return replace(
+            self, numel=part * len(ranks), start=min(numel, first * part), stop=min(numel, (last + 1) * part)
+        )
 
     @classmethod
     def whole(cls, name: str, dtype: torch.dtype, numel: int, box: ParameterBox | None = None) -> Target:

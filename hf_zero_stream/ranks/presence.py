@@ -184,8 +184,8 @@ class Presence:
                 self._locations[rank] = Location(*written)
 
     def polling(self) -> Iterator[float]:
-        """:func:`pauses` in which to ask the store for news; all ranks together ask 20,000 times a second at most."""
-        return pauses(max(0.02, self.world_size / 20_000))
+        """:func:`pauses` in which to ask the store for news: some twenty in a second, however many ranks ask."""
+        return pauses(max(0.02, min(1.0, self.world_size / 2_000)), shortest_s=self.world_size / 100_000)
 
     def _key(self, rank: int, what: str = "location") -> str:
         return f"{PREFIX}/{what}/{rank}"

@@ -155,10 +155,10 @@ class Verdict(NamedTuple):
         return error
 
 
-def pauses(longest_s: float, share: float = 0.25) -> Iterator[float]:
+def pauses(longest_s: float, share: float = 0.25, shortest_s: float = 0.00005) -> Iterator[float]:
     """Yield the seconds waited so far, first at once, then after pauses of a `share` of the wait so far."""
     began = time.monotonic()
     while True:
         waited_s = time.monotonic() - began
         yield waited_s
-        time.sleep(min(longest_s, 0.00005 + waited_s * share))
+        time.sleep(min(longest_s, shortest_s + waited_s * share))

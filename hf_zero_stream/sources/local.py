@@ -359,24 +359,49 @@ class ReadAhead:
             before += size
 
 
+def populate(path: str, begin: int, nbytes: int) -> bool:
+    """Bring these bytes of a file into the page cache; False if the system takes no such advice, or cannot read."""
+    start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    with suppress(OSError, ValueError):
+        return _populate(path, start, begin + nbytes - start)
+    return False
+
+
+def keeps_cached(path: str, begin: int, nbytes: int) -> bool:
+    """Whether these bytes of a file, which were brought into the page cache, are there for one that opens it anew.
+
+    False, too, where Linux tells this process nothing of the file's pages.
+    """
+    start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    with suppress(OSError, ValueError), _window(path, start, begin + nbytes - start) as (handle, address, length):
+        return _can_query_page_cache(handle) and is_resident(address, length)
+    return False
+
+
 def _populate(path: str, begin: int, nbytes: int) -> bool:
     """Bring these bytes of a file into the page cache; whether the system took the advice."""
+    with _window(path, begin, nbytes) as (handle, address, length):
+        if _can_query_page_cache(handle) and is_resident(address, length):
+            return True  # mapping what is cached takes the time of a processor, and another thread wants it
+        advise(address, length, MADV_HUGEPAGE)
+        return advise(address, length, MADV_POPULATE_READ)
+
+
+@contextmanager
+def _window(path: str, begin: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Open and map these bytes of a file: its handle, their address and their number."""
     # Private and writable, because ctypes gives the address of nothing else. Nothing is written.
     access = mmap.PROT_READ | mmap.PROT_WRITE
     with (
         open(path, "rb", buffering=0, opener=open_nonblocking) as file,
         mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE, access, offset=begin) as window,
     ):
-        address = ctypes.addressof(ctypes.c_char.from_buffer(window))
-        if _can_query_page_cache(file.fileno()) and is_resident(address, nbytes):
-            return True  # mapping what is cached takes the time of a processor, and another thread wants it
-        advise(address, nbytes, MADV_HUGEPAGE)
-        return advise(address, nbytes, MADV_POPULATE_READ)
+        yield file.fileno(), ctypes.addressof(ctypes.c_char.from_buffer(window)), nbytes
 
 
 def _can_query_page_cache(handle: int) -> bool:
     """Whether Linux tells this process which pages of the file are cached (``can_do_mincore`` in mm/mincore.c)."""
-    return os.geteuid() in (0, os.fstat(handle).st_uid)
+    return os.geteuid() in (0, os.fstat(handle).st_uid) or os.access(f"/proc/self/fd/{handle}", os.W_OK)
 
 
 HUGE_PAGE_BYTES = 2 * 2**20

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import pytest
@@ -24,6 +25,7 @@ import hf_zero_stream
 from benchmarks.slow_disk import slow_folder
 from hf_zero_stream import StreamingAutoModelForCausalLM
 from hf_zero_stream.checkpoint.formats import map_from_headers
+from hf_zero_stream.engine import reader
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.ranks.presence import Location, Presence, Topology
@@ -40,7 +42,7 @@ from tests.conftest import skip_if_lacking
 from tests.support.cluster import SOON_S, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import run_command
 from tests.support.hosts import move_to_host
-from tests.support.parity import ds_config
+from tests.support.parity import ds_config, whole_values
 from tests.support.zoo import Checkpoint
 
 
@@ -231,7 +233,7 @@ def test_a_slow_shared_disk(tmp_path: Path) -> None:
 
 
 def load_replicas(folder: str) -> None:
-    with hf_zero_stream.streaming(StreamingConfig(progress=False)):
+    with hf_zero_stream.streaming(StreamingConfig(progress=False, share_reads=True)):
         model = transformers.AutoModel.from_pretrained(folder)
         assert sum(rank.bytes_read for rank in model.streaming_report.ranks)
 
@@ -253,6 +255,50 @@ def test_each_byte_crosses_the_wire_once_per_host(cluster: None, tmp_path: Path,
     size = (folder / "model.safetensors").stat().st_size
     with slow_folder(folder, latency=1, rate=1000, log=log) as place:
         run_ranks(2, load, str(place))
+    asked = asked_for(log)
+    assert size <= sum(asked) <= 1.02 * size, (size, asked)
+
+
+def asked_for(log: Path) -> list[int]:
+    """The bytes of each request of the kernel for the shard, whose headers it reads first."""
     lines = [line.split() for line in log.read_text().splitlines()]
-    asked = sum(int(nbytes) for name, _, nbytes in lines if name == "model.safetensors")
-    assert size <= asked <= 1.02 * size, (size, asked)
+    return [int(nbytes) for name, _, nbytes in lines if name == "model.safetensors"]
+
+
+def load_on_two_hosts(folder: str, alone: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """All values, and what this rank brought into the page cache for its host of three."""
+    move_to_host("aaabbb"[dist.get_rank()])
+    brought, real = list[int](), reader.bring_in
+
+    def bring_in(*args: Any) -> int:
+        brought.append(0 if alone else real(*args))
+        return brought[-1]
+
+    reader.bring_in = bring_in
+    model = hf_zero_stream.StreamingAutoModel.from_pretrained(folder, ds_config=ds_config())
+    return whole_values(model), sum(brought)
+
+
+@needs_fuse
+@pytest.mark.parametrize("keeps_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_part_of_a_host_is_read_at_once(cluster: None, tmp_path: Path, keeps_cache: bool) -> None:
+    """Each of six ranks has little of each parameter; where opening a file drops what is cached, all stop at once."""
+    skip_if_lacking(FUSE)
+    folder = tmp_path / "model"
+    sizes = {"hidden_size": 96, "intermediate_size": 768, "num_hidden_layers": 24, "vocab_size": 1009}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    plain = transformers.LlamaModel(transformers.LlamaConfig(**sizes, **heads))
+    plain.save_pretrained(folder)
+    requests, brought = {}, {}
+    for alone in (True, False):
+        log = tmp_path / f"log {alone}"
+        with slow_folder(folder, latency=1, rate=1000, log=log, keeps_cache=keeps_cache) as place:
+            ranks = run_ranks(6, load_on_two_hosts, str(place), alone, timeout=120)
+        requests[alone], brought[alone] = len(asked_for(log)), [nbytes for _, nbytes in ranks]
+        for values, _ in ranks:
+            assert all(torch.equal(values[name], value) for name, value in plain.state_dict().items())
+    assert not any(brought[True])
+    if keeps_cache:
+        assert all(brought[False]) and requests[False] < 0.9 * requests[True], (requests, brought)
+    else:
+        assert not any(brought[False]), brought

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -25,6 +26,7 @@ from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.destinations import columns
 from hf_zero_stream.holdings.introspection import local_of
+from hf_zero_stream.loading import choice
 from hf_zero_stream.sources import local
 from tests import sampling
 from tests.faults import test_one_faulty_rank
@@ -232,15 +234,18 @@ def reports_of(folder: Path, sizes: Sizes) -> tuple[list[Any], Any]:
     """This rank's, with exchanges, without, where values are compared, where rank 0 reads for all, and of a plan."""
     found, values = [], []
 
-    def load(settings: dict[str, Any]) -> None:
-        with hf_zero_stream.streaming(StreamingConfig(**settings)):
+    def load(settings: dict[str, Any], exchanges: bool = True) -> None:
+        by_settings = choice.shares_columns
+        shares = mock.patch.object(choice, "shares_columns", lambda each: exchanges and by_settings(each))
+        with hf_zero_stream.streaming(StreamingConfig(**settings)), shares:
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes)
         found.append(model.streaming_report.ranks[dist.get_rank()])
         values.append([local_of(param) for param in model.parameters()])
 
     with two_ranks_exchange():
-        for settings in ({}, {"share_reads": False}, {"verify": "full"}):
-            load(settings)
+        load({})
+        load({}, exchanges=False)
+        load({"verify": "full"})
         planned = plan_of(folder, sizes, dist.get_rank()).load.cost
     for settings in ({"read_from": "rank0"}, {}):
         load(settings)
