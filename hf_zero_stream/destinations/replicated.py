@@ -25,17 +25,15 @@ _ALIGNMENT = 16  # bytes; each part begins at a multiple of it, so that it can b
 
 
 class _ExchangedPart(NamedTuple):
-    """The part of one tensor that this rank brings to one exchange.
+    """The part of one tensor that this rank brings to one exchange, and with it the parts that the others bring.
 
     Attributes:
         target: the memory that it reads into; begins with this rank's elements, and may end in padding.
-        share: elements of each rank's share of the tensor, the last one's padding included.
-        first: first element of the part within the share.
+        first: first element of rank 0's part in the tensor; the parts of the others follow, each as long.
         offset: where the part begins in a rank's buffer, in bytes.
     """
 
     target: Target
-    share: int
     first: int
     offset: int
 
@@ -54,19 +52,19 @@ def exchanges(
     parts: list[_ExchangedPart] = []
     used = 0
     for name, tensor in tensors.items():
-        share, itemsize = -(-tensor.numel() // world_size), tensor.dtype.itemsize
+        numel, itemsize = tensor.numel(), tensor.dtype.itemsize
         first = 0
-        while first < share:
-            length = min(share - first, (rank_bytes - used) // itemsize)
+        while first < numel:
+            length = min(-(-(numel - first) // world_size), (rank_bytes - used) // itemsize)
             if length == 0:
                 yield parts, used
                 parts, used = [], 0
                 continue
-            start = min(tensor.numel(), rank * share + first)
-            stop = max(start, min(tensor.numel(), start + length, (rank + 1) * share))
-            parts.append(_ExchangedPart(Target(name, tensor.dtype, length, start, stop), share, first, used))
+            start = min(numel, first + rank * length)
+            stop = min(numel, start + length)
+            parts.append(_ExchangedPart(Target(name, tensor.dtype, length, start, stop), first, used))
             used = min(rank_bytes, -(-(used + length * itemsize) // _ALIGNMENT) * _ALIGNMENT)
-            first += length
+            first += length * world_size
     if parts:
         yield parts, used
 
@@ -131,19 +129,20 @@ class _Exchanger:
         """Begin to exchange the parts (all ranks); the returned function waits, and puts them into the tensors."""
         received = self.buffer(self._coordinator.world_size)[: self._coordinator.world_size * nbytes]
         wait = self._coordinator.begin(all_gather, received, self.buffer(1, turn)[:nbytes])
-        return partial(self._end, wait, parts, received.split(nbytes))
+        return partial(self._end, wait, parts, received.view(-1, nbytes))
 
-    def _end(
-        self, wait: Callable[[], None], parts: Sequence[_ExchangedPart], received: Sequence[torch.Tensor]
-    ) -> None:
+    def _end(self, wait: Callable[[], None], parts: Sequence[_ExchangedPart], received: torch.Tensor) -> None:
+        """Each part takes one copy, or two where the last ranks have less of it, however many ranks there are."""
         wait()
-        for rank, of_rank in enumerate(received):
-            for part in parts:
-                tensor = self._tensors[part.target.name]
-                start = rank * part.share + part.first
-                stop = min(start + part.target.numel, (rank + 1) * part.share, tensor.numel())
-                if start < stop:
-                    tensor[start:stop].copy_(part.memory(of_rank)[: stop - start])
+        for part in parts:
+            target, tensor = part.target, self._tensors[part.target.name]
+            of_ranks = received[:, part.offset : part.offset + target.nbytes].view(target.dtype)
+            there = tensor[part.first : part.first + of_ranks.numel()]
+            full = there.numel() // target.numel
+            there[: full * target.numel].view(full, target.numel).copy_(of_ranks[:full])
+            rest = there[full * target.numel :]
+            if len(rest):
+                rest.copy_(of_ranks[full, : len(rest)])
 
 
 class Replicated(Destination):

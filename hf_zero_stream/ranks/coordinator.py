@@ -250,9 +250,10 @@ class Coordinator:
         begin = partial(collective, *args, group=group, async_op=True)
         with self.naming_dead_rank():
             device, kind = collective_device(), (group, collective)
-            # NCCL connects ranks at a group's first collective of each kind (sends have ways of their own), and blocks
-            # the thread until all have come, also a dead one.
-            if self._watchdog is not None and kind not in self._connected and is_accelerator(device):
+            # NCCL connects ranks at a group's first collective of each kind, and two ranks when one has first bytes
+            # for the other; it blocks the thread until all have come, also a dead one.
+            is_new = kind not in self._connected or collective is dist.all_to_all_single
+            if self._watchdog is not None and is_new and is_accelerator(device):
                 begun = _begun_in_thread(begin, device)
                 self._wait_until(begun.done)
                 work = begun.result()
@@ -286,6 +287,12 @@ class Coordinator:
                 raise verdict.error() from error
             if not is_lost:
                 raise
+            if isinstance(error, dist.DistBackendError):
+                raise PeerError(
+                    f"{shortened(error, 600)} No other rank is known to have died, so the cause may be this machine: "
+                    "too little shared memory (/dev/shm; --shm-size of a container), or a wrong NCCL_SOCKET_IFNAME. "
+                    "NCCL_DEBUG=WARN says more. This rank gives up; start all ranks anew."
+                ) from error
             raise PeerError(f"The connection to another rank is lost, so this rank gives up too: {error}") from error
 
 

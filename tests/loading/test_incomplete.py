@@ -274,7 +274,7 @@ def load_of_own(folder: Path, config: dict[str, Any] | None) -> Any:
     spoilt = [torch.full((8,), -1e34) for _ in range(10_000)]
     del spoilt
     kwargs = {} if config is None else {"ds_config": config}
-    with hf_zero_stream.streaming():
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(share_reads=True)):
         model = OfOwn.from_pretrained(folder, dtype=torch.float32, **kwargs)
     return [it for it in said if "are zeros" in it], {name: getattr(model, name).tolist() for name in OF_OWN}
 

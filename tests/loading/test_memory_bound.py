@@ -220,7 +220,8 @@ def steps_of_a_load(folder: Path) -> tuple[list[str], list[str]]:
         return lambda: (seen.append("end"), wait())[1]
 
     reading.execute_reads, coordinator.Coordinator.begin = noted_read, noted_begin  # type: ignore[assignment, method-assign]
-    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(staging_bytes=2**14, progress=False)):
+    settings = hf_zero_stream.StreamingConfig(share_reads=True, staging_bytes=2**14, progress=False)
+    with hf_zero_stream.streaming(settings):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     coordinator.Coordinator.begin, reading.execute_reads = begin, read  # type: ignore[method-assign]
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -149,7 +149,7 @@ def test_exchanges_cover_every_element_once(rank_bytes: int, world_size: int) ->
         shape = []
         for parts, used in exchanges(tensors, rank, world_size, rank_bytes):
             assert used <= rank_bytes
-            for target, _, first, offset in parts:
+            for target, first, offset in parts:
                 assert target.stop - target.start <= target.numel and offset + target.nbytes <= used
                 seen[target.name][target.start : target.stop] += 1
                 shape.append((used, target.name, target.numel, first, offset))

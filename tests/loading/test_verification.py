@@ -39,9 +39,9 @@ HOMES: dict[str, dict[str, Any] | None] = {
 def load(folder: Path, home: str, how: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A model in one of the homes."""
     zero = HOMES[home]
-    section: dict[str, Any] = {"hf_zero_stream": {"verify": how}}
+    section: dict[str, Any] = {"hf_zero_stream": {"verify": how, "share_reads": True}}
     if zero is None:
-        with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(verify=how)):
+        with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(verify=how, share_reads=True)):
             return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     config = {**ds_config(dtype), "zero_optimization": zero, **section}
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, dtype=dtype, ds_config=config)

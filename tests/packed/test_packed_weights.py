@@ -150,7 +150,7 @@ LYING: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "scales of other groups": (
         "mxfp4",
         change("proj_scales", lambda it: it[..., :1]),
-        "down_proj: .*expected scales of shape",
+        r"down_proj: .*dequantise.*blocks\.shape",
     ),
     "no zero points": ("int4", change("q_proj.weight_zero_point", lambda _: None), "q_proj.weight: .*dequantise"),
     "other bits": ("int4", set_bits, "proj.weight: .*dequantise"),

@@ -16,7 +16,10 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
+from hf_zero_stream.accelerators import collective_device
 from hf_zero_stream.destinations import columns
+from hf_zero_stream.ranks.coordinator import meeting
+from hf_zero_stream.ranks.rendezvous import LOAD
 from hf_zero_stream.sources import local
 from tests.faults.test_dying_ranks import kill_this_process
 from tests.loading.test_odd_parameters import save, without
@@ -37,7 +40,7 @@ def load_under_zero(folder: Path, target: Path, arm: Callable[[], None]) -> None
 
 def load_together(folder: Path, target: Path, arm: Callable[[], None]) -> None:
     arm()
-    zero_model(folder, zero_config(2, {}), {})
+    zero_model(folder, zero_config(2, {}), {"share_reads": True})
 
 
 def load_in_a_new_group(folder: Path, target: Path, arm: Callable[[], None]) -> None:
@@ -52,6 +55,18 @@ def load_by_columns(folder: Path, target: Path, arm: Callable[[], None]) -> None
     local.READS_PER_EXCHANGE = 1
     arm()
     sharded_model(folder, {"tp_size": 2}, {})
+
+
+def exchange_twice(folder: Path, target: Path, arm: Callable[[], None]) -> None:
+    """First nothing, so that the two ranks connect in the second exchange, whose kind was there before."""
+    arm()
+    device = collective_device()
+    with meeting(LOAD) as coordinator:
+        for length in (0, 4):
+            sizes = [length] * 2
+            received, sent = (torch.zeros(2 * length, device=device) for _ in range(2))
+            coordinator.run(dist.all_to_all_single, received, sent, sizes, sizes)
+        coordinator.agree()
 
 
 def save_under_zero(folder: Path, target: Path, arm: Callable[[], None]) -> None:
@@ -166,6 +181,7 @@ CASES: dict[str, tuple[Any, list[tuple[str, str]], int]] = {
     "first agreement": (load_in_a_new_group, AGREEMENT, 1),
     "exchange of replicas": (load_together, EXCHANGE, 1),
     "columns": (load_by_columns, COLUMNS, 1),
+    "a connection in a later exchange": (exchange_twice, COLUMNS, 2),
     "save": (save_under_zero, AGREEMENT, 2),
     "save by rank 0": (save_by_rank_0, COLUMNS, 1),
     "broadcast": (load_shards, BROADCAST, 1),

@@ -1,7 +1,8 @@
 // A process group as strict as NCCL's, whose bytes gloo carries.
 //
 // - All tensors of a collective are on one device, contiguous, of dtypes that NCCL knows; on the bound device, if any.
-// - A communicator is made at the first collective on a device, while the calling thread waits for all ranks.
+// - A communicator is made at the first collective on a device, while the calling thread waits for all ranks; the
+//   connection of two ranks at the first all-to-all in which one has something for the other, while both wait.
 // - Two ranks on one device are refused.
 // - All ranks call the same collectives in the same order. If they do not, real ranks would hang or mix their data.
 // - work.wait() holds up the caller's stream and not the host.
@@ -11,6 +12,8 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <set>
 
 #include "operators.h"
 
@@ -108,6 +111,7 @@ class ProcessGroup final : public c10d::Backend {
   std::mutex lock;
   std::map<int, Queue*> communicators;   // by device
   std::map<std::string, Queue*> pairs;   // of ranks that send to each other
+  std::set<int> connected;               // ranks that this one has had an all-to-all with
   uint64_t collectives = 0;
 
  public:
@@ -279,6 +283,7 @@ class ProcessGroup final : public c10d::Backend {
   Pointer<Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& to_sizes,
                               std::vector<int64_t>& from_sizes, const c10d::AllToAllOptions&) override {
     int device = check({output, input});
+    connect(to_sizes, from_sizes);
     Tensor to = for_tasks(output), from = for_tasks(input);
     auto body = [to, from, to_sizes, from_sizes](c10d::Backend& gloo) mutable {
       gloo.alltoall_base(to, from, to_sizes, from_sizes)->wait();
@@ -372,6 +377,18 @@ class ProcessGroup final : public c10d::Backend {
                        " both on CUDA device ", found);
     }
     return *(one = new_communicator(device));
+  }
+
+  void connect(const std::vector<int64_t>& to_sizes, const std::vector<int64_t>& from_sizes) {
+    WithoutGil waiting;
+    for (int rank = 0; rank < size_; ++rank) {
+      bool meets = to_sizes.empty() || from_sizes.empty() || to_sizes[rank] || from_sizes[rank];
+      if (rank == rank_ || !meets || !connected.insert(rank).second) continue;
+      std::string key = "paper_gpu/connection/" + std::to_string(std::min(rank_, rank)) + ":" +
+                        std::to_string(std::max(rank_, rank)) + "/";
+      caller_store->set(key + std::to_string(rank_), "here");
+      caller_store->get_to_str(key + std::to_string(rank));
+    }
   }
 
   // Between the ranks a collective runs on a stream of its own, after what the caller's stream has been given.
