@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import LoadError
-from ..holdings.slots import Member, Slot, entry_name
+from ..holdings.slots import Slot, entry_name, memory_of
 from ..planning.plan import Target
 from .base import Batch, Destination, Item, flat_items, narrowed, source_of
 
@@ -70,17 +70,13 @@ def _items(slot: Slot, key: str, views: Mapping[str, Any]) -> Iterator[Item]:
             box,
             is_copy=member.is_whole and member.start > 0,
         )
-        memory = partial(_memory, slot, key, member, stop - start)
+        memory = partial(memory_of, slot, member, key)
         yield Item(target, view if box is None else narrowed(view, box), memory)
-
-
-def _memory(slot: Slot, key: str, member: Member, numel: int) -> torch.Tensor:
-    return slot.flat(key)[member.first : member.first + numel]
 
 
 def _batch_inside(slot: Slot, items: Sequence[Item]) -> Batch:
     """A batch whose memory is there while the slot is opened."""
-    context = slot.opened()
+    context = slot.opened(changes=True)
 
     def close() -> None:
         context.__exit__(None, None, None)

@@ -48,7 +48,7 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         hold(holder, left)
     refuse_unknown(left, PARAMETERS)
     if masters and "deepspeed" in sys.modules:  # its import takes seconds
-        from .deepspeed.held import held_by_optimizers
+        from .deepspeed.engine import held_by_optimizers
 
         hold(held_by_optimizers, left)
     of_kinds: dict[str, dict[str, nn.Parameter]] = {}

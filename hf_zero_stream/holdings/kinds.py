@@ -61,7 +61,7 @@ def _is_on_each_rank(buffer: Any) -> bool:
 
 
 PARAMETERS = (
-    Kind("a partition of ZeRO-3", has_partition, _partition, ".holdings.deepspeed.held:held_partitions"),
+    Kind("a partition of ZeRO-3", has_partition, _partition, ".holdings.deepspeed.partitions:held_partitions"),
     Kind("a part that AutoTP has left", is_cut, _itself, ".holdings.deepspeed.autotp_shards:held_autotp_shards"),
     Kind("a shard (DTensor)", is_dtensor, local_of, ".holdings.shards:held_shards"),
     Kind("a plain tensor", _is_whole, _itself, ".holdings.holding:held_replicas"),

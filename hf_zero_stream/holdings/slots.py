@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,6 +71,11 @@ class Member(NamedTuple):
         return (0, self.box.numel) if self.is_whole else (self.start, self.stop)
 
 
+def in_memory(*, changes: bool) -> AbstractContextManager[None]:
+    """:attr:`Slot.opened` of tensors that stay where they are."""
+    return nullcontext()
+
+
 @dataclass(frozen=True, eq=False)
 class Slot:
     """A tensor that an optimizer trains.
@@ -83,6 +88,7 @@ class Slot:
         has_masters: `values` are masters of parameters in 16 bit.
         is_swapped: the tensors are in memory inside :attr:`opened` only.
         is_frozen: it is not trained now, and has not been before.
+        opened: a context in which the tensors are in memory; it takes `changes`, whether what is written there stays.
     """
 
     group: int
@@ -92,7 +98,7 @@ class Slot:
     has_masters: bool = False
     is_swapped: bool = False
     is_frozen: bool = False
-    opened: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
+    opened: Callable[..., AbstractContextManager[object]] = in_memory
 
     def flat(self, key: str) -> torch.Tensor:
         """The elementwise state `key`, or the values, as a flat tensor; zeros, if no step has made it yet."""
@@ -279,34 +285,38 @@ def _names(slot: Slot) -> str:
 
 def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     """Return this rank's holding of the state `key` of each trained parameter, by the parameter's name."""
+    return {member.name: holding_of(slot, member, key) for slot in slots for member in slot.members}
 
-    def values_of(slot: Slot, member: Member) -> torch.Tensor:
-        start, stop = member.held
-        return slot.flat(key)[member.first : member.first + stop - start]
 
-    @contextmanager
-    def swapped_in(slot: Slot, member: Member) -> Iterator[torch.Tensor]:
-        with slot.opened():
-            yield values_of(slot, member)
+def holding_of(slot: Slot, member: Member, key: str) -> Holding:
+    """What this rank holds of the state `key` of one member."""
+    kept = slot.elementwise(key)
+    return Holding(
+        member.box,
+        torch.float32 if slot.is_swapped else (slot.values if kept is None else kept).dtype,
+        member.start,
+        member.stop,
+        partial(_swapped_in if slot.is_swapped else _in_place, slot, member, key),
+        is_whole=member.is_whole,
+        is_swapped=slot.is_swapped,
+        is_zero=kept is None and not slot.is_swapped,
+    )
 
-    def opened(slot: Slot, member: Member) -> AbstractContextManager[torch.Tensor]:
-        return swapped_in(slot, member) if slot.is_swapped else nullcontext(values_of(slot, member))
 
-    found = {}
-    for slot in slots:
-        kept = slot.elementwise(key)
-        for member in slot.members:
-            found[member.name] = Holding(
-                member.box,
-                torch.float32 if slot.is_swapped else (slot.values if kept is None else kept).dtype,
-                member.start,
-                member.stop,
-                partial(opened, slot, member),
-                is_whole=member.is_whole,
-                is_swapped=slot.is_swapped,
-                is_zero=kept is None and not slot.is_swapped,
-            )
-    return found
+def memory_of(slot: Slot, member: Member, key: str) -> torch.Tensor:
+    """The elements of one member in the state `key`, flat; they are the memory itself if that is in one piece."""
+    start, stop = member.held
+    return slot.flat(key)[member.first : member.first + stop - start]
+
+
+def _in_place(slot: Slot, member: Member, key: str) -> AbstractContextManager[torch.Tensor]:
+    return nullcontext(memory_of(slot, member, key))
+
+
+@contextmanager
+def _swapped_in(slot: Slot, member: Member, key: str) -> Iterator[torch.Tensor]:
+    with slot.opened(changes=False):
+        yield memory_of(slot, member, key)
 
 
 def storage_kind(value: torch.Tensor, values: torch.Tensor) -> str:

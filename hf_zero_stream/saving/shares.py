@@ -6,7 +6,6 @@ nothing explains a difference, a save would lose what all ranks but one have, in
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from transformers.utils import logging
 from ..checkpoint.nodes import View
 from ..errors import SaveError, UnsupportedError
 from ..holdings.holding import Holding
-from ..holdings.introspection import is_cut
+from ..holdings.introspection import instances_of, is_cut
 from ..holdings.own_names import parameters
 from ..planning.boxes import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator
@@ -92,8 +91,8 @@ def wrapper_of(model: nn.Module) -> str:
         return ""
     ddp = nn.parallel.DistributedDataParallel
     engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ddp)
-    found = [each for each in gc.get_objects() if issubclass(type(each), (engine, ddp))]
-    return next((type(each).__name__ for each in found if any(module is model for module in each.modules())), "")
+    around = (each for each in instances_of(engine, ddp) if any(module is model for module in each.modules()))
+    return next((type(each).__name__ for each in around), "")
 
 
 def refuse_or_say_differing(

@@ -236,7 +236,7 @@ def set_entries(optimizer: Any, slots: Sequence[Slot], forms: Mapping[str, Form]
         form, of_slot = form_for(slot, forms), whole.get(slot, {})
         if slot.entries is not optimizer.state.get(slot.values):
             optimizer.state[slot.values] = slot.entries
-        with slot.opened():
+        with slot.opened(changes=True):
             old = dict(slot.entries)
             for key in () if slot.is_swapped else old.keys() - form.each.keys():
                 del slot.entries[key]

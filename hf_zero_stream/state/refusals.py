@@ -297,7 +297,7 @@ def training_of(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected a model or an engine around one; got {type(trained).__name__}")
     if "deepspeed" in sys.modules:
-        from ..holdings.deepspeed.engine_training import is_engine, training_of_engine
+        from ..holdings.deepspeed.engine import is_engine, training_of_engine
 
         if is_engine(trained):
             if optimizer is not None or scaler is not None or batch_size is not None:
