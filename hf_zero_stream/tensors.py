@@ -126,7 +126,7 @@ def save_tensors(
     """
     from .saving.arguments import dtype_of_argument
     from .saving.save import Save  # imports transformers, whose conversions a load of tensors does not need
-    from .state.layout import weights_item
+    from .state.tensors import weights_item
 
     return Save(model, folder, takes_any=True).run(weights_item(max_shard_size, dtype_of_argument(dtype)))
 

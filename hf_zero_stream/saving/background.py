@@ -17,8 +17,7 @@ from .host_copy import HostCopy, HostMemory, Room
 from .places import Publishing
 from .preparation import Finalizer, WritePlan
 from .snapshot import Snapshot
-from .work import Work
-from .write import execute_save
+from .write import Work, execute_save
 
 
 ALL = "all"

@@ -130,7 +130,7 @@ def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *a
     if leader is not None:
         leader.save(self, folder, call)
         return
-    from .readiness import kind_of_save  # imports deepspeed, which takes seconds
+    from .arguments import kind_of_save  # imports deepspeed, which takes seconds
     from .save import Save
 
     coordinator = Coordinator.of_default_group()
@@ -208,7 +208,7 @@ def run_on_leader(model: Any, work: Callable[[], Any], settings: Mapping[str, An
     The `settings` are for saves that do not give their own. With them, calls are taken over that else would be left to
     transformers, because each rank has the whole model. A failed save or `work` raises on all ranks.
     """
-    from .readiness import kind_of_save  # imports deepspeed, which takes seconds
+    from .arguments import kind_of_save  # imports deepspeed, which takes seconds
 
     whole, coordinator = unwrapped(model), Coordinator.of_default_group()
     with meeting(kind_of_save(whole, coordinator), "a model, by code of rank 0", coordinator):

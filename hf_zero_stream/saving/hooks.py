@@ -38,7 +38,7 @@ from ..settings.scope import active_configs, set_in_context
 from . import calls
 from .arguments import refuse_url
 from .outside_models import values_outside_models
-from .whole import noting_weights
+from .pending import noting_weights
 
 
 logger = logging.get_logger(__name__)

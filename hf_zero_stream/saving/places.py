@@ -20,8 +20,7 @@ from ..sources.base import is_url
 from .files import Comparison, ShardWriter, reserve
 from .preparation import Finalizer, WritePlan
 from .publication import Publication
-from .work import Work
-from .write import bytes_of
+from .write import Work, bytes_of
 
 
 class Written(NamedTuple):

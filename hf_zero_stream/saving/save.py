@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
-from ..holdings.holder import refuse_meta
+from ..holdings.holding import refuse_meta
 from ..holdings.introspection import is_packed
 from ..holdings.own_names import fixed_names, named_parameters
 from ..holdings.steps import Steps
@@ -27,17 +27,15 @@ from ..reports.save import SaveReport
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from .arguments import dtype_of_argument, refuse_values
+from .arguments import dtype_of_argument, kind_of_save, make_ready, refuse_values
 from .background import ALL, Taken, WholeCopy, begun_snapshot, write_in_background
 from .count import anything, ignored_by
 from .files import ShardWriter
 from .lazy_parameters import LazyParameters, state_dict_without_values
-from .pending import PendingSave, finish_pending
+from .pending import PendingSave, finish_pending, note_weights
 from .places import Place, Publishing, Written, place_at, refuse_other_places
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
-from .readiness import kind_of_save, make_ready
-from .whole import note_weights
-from .work import Work
+from .write import Work
 
 
 logger = logging.get_logger(__name__)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.formats import SINGLE
 from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.state_folder import files_of
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.visitor import Visitor
 from ..dtypes import dtype_name, dtype_named
@@ -31,14 +32,13 @@ from ..engine.places import cached_folder
 from ..engine.verification import digest_of
 from ..errors import UnsupportedError
 from ..holdings.fsdp import original_class
-from ..holdings.holder import holdings
+from ..holdings.holding import holdings
 from ..holdings.introspection import LOADED_FROM, is_adapted, whole_of
 from ..holdings.own_names import named_buffers, named_parameters
 from ..loading.dry_load import lazily_loaded, lazily_loaded_like
 from ..ranks.coordinator import Coordinator
 from ..saving.preparation import quiet
 from ..seams.ds_config import settings_in_force
-from .layout import files_of
 
 
 _WORD = 2**64

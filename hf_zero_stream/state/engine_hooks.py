@@ -21,13 +21,12 @@ from ..checkpoint.deepspeed_names import (
     world_size_of,
 )
 from ..errors import UnsupportedError
-from ..holdings.holder import is_model_parallel, unknown_shards_reason
+from ..holdings.holding import is_model_parallel, unknown_shards_reason
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD
 from ..registry import tool
 from ..saving.arguments import refuse_url
-from ..saving.pending import finish_pending
-from ..saving.whole import notes_for_later
+from ..saving.pending import finish_pending, notes_for_later
 from ..seams.ds_config import settings_in_force
 from ..settings.config import StreamingConfig
 from ..settings.scope import active_configs

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..errors import UnsupportedError
-from ..holdings.training import Training
+from ..holdings.slots import Training
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE
 from ..registry import import_object, missing_plugin_error, plugins

@@ -14,12 +14,13 @@ from transformers.utils import logging
 
 from ..bindings import history
 from ..bindings.tracebacks import shortening
+from ..checkpoint.file_digests import refuse_other_bytes
 from ..checkpoint.format import excerpt
 from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, UnsupportedError
-from ..holdings.holder import refuse_unknown_shards
+from ..holdings.holding import refuse_unknown_shards
 from ..holdings.own_names import fixed_names, own_names, own_or_clean
-from ..holdings.training import Training
+from ..holdings.slots import Training
 from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.coordinator import meeting as meeting_of_ranks
@@ -35,10 +36,8 @@ from ..sources.base import is_url
 from ..sources.by_path import mounted_by_plugin
 from . import schedules
 from .base import has_base, refuse_other_base
-from .file_digests import refuse_other_bytes
 from .foreign import ForeignState, foreign_state_in
-from .forms import refuse_lost, set_entries
-from .groups import drop_options, set_group, set_option
+from .forms import drop_options, refuse_lost, set_entries, set_group, set_option
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
 from .refusals import refuse_missing_files, refuse_optimizer, refuse_other_training, training_of

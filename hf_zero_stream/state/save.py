@@ -26,36 +26,31 @@ from transformers import PreTrainedModel
 from ..bindings import history
 from ..bindings.tracebacks import shortening
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
+from ..checkpoint.file_digests import recorded
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..holdings.introspection import is_adapted, is_peft_model
 from ..holdings.own_names import fixed_names, named_parameters
+from ..holdings.slots import STEPS, Training
 from ..holdings.steps import Steps, unseen_reason
-from ..holdings.training import STEPS, Training
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..registry import tool
 from ..reports.measures import collector_paused
 from ..reports.save import SaveReport
-from ..saving.arguments import refuse_unknown, refuse_url
-from ..saving.pending import PendingSave, finish_pending
+from ..saving.arguments import make_ready, refuse_unknown, refuse_url
+from ..saving.pending import PendingSave, finish_pending, note_state
 from ..saving.places import Place, Publishing, place_at, places_at, refuse_other_places
 from ..saving.preparation import Finalizer, SaveItem, as_save_error
 from ..saving.publication import Publication, finish_interrupted
-from ..saving.readiness import make_ready
 from ..saving.save import Save
-from ..saving.whole import note_state
 from ..seams.ds_config import settings_in_force
 from ..settings.config import StreamingConfig
 from ..sources.base import is_url
 from . import rng, schedules
 from .base import adapter_weights, split_base
-from .buffers import differing, digests_of_buffers
 from .digests import places_of
-from .file_digests import recorded
 from .foreign import write_guard_files
-from .forms import agreed, kept_here, numbered
-from .groups import recorded_options
-from .layout import names_in, other_names, weights_item
+from .forms import agreed, kept_here, numbered, recorded_options
 from .plain import plain
 from .record import (
     FILE,
@@ -71,8 +66,7 @@ from .refusals import (
     refuse_optimizer,
     training_of,
 )
-from .tensors import state_item
-from .weights import mark_as_older
+from .tensors import differing, digests_of_buffers, mark_as_older, names_in, other_names, state_item, weights_item
 from .wholes import with_own_options, with_parts
 
 

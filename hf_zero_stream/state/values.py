@@ -14,23 +14,19 @@ from torch import nn
 from transformers.utils import logging
 
 from ..destinations.base import Destination
-from ..destinations.live import live_destination
+from ..destinations.live import LazyParts, SlotMemory, Together, live_destination
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
-from ..destinations.slot_memory import SlotMemory
-from ..destinations.together import LazyParts, Together
 from ..engine.load import Load
 from ..errors import LoadError
 from ..holdings.introspection import has_partition
-from ..holdings.slots import BUFFERS, VALUES, WHOLE, Slot, entry_name
-from ..holdings.training import Training
+from ..holdings.slots import BUFFERS, VALUES, WHOLE, Slot, Training, entry_name
 from ..loading.into import make_ready
 from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
-from .buffers import memory_of_buffers
 from .forms import form_for
-from .layout import lazy_model, lazy_states, names_in
 from .record import Form, StateRecord
+from .tensors import lazy_model, lazy_states, memory_of_buffers, names_in
 from .wholes import refuse_lacking, tensors_of
 
 

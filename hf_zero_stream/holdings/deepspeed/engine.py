@@ -36,8 +36,7 @@ from ...ranks.coordinator import Coordinator
 from ..holding import Holding
 from ..introspection import instances_of
 from ..own_names import named_parameters, parameters
-from ..slots import VALUES, Member, Slot, entries_of, holding_of, in_memory, slots_of_parameters
-from ..training import STEPS, Training
+from ..slots import STEPS, VALUES, Member, Slot, Training, entries_of, holding_of, in_memory, slots_of_parameters
 from . import partitions
 from .autotp_shards import autotp_shard_of, is_empty_on_any_rank, is_empty_shard, trained_box
 from .model_parallel import refuse_unknown_shards

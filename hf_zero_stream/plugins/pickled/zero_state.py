@@ -21,14 +21,13 @@ from ...engine.load import Load
 from ...errors import ConfigError, UnsupportedError
 from ...holdings.introspection import is_adapted
 from ...holdings.own_names import named_buffers, named_parameters
-from ...holdings.slots import VALUES, entry_name
-from ...holdings.training import Training
+from ...holdings.slots import VALUES, Training, entry_name
 from ...loading.into import place_into
 from ...ranks.coordinator import Coordinator
 from ...seams.session import LazyModel
 from ...sources.local import LocalFiles
 from ...state.base import quantised_names
-from ...state.groups import ADAMS
+from ...state.forms import ADAMS
 from ...state.record import CLIENT, Form, GroupRecord, StateRecord
 from ...state.refusals import keeps_packing
 from ...state.schedules import class_of
