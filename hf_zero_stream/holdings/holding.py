@@ -163,7 +163,7 @@ def _is_on_each_rank(buffer: Any) -> bool:
 
 
 PARAMETERS = (
-    Kind("a partition of ZeRO-3", has_partition, _partition, ".holdings.deepspeed.partitions:held_partitions"),
+    Kind("a partition of ZeRO-3", has_partition, _partition, ".holdings.deepspeed.engine:held_partitions"),
     Kind("a part that AutoTP has left", is_cut, _itself, ".holdings.deepspeed.autotp_shards:held_autotp_shards"),
     Kind("a shard (DTensor)", is_dtensor, local_of, ".holdings.fsdp:held_shards"),
     Kind("a plain tensor", _is_whole, _itself, ".holdings.holding:held_replicas"),
@@ -362,21 +362,21 @@ def unknown_shards_reason(trained: Any) -> str:
     """Why only DeepSpeed knows what ranks hold of a model; "" if `trained` is no engine of such a kind."""
     if "deepspeed" not in sys.modules:
         return ""
-    from .deepspeed import model_parallel
+    from .deepspeed import autotp_shards
 
-    return model_parallel.unknown_shards_reason(trained)
+    return autotp_shards.unknown_shards_reason(trained)
 
 
 def is_model_parallel(engine: Any) -> bool:
     """Whether ranks of a DeepSpeed engine hold parts of its model."""
-    from .deepspeed import model_parallel
+    from .deepspeed import autotp_shards
 
-    return model_parallel.is_model_parallel(engine)
+    return autotp_shards.is_model_parallel(engine)
 
 
 def refuse_unknown_shards(trained: Any, doing: str) -> None:
     """Raise an UnsupportedError (``{doing}: ...``) for an engine of which only DeepSpeed knows what ranks hold."""
     if "deepspeed" in sys.modules:
-        from .deepspeed import model_parallel
+        from .deepspeed import autotp_shards
 
-        model_parallel.refuse_unknown_shards(trained, doing)
+        autotp_shards.refuse_unknown_shards(trained, doing)

@@ -28,13 +28,14 @@ from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .arguments import dtype_of_argument, kind_of_save, make_ready, refuse_values
-from .background import ALL, Taken, WholeCopy, begun_snapshot, write_in_background
+from .background import ALL, begun_snapshot, write_in_background
 from .count import anything, ignored_by
 from .files import ShardWriter
 from .lazy_parameters import LazyParameters, state_dict_without_values
 from .pending import PendingSave, finish_pending, note_weights
 from .places import Place, Publishing, Written, place_at, refuse_other_places
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
+from .snapshot import Snapshot
 from .write import Work
 
 
@@ -163,41 +164,38 @@ class Save:
                         paths = plan.paths(publication.temporary)
                         writer = ShardWriter(paths, has_digests=finalizer.needs_digests)
                         opened.enter_context(closing(writer))
-                        taken = self._taken(plan, writer, steps, snapshot_bytes, copies)
+                        snapshot = begun_snapshot(work, plan, writer, self._steps(steps, copies), snapshot_bytes)
                         opened.pop_all()
                     beside = BackgroundCoordinator(work.coordinator)
-                    finish = partial(self._finish, publication, plan, finalizer, taken, writer, beside)
-                    pending = PendingSave(finish, taken.secure, self._place.location)
+                    finish = partial(self._finish, publication, plan, finalizer, snapshot, writer, beside)
+                    pending = PendingSave(finish, snapshot.secure, self._place.location)
                     try:
                         pending.start()
                     except BaseException as error:
-                        taken.end()
+                        snapshot.end()
                         beside.close(error)
                         raise
                     return pending
                 written = self._place.write(work, publication, plan, finalizer)
             return PendingSave.finished(self._report(plan, written))
 
-    def _taken(self, plan: WritePlan, writer: ShardWriter, steps: Steps, snapshot_bytes: int, copies: str) -> Taken:
-        """A snapshot of what this rank writes, or copies of it, as all ranks can (all ranks)."""
-        work = self._work
-        reasons = [each for each in work.coordinator.all_gather(copies) if each]
-        if not reasons:
-            return begun_snapshot(work, plan, writer, steps, snapshot_bytes)
-        if work.coordinator.is_main and reasons[0] != ALL:
+    def _steps(self, steps: Steps, copies: str) -> Steps | None:
+        """The `steps`, or None if any rank has a reason to copy everything at the call (all ranks)."""
+        reasons = [each for each in self._work.coordinator.all_gather(copies) if each]
+        if reasons and self._work.coordinator.is_main and reasons[0] != ALL:
             logger.warning_once(f"This save copies all that it writes in host memory at the call: {reasons[0]}.")
-        return WholeCopy(work, plan, writer)
+        return None if reasons else steps
 
     def _finish(
         self,
         publication: Publishing,
         plan: WritePlan,
         finalizer: Finalizer,
-        taken: Taken,
+        snapshot: Snapshot,
         writer: ShardWriter,
         beside: BackgroundCoordinator,
     ) -> SaveReport:
-        ranks = write_in_background(self._work, publication, plan, finalizer, taken, writer, beside)
+        ranks = write_in_background(self._work, publication, plan, finalizer, snapshot, writer, beside)
         return self._report(plan, Written(ranks, plan.names), asynchronous=True)
 
     def _must_wait(self, plan: WritePlan) -> bool:

@@ -3,7 +3,7 @@
 Between two steps nothing changes that is saved. So a thread writes values from the memory of the training, in the
 order of the files. Before a step, a hook of torch's optimizers has those secured that the step is going to change.
 What is not written yet is copied while there is room, from the end of the files on; the thread that steps writes the
-rest itself.
+rest itself. Where steps cannot be seen, there is room for everything, and all is copied at the call.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..accelerators import is_accelerator, side_streams
 from ..bindings.table import installed
 from ..checkpoint.file_digests import digest_of_bytes
+from ..engine.execute import run_in_threads
 from ..holdings.steps import Steps, edits_call, uncompiled
 from ..ranks.coordinator import Coordinator
 from ..registry import PatchScope
 from .files import Comparison, ShardWriter
-from .host_copy import Room
 from .live import LiveValues
 from .parameters import Values, opened
 from .plan import Segment
 from .preparation import WritePlan
+from .room import Room
 from .write import PlacedValues, bytes_of, in_runs, pieces_of, write_exchanged
 
 
@@ -72,15 +73,15 @@ class Snapshot:
     """What a plan writes, into a `writer`, of the values at the call of :meth:`begin`.
 
     Args:
-        steps: what steps change.
+        steps: what steps change; None: everything is copied at the call.
         room: for copies.
         verifies: keep digests of what is written.
     """
 
-    def __init__(self, writer: ShardWriter, steps: Steps, room: Room, *, verifies: bool) -> None:
+    def __init__(self, writer: ShardWriter, steps: Steps | None, room: Room, *, verifies: bool) -> None:
         self._writer, self._room = writer, room
         self._process = os.getpid()
-        self._steps, self._known = steps, {id(tensor) for tensor in steps.alive}
+        self._steps, self._known = steps, {id(tensor) for tensor in (steps or Steps()).alive}
         self._values = LiveValues({}, frozenset())
         self._units: OrderedDict[_Unit, None] = OrderedDict()
         """Those that are not written, in the order of the files."""
@@ -92,26 +93,36 @@ class Snapshot:
 
     # ------------------------------------------------------------------------------------------------- at the call
 
-    def begin(self, plan: WritePlan, coordinator: Coordinator) -> None:
+    def begin(self, plan: WritePlan, coordinator: Coordinator, threads: int) -> None:
         """Take what cannot stay where it is, and watch steps from now on (all ranks)."""
-        coordinator.run_on_all(partial(self._take_what_passes, plan))
+        coordinator.run_on_all(partial(self._take_what_passes, plan, threads))
         write_exchanged(plan.plan, plan.parameters, self._take, coordinator)
+        if self._steps is None:
+            return
         handle = register_optimizer_step_pre_hook(uncompiled(self._before_step))
         self._watching.callback(handle.remove)
         self._watching.enter_context(edits_call(self.secure, self._steps.editors))
         self._watching.enter_context(installed(PatchScope.SNAPSHOT))
 
-    def _take_what_passes(self, plan: WritePlan) -> None:
+    def _take_what_passes(self, plan: WritePlan, threads: int) -> None:
         """Copy values in memory that does not last, such as buffers, or write them where there is no room."""
         holdings, names = plan.parameters.holdings, plan.parameters.layout.names
-        self._values = LiveValues(holdings, self._steps.storages)
+        if self._steps is not None:
+            self._values = LiveValues(holdings, self._steps.storages)
         lasts: list[Segment] = []
         passes: list[Segment] = []
         for segment in sorted(plan.plan.alone):
             (lasts if all(part.source in self._values for part in segment.parts) else passes).append(segment)
-        for unit in self._cut(passes, {}):
-            with opened(holdings) as now:
-                self._copy_or_write(unit, now)
+
+        def work(units: Iterator[_Unit]) -> None:
+            for unit in units:
+                with opened(holdings) as now:
+                    self._copy_or_write(unit, now)
+
+        run_in_threads(units := self._cut(passes, {}), work, threads)
+        for unit in units:  # in the order of the files again
+            if unit in self._units:
+                self._units.move_to_end(unit)
         keys = {source: plan.changes_with[name] for source, name in names.items() if name in plan.changes_with}
         self._units.update(dict.fromkeys(self._cut(lasts, keys)))
 
@@ -254,13 +265,16 @@ class Snapshot:
             return False
         unit.memory = memory
         self._fill(unit, runs)
-        unit.state = _State.COPIED
-        self._units[unit] = None
+        with self._changed:
+            unit.state = _State.COPIED
+            self._units[unit] = None
         return True
 
     def _fill(self, unit: _Unit, runs: Iterable[tuple[int, int, list[torch.Tensor]]]) -> None:
         """Copy into the unit's memory."""
         rooms = iter(unit.memory)
+        for part in unit.memory:
+            self._room.populate(part)
         room = next(rooms)
         for shard, position, pieces in runs:
             for piece in pieces:
@@ -328,7 +342,7 @@ class Snapshot:
         for unit in self._units:
             self._room.give_back(unit.memory)
         self._units.clear()
-        self._values, self._steps = LiveValues({}, frozenset()), Steps()
+        self._values, self._steps = LiveValues({}, frozenset()), None
 
 
 def _runs(unit: _Unit, values: Values) -> Iterator[tuple[int, int, list[torch.Tensor]]]:

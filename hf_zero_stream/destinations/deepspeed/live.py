@@ -32,9 +32,6 @@ from ..skeleton import convert_lazy
 
 refuse_lacking("load_into under ZeRO-3")
 
-Trained = tuple[Slot, Member]
-"""Where the master of a parameter lies that an engine trains."""
-
 
 class LiveModel(LiveWhole):
     """The memory of a model in use, ZeRO-3's or whole on every rank, and of the masters that optimizers train."""
@@ -130,7 +127,7 @@ class _Filling:
         else:
             self.copies.append((param.ds_tensor, master))
 
-    def add_whole(self, name: str, param: Any, view: View, trained: Sequence[Trained]) -> None:
+    def add_whole(self, name: str, param: Any, view: View, trained: Sequence[tuple[Slot, Member]]) -> None:
         """Fill a parameter that is no partition, and the masters that are `trained` in its place."""
         shared, others = param, [(slot, member) for slot, member in trained if member.held[0] < member.held[1]]
         if others and others[0][1].is_whole:
@@ -177,7 +174,7 @@ def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
     return own_info.eps <= source_info.eps and own_info.max >= source_info.max
 
 
-def _master_partition(name: str, param: Any, trained: Sequence[Trained]) -> torch.Tensor | None:
+def _master_partition(name: str, param: Any, trained: Sequence[tuple[Slot, Member]]) -> torch.Tensor | None:
     """The fp32 partition that an engine trains for `param`, also if it was frozen since, with padding; or None."""
     if not trained:
         return None

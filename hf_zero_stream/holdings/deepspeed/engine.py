@@ -13,7 +13,8 @@ of other stages every live engine is looked at:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,14 +34,15 @@ from torch import nn
 
 from ...errors import UnsupportedError, refuse_unknown_version
 from ...ranks.coordinator import Coordinator
-from ..holding import Holding
+from ..holding import Holding, open_flat
 from ..introspection import instances_of
 from ..own_names import named_parameters, parameters
 from ..slots import STEPS, VALUES, Member, Slot, Training, entries_of, holding_of, in_memory, slots_of_parameters
 from . import partitions
-from .autotp_shards import autotp_shard_of, is_empty_on_any_rank, is_empty_shard, trained_box
-from .model_parallel import refuse_unknown_shards
+from .autotp_shards import autotp_shard_of, is_empty_on_any_rank, is_empty_shard, refuse_unknown_shards, trained_box
 
+
+logger = logging.getLogger(__name__)
 
 _STAGE_3 = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
 _STAGES_1_2 = ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "real_dp_process_group")
@@ -244,7 +246,7 @@ def masters_of(params: Mapping[str, Any], rank: int, world_size: int) -> dict[st
     return found
 
 
-def _optimizers_of(params: Iterable[Any]) -> Iterator[Any]:
+def _optimizers_of(params: Collection[Any]) -> Iterator[Any]:
     """DeepSpeed's optimizers of live engines that train any of these parameters in fp32."""
     whole = [param for param in params if not is_zero_param(param)]
     of_stage_3 = [getattr(param, "_z3_optimizer", None) for param in params if is_zero_param(param)]
@@ -257,6 +259,42 @@ def _optimizers_of(params: Iterable[Any]) -> Iterator[Any]:
         wrapper = getattr(engine, "optimizer", None)  # not if its constructor has failed
         if isinstance(wrapper, tuple(_STAGES_0_TO_2)) and any(id(param) in trained for param in _trained_by(wrapper)):
             yield wrapper
+
+
+def held_partitions(
+    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+) -> dict[str, Holding]:
+    """A :class:`..holding.Holder`: partitions, or values that a ``GatheredParameters`` holds or code has changed."""
+    in_context = set(map(id, partitions.select_gathered(params.values())))
+    undone = []
+
+    def holding(name: str, param: Any) -> Holding:
+        box, (_, start, stop) = partitions.box_of(param), partitions.own_range(param)
+        if id(param) in in_context:
+            values = partial(open_flat, param)
+            return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
+        # Perhaps on some ranks only: each gives at least the elements of its partition.
+        if partitions.differs_from_partition(param):
+            if _is_trained_apart(param):
+                undone.append(name)
+            return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
+        is_swapped = param.ds_tensor.final_location == "nvme"
+        return Holding(box, param.dtype, start, stop, partial(partitions.open_partition, param), is_swapped=is_swapped)
+
+    found = {name: holding(name, param) for name, param in params.items() if is_zero_param(param)}
+    if undone:
+        logger.warning(
+            f"{', '.join(undone[:8])}: code has changed {len(undone)} parameter(s) in place, outside of "
+            "GatheredParameters. They are saved as they are, but the optimizer has the old values, which the next "
+            "step and a resume go on with."
+        )
+    return found
+
+
+def _is_trained_apart(param: Any) -> bool:
+    """Whether the engine trains an fp32 partition in place of this ZeRO-3 parameter: not if it began frozen."""
+    optimizer = getattr(param, "_z3_optimizer", None)  # all parameters of the model have it
+    return optimizer is not None and optimizer.get_param_id(param) in optimizer.grad_position
 
 
 def held_by_optimizers(

@@ -5,8 +5,7 @@ Those are in full that a ``GatheredParameters`` holds, and those that initialisa
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,10 +28,6 @@ from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ...settings.config import announced_local_rank
-from ..holding import Holding, open_flat
-
-
-logger = logging.getLogger(__name__)
 
 
 def own_range(param: Any) -> tuple[int, int, int]:
@@ -63,42 +58,6 @@ def open_partition(param: Any) -> Iterator[torch.Tensor]:
     finally:
         if is_swapped:
             param.nvme_swapper.remove_partition_and_release_buffers([param])
-
-
-def held_partitions(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`..holding.Holder`: partitions, or values that a ``GatheredParameters`` holds or code has changed."""
-    in_context = set(map(id, select_gathered(params.values())))
-    undone = []
-
-    def holding(name: str, param: Any) -> Holding:
-        box, (_, start, stop) = box_of(param), own_range(param)
-        if id(param) in in_context:
-            values = partial(open_flat, param)
-            return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
-        # Perhaps on some ranks only: each gives at least the elements of its partition.
-        if differs_from_partition(param):
-            if _is_trained_apart(param):
-                undone.append(name)
-            return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
-        is_swapped = param.ds_tensor.final_location == "nvme"
-        return Holding(box, param.dtype, start, stop, partial(open_partition, param), is_swapped=is_swapped)
-
-    found = {name: holding(name, param) for name, param in params.items() if is_zero_param(param)}
-    if undone:
-        logger.warning(
-            f"{', '.join(undone[:8])}: code has changed {len(undone)} parameter(s) in place, outside of "
-            "GatheredParameters. They are saved as they are, but the optimizer has the old values, which the next "
-            "step and a resume go on with."
-        )
-    return found
-
-
-def _is_trained_apart(param: Any) -> bool:
-    """Whether the engine trains an fp32 partition in place of this ZeRO-3 parameter: not if it began frozen."""
-    optimizer = getattr(param, "_z3_optimizer", None)  # all parameters of the model have it
-    return optimizer is not None and optimizer.get_param_id(param) in optimizer.grad_position
 
 
 def partitions_equal(first: Any, second: Any, coordinator: Coordinator) -> bool:
