@@ -32,8 +32,7 @@ from ..holdings.introspection import (
     is_sharded,
     lacks_values,
 )
-from ..holdings.own_names import fixed_names
-from ..ranks.coordinator import Coordinator, expected_at, meeting
+from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.presence import Presence, is_alone
 from ..ranks.rendezvous import SAVE, DoneAlone, pass_by
 from ..registry import PatchScope, tool
@@ -43,6 +42,7 @@ from ..seams.wrappers import unwrapped
 from ..settings.scope import active_configs, set_in_context
 from ..sources.base import is_url
 from .arguments import SIGNATURE, SaveArguments, refuse_unknown, refuse_url
+from .pending import operation
 
 
 @shortening
@@ -89,17 +89,16 @@ def save_pretrained(
         return leader.save(model, folder, call)
     from .save import Save  # imports deepspeed, which takes seconds
 
-    with expected_at(SAVE):
-        with fixed_names():
-            save = Save(model, folder, **call)
-            if not _has_own_code(save.model):
-                refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
-                return save.pretrained()
+    with operation(SAVE, folder=folder):
+        save = Save(model, folder, **call)
+        if not _has_own_code(save.model):
+            refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
+            return save.pretrained()
         refuse_url(folder, f"{type(save.model).__name__}.save_pretrained")
-        report = run_on_leader(save.model, save.call_own_code, {"dtype": dtype})
-        if report is None:
-            raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
-        return report
+    report = run_on_leader(save.model, save.call_own_code, {"dtype": dtype})  # which may change modules
+    if report is None:
+        raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
+    return report
 
 
 def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -135,10 +134,10 @@ def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *a
 
     coordinator = Coordinator.of_default_group()
     try:
-        with expected_at(SAVE):
+        with operation(SAVE, folder=folder):
             kind = replace(kind_of_save(self, coordinator, to_url=is_url(folder)), call=str(folder))
-        with fixed_names(), meeting(kind, "a model", coordinator):
-            Save(self, folder, coordinator=coordinator, **call).pretrained()
+            with meeting(kind, "a model", coordinator):
+                Save(self, folder, coordinator=coordinator, **call).pretrained()
     except DoneAlone:
         if coordinator.is_main:
             raise SaveError(
@@ -286,6 +285,7 @@ def _save_part(model: PreTrainedModel, coordinator: Coordinator, call: dict[str,
     """Save with all ranks the part of `model` that `call` names."""
     from .save import Save
 
-    with coordinator.reporting(), fixed_names():  # at once: rank 0 may go on with its own work before it raises
+    # Errors are reported at once: rank 0 may go on with its own work before it raises.
+    with coordinator.reporting(), operation(SAVE, folder=call["folder"], is_part=True):
         part = model.get_submodule(call.pop("part"))
         return Save(part, coordinator=coordinator, **call).pretrained()

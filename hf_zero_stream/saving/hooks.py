@@ -26,7 +26,7 @@ from ..bindings.install import override_methods
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 from ..holdings.introspection import has_partition, is_gathered_whole, lacks_values
-from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE
 from ..seams.adapters import saving_all_adapters
 from ..seams.wrappers import (
@@ -41,7 +41,7 @@ from ..seams.wrappers import (
 from ..settings.scope import active_configs, set_in_context
 from . import calls
 from .arguments import refuse_url
-from .pending import noting_weights
+from .pending import noting_weights, operation
 
 
 logger = logging.get_logger(__name__)
@@ -121,7 +121,7 @@ def save_model(
             original(self, model, folder, call.arguments["max_shard_size"])
         return noted
 
-    with expected_at(SAVE):
+    with operation(SAVE, folder=save_directory):
         Save(model, save_directory).run(SaveItem(lay_out=lay_out, index_name=SAFE_WEIGHTS_INDEX_NAME))
 
 

@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +23,14 @@ from torch import nn
 from transformers.utils import logging
 
 from ..errors import HfZeroStreamError, PlaceTakenError, SaveError
+from ..holdings.own_names import fixed_names
 from ..ranks.coordinator import expected_at, meeting
-from ..ranks.rendezvous import SAVE
+from ..ranks.rendezvous import SAVE, MeetingKind
+from ..reports.measures import collector_paused
 from ..reports.save import SaveReport
 from ..seams.wrappers import unwrapped
 from ..settings.scope import set_in_context
+from ..sources.base import is_url
 
 
 logger = logging.get_logger(__name__)
@@ -161,6 +164,21 @@ def finish_pending(*, raises: bool = True, elsewhere: Path | str | None = None) 
         pending.wait()
     logger.error(f"The save before this one, to {elsewhere}, has failed; this one is made. {pending.place}: {error}")
     return error
+
+
+@contextmanager
+def operation(kind: MeetingKind, *, folder: Any = None, is_part: bool = False) -> Iterator[BaseException | None]:
+    """Around each save, load or resume of a model, from its call on.
+
+    Before it, the save that is under way comes to its end, which may be an error of it; what is given is the error of
+    one to another place than this one, to `folder`. Inside, the modules of models stay as they are, the collector of
+    garbage waits, and ranks that have come to a meeting of this `kind` hear of what fails before it. If this is a part
+    of what ranks have met for already, they wait in that.
+    """
+    place = str(folder).rstrip("/") if is_url(folder) else folder and Path(folder)
+    failed = finish_pending(elsewhere=place)
+    with fixed_names(), collector_paused(), nullcontext() if is_part else expected_at(kind):
+        yield failed
 
 
 def _forget_in_child() -> None:

@@ -56,10 +56,12 @@ class Place(ABC):
     Attributes:
         why_waits: why a save there is not made in the background; "" if it can be.
         all_write: all ranks give what they hold, whatever the setting `write_from` says.
+        is_shared: what is saved there is whole for whoever sees the place.
     """
 
     why_waits = ""
     all_write = True
+    is_shared = True
 
     def __init__(self, location: Path | str) -> None:
         self.location = location

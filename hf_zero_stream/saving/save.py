@@ -18,11 +18,10 @@ from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 from ..holdings.holding import refuse_meta
 from ..holdings.introspection import is_packed
-from ..holdings.own_names import fixed_names, named_parameters
+from ..holdings.own_names import named_parameters
 from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
 from ..reports.closing import tell
-from ..reports.measures import collector_paused
 from ..reports.save import SaveReport
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
@@ -32,7 +31,7 @@ from .background import ALL, begun_snapshot, write_in_background
 from .count import anything, ignored_by
 from .files import ShardWriter
 from .lazy_parameters import LazyParameters, state_dict_without_values
-from .pending import PendingSave, finish_pending, note_weights
+from .pending import PendingSave, note_weights
 from .places import Place, Publishing, Written, place_at, refuse_other_places
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
 from .snapshot import Snapshot
@@ -102,7 +101,6 @@ class Save:
         what = "training state" if is_of_training else "weights"
         self._work = Work(inner, what, settings_in_force(), coordinator or Coordinator.of_default_group())
 
-    @fixed_names()
     def pretrained(self) -> SaveReport:
         """Save what transformers' ``save_pretrained`` would."""
         report = self.run(self.weights())
@@ -136,17 +134,14 @@ class Save:
                 del given["state_dict"]
         self.model.save_pretrained(self._place.location, **given)
 
-    @fixed_names()
     def run(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> SaveReport:
-        """Save `items` and publish them together (all ranks); rank 0 gives the `finalizer`."""
-        finish_pending(elsewhere=self._place.location)
+        """Save `items` and publish them together (all ranks, in an operation); rank 0 gives the `finalizer`."""
         with self._together():
             with self._measured(), self._staged(items) as (publication, plan):
                 self._work.settle()
                 written = self._place.write(self._work, publication, plan, finalizer)
             return self._report(plan, written)
 
-    @fixed_names()
     def start(
         self, *items: SaveItem, finalizer: Finalizer = _NO_MORE, steps: Steps, snapshot_bytes: int, copies: str
     ) -> PendingSave:
@@ -154,7 +149,6 @@ class Save:
 
         It copies `snapshot_bytes` bytes at most, or everything if that has a reason, `copies`, on any rank.
         """
-        finish_pending(elsewhere=self._place.location)
         work = self._work
         with self._together():
             with self._measured(), self._staged(items) as (publication, plan):
@@ -221,7 +215,7 @@ class Save:
     @contextmanager
     def _measured(self) -> Iterator[None]:
         work = self._work
-        with work.memory, work.clock("total"), collector_paused(), torch.no_grad(), torch.inference_mode(False):
+        with work.memory, work.clock("total"), torch.no_grad(), torch.inference_mode(False):
             yield
 
     @contextmanager

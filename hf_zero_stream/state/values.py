@@ -22,7 +22,6 @@ from ..holdings.introspection import has_partition
 from ..holdings.slots import BUFFERS, VALUES, WHOLE, Slot, Training, entry_name
 from ..loading.into import make_ready
 from ..ranks.coordinator import Coordinator
-from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
 from .forms import form_for
 from .record import Form, StateRecord
@@ -60,7 +59,6 @@ def load_model_values(
     _load(model, None, place, record, coordinator, rank=rank, strict=strict, without=frozenset())
 
 
-@collector_paused()
 def _load(
     model: nn.Module,
     training: Training | None,
@@ -150,7 +148,6 @@ States = Callable[[Load, Sequence[str]], dict[str, Any]]
 """Gives lazy tensors of the states of these names, by their names in files of states."""
 
 
-@collector_paused()
 def load_states(
     training: Training, keys: Sequence[str], forms: Mapping[str, Form], states: States, coordinator: Coordinator
 ) -> None:

@@ -73,6 +73,7 @@ class HostPlace(Place):
     """
 
     why_waits = "hosts exchange copies, which takes all ranks"
+    is_shared = False
 
     def __init__(
         self,

@@ -20,11 +20,11 @@ from transformers.utils import logging
 from ...bindings import history
 from ...errors import ConfigError, SaveError
 from ...holdings.slots import STEPS, Training
-from ...ranks.coordinator import Coordinator, expected_at, meeting
+from ...ranks.coordinator import Coordinator, meeting
 from ...ranks.rendezvous import LOAD
 from ...registry import import_object
 from ...reports.save import SaveReport
-from ...saving.pending import finish_pending, note_state, when_whole
+from ...saving.pending import note_state, operation, when_whole
 from ...seams.wrappers import unwrapped
 from ...settings.config import StreamingConfig
 from ...sources.base import is_plain_name
@@ -115,8 +115,7 @@ class HostStates:
 
         For further arguments and errors see :func:`...state.load.load_state`.
         """
-        finish_pending()
-        with expected_at(LOAD):
+        with operation(LOAD):
             training = _training_of(trained, kwargs)
             self.facts = {} if shared is None else {"shared": os.path.realpath(shared)}
         with meeting(LOAD) as coordinator:
