@@ -15,11 +15,12 @@ from transformers.utils import logging
 
 from ..bindings.tracebacks import shortening
 from ..destinations.base import Destination, fill_whole, refuse_wrapped
-from ..destinations.live import LiveShards, live_destination
+from ..destinations.live import live_destination
+from ..destinations.live_memory import LiveShards
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp
-from ..holdings.holding import refuse_unknown_shards
+from ..holdings.holder import refuse_unknown_shards
 from ..holdings.introspection import is_packed, local_of
 from ..holdings.own_names import fixed_names, named_buffers
 from ..ranks.coordinator import Coordinator, expected_at, meeting

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..destinations.base import fill_whole
 from ..errors import ConfigError, UnsupportedError, UrlError
-from ..holdings.holding import refuse_unknown_shards, refuse_unreadable
+from ..holdings.holder import refuse_unknown_shards, refuse_unreadable
 from ..holdings.introspection import has_gathered, lacks_values
 from ..holdings.own_names import modules
 from ..ranks.coordinator import Coordinator

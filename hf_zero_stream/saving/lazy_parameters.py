@@ -21,7 +21,8 @@ from ..checkpoint.lazy import LazyTensor, Materialise
 from ..checkpoint.nodes import HostTensor, Stored, View, sources_of
 from ..engine.execute import run_in_threads
 from ..errors import SaveError, UnsupportedError
-from ..holdings.holding import Holding, holdings, refuse_meta
+from ..holdings.holder import holdings, refuse_meta
+from ..holdings.holding import Holding
 from ..holdings.introspection import has_converted_experts, has_partition, whole_of
 from ..holdings.own_names import named_parameters, own_names, own_or_clean, parameters
 from ..ranks.coordinator import Coordinator

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
-from ..holdings.holding import refuse_meta
+from ..holdings.holder import refuse_meta
 from ..holdings.introspection import is_packed
 from ..holdings.own_names import named_parameters
 from ..holdings.steps import Steps

@@ -32,7 +32,7 @@ from ..engine.places import cached_folder
 from ..engine.verification import digest_of
 from ..errors import UnsupportedError
 from ..holdings.fsdp import original_class
-from ..holdings.holding import holdings
+from ..holdings.holder import holdings
 from ..holdings.introspection import LOADED_FROM, is_adapted, whole_of
 from ..holdings.own_names import named_buffers, named_parameters
 from ..loading.dry_load import lazily_loaded, lazily_loaded_like

@@ -118,10 +118,10 @@ class StateRecord:
             (:mod:`.tensors`).
         dtype: of what is trained: masters, or the parameters themselves.
         weights: the files of weights that were saved with it, beside its folder. No resume reads them.
-        digests: of the files of the state, in hexadecimal, by name (:mod:`.file_digests`).
+        digests: of the files of the state, in hexadecimal, by name (:mod:`..checkpoint.file_digests`).
         shared: by other names of tied parameters, and of buffers that layers share, the first name of each.
         live: what torch calls tensors in wrappers, by own names.
-        training: its id (:mod:`..holdings.history`).
+        training: its id (:mod:`..bindings.history`).
         version: of the format.
     """
 

@@ -29,7 +29,8 @@ from ..checkpoint.state_folder import STATE, files_of, index_of
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
 from ..errors import LoadError, UnsupportedError
-from ..holdings.holding import Holding, open_flat, refuse_meta
+from ..holdings.holder import refuse_meta
+from ..holdings.holding import Holding, open_flat
 from ..holdings.introspection import has_converted_experts, whole_of
 from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
 from ..holdings.slots import BUFFERS, VALUES, WHOLE, Training, entry_name, holdings_of

@@ -25,7 +25,7 @@ from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ...settings.config import StreamingConfig
 from ..base import Batch, Item, SourcedTensor, flat_items, item_of, narrowed
-from ..live import Copies, LiveWhole
+from ..live_memory import Copies, LiveWhole
 from ..replicated import exchange_batches
 from ..skeleton import convert_lazy
 

@@ -21,7 +21,7 @@ from ...accelerators import settle
 from ...bindings.install import override_methods
 from ...checkpoint.safetensors import NotedShard
 from ...errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
-from ...holdings.holding import refuse_meta
+from ...holdings.holder import refuse_meta
 from ...holdings.introspection import is_packed
 from ...holdings.own_names import adapter_names, named_buffers, named_parameters
 from ...planning.plan import materialise_reason

@@ -1,0 +1,117 @@
+"""Finds the holdings of a model in memory. No destination is asked: something else may have loaded the model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.lazy import LazyTensor
+from ..errors import UnsupportedError
+from ..registry import import_object, plugins
+from .holding import (
+    BUFFERS,
+    PARAMETERS,
+    Holder,
+    Holding,
+    kind_of,
+    persistent_buffers,
+    refuse_shared_memory,
+    refuse_unknown,
+)
+from .introspection import is_inside_fsdp2, shards_modules
+from .own_names import named_parameters, own_names
+
+
+HOLDERS: list[Holder] = []
+"""Holders of other kinds of memory, which are asked first: the first that knows a parameter says what is held."""
+
+
+def _added() -> list[Holder]:
+    return [*HOLDERS, *(import_object(place) for plugin in plugins() for place in plugin.holders)]
+
+
+def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
+    """Return this rank's holding of each parameter of `model`, by the first of its own names, in their order.
+
+    For the arguments and errors see :class:`Holder`.
+    """
+    if shards_modules(model) or is_inside_fsdp2(model):
+        from .fsdp import reshard
+
+        reshard(model)  # a forward pass may have left gathered parameters, perhaps in another dtype
+    named = list(named_parameters(model, by_own_names=False))
+    left = dict(named)
+    found: dict[str, Holding] = {}
+
+    def hold(held: Holder, params: Mapping[str, nn.Parameter]) -> None:
+        found.update(held(model, params, masters=masters, rank=rank, world_size=world_size))
+        for name in [name for name in left if name in found]:
+            del left[name]
+
+    for holder in _added():
+        hold(holder, left)
+    refuse_unknown(left, PARAMETERS)
+    if masters and "deepspeed" in sys.modules:  # its import takes seconds
+        from .deepspeed.engine import held_by_optimizers
+
+        hold(held_by_optimizers, left)
+    of_kinds: dict[str, dict[str, nn.Parameter]] = {}
+    for name, param in left.items():
+        kind = kind_of(param, PARAMETERS)
+        of_kinds.setdefault("" if kind is None else kind.holder, {})[name] = param
+    for kind in PARAMETERS:
+        if kind.holder in of_kinds:
+            hold(import_object(kind.holder), of_kinds[kind.holder])
+    if left:
+        raise UnsupportedError(f"what ranks hold: no holder says what this rank holds of {', '.join([*left][:8])}.")
+    own = own_names(model)
+    return {own[name]: found[name] for name, _ in named}
+
+
+def refuse_unreadable(model: nn.Module, doing: str, instead: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ... {instead}``) if `model` has tensors that nobody knows how to read.
+
+    Of parameters that may be for a holder that somebody has added, :func:`holdings` finds that out.
+    """
+    if not _added():
+        refuse_unknown(dict(named_parameters(model, by_own_names=False)), PARAMETERS, doing, instead)
+    refuse_unknown(dict(persistent_buffers(model)), BUFFERS, doing, instead)
+    refuse_shared_memory(model, doing, instead)
+
+
+def refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise an UnsupportedError if any of these has no values, in this process at least."""
+    if meta := [name for name, tensor in tensors.items() if tensor.is_meta and not isinstance(tensor, LazyTensor)]:
+        raise UnsupportedError(
+            f"{', '.join(meta[:8])}: expected values; found {len(meta)} tensor(s) on the meta device, which has none. "
+            "Give them values first: load the model without offload to the CPU or to disk by a device_map, or call "
+            "to_empty() and fill them."
+        )
+
+
+def unknown_shards_reason(trained: Any) -> str:
+    """Why only DeepSpeed knows what ranks hold of a model; "" if `trained` is no engine of such a kind."""
+    if "deepspeed" not in sys.modules:
+        return ""
+    from .deepspeed import autotp_shards
+
+    return autotp_shards.unknown_shards_reason(trained)
+
+
+def is_model_parallel(engine: Any) -> bool:
+    """Whether ranks of a DeepSpeed engine hold parts of its model."""
+    from .deepspeed import autotp_shards
+
+    return autotp_shards.is_model_parallel(engine)
+
+
+def refuse_unknown_shards(trained: Any, doing: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ...``) for an engine of which only DeepSpeed knows what ranks hold."""
+    if "deepspeed" in sys.modules:
+        from .deepspeed import autotp_shards
+
+        autotp_shards.refuse_unknown_shards(trained, doing)
