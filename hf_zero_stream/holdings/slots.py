@@ -380,8 +380,8 @@ class Training:
         replacing_state: a context in which the state may be replaced (all ranks).
         batch_size: samples in a step of all ranks; None if it is not known.
         device: where this rank trains.
-        copy_masters: brings new masters, inside `replacing_state`, into the model (all ranks).
-        can_copy_masters: whether that can be done.
+        copy_masters: brings new masters, where there are any, into the model, inside `replacing_state` (all ranks).
+            None if some of either lie in swap files.
         copies_own_masters: a step of a slot's tensor is followed by a copy into the values of its members, and of no
             other parameters.
         unseen_steps: why steps may come that nothing announces; "" if none does.
@@ -400,16 +400,10 @@ class Training:
     replacing_state: Callable[[], AbstractContextManager[object]] = nullcontext
     batch_size: int | None = None
     device: torch.device = torch.device("cpu")
-    copy_masters: Callable[[], object] = lambda: None
-    can_copy_masters: bool = True
+    copy_masters: Callable[[], object] | None = lambda: None
     copies_own_masters: bool = False
     unseen_steps: str = ""
     editors: Sequence[tuple[Any, Sequence[str]]] = ()
-
-    @property
-    def copies_masters(self) -> bool:
-        """Whether new masters, where there are any, can be brought into the model: none lies in swap files."""
-        return self.can_copy_masters and not any(slot.is_swapped for slot in self.slots)
 
     def without_frozen(self, names: AbstractSet[str] = frozenset()) -> Training:
         """This training without slots that are frozen, but for parameters of these `names`."""

@@ -216,10 +216,8 @@ def _resumed(
             groups, whole = groups_for(training, record, place), wholes_for(training, record)
             drop_options(training.optimizer, groups)
             set_entries(training.optimizer, training.slots, record.form_of, whole)
-            if isinstance(found, StateRecord):
-                load_values(training, place, record, coordinator, rank=rank, strict=strict)
-            else:
-                found.load(training, record, coordinator)
+            foreign = None if isinstance(found, StateRecord) else found.states_for(training, coordinator)
+            load_values(training, place, record, foreign, coordinator, rank=rank, strict=strict)
             rates = _set_rest(training, record)
             for number, recorded in enumerate(groups):  # after the scheduler, which may not set the rate
                 set_group(training.optimizer, number, recorded, training.slots)

@@ -95,7 +95,7 @@ def names_of_buffers(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(buffer), name) for name, buffer in named}
 
 
-def lazy_states(load: Load, model: nn.Module, place: Path, keys: Collection[str]) -> dict[str, dict[str, Any]]:
+def lazy_states(model: nn.Module, place: Path, load: Load, keys: Collection[str]) -> dict[str, dict[str, Any]]:
     """Lazy tensors of what the state in `place` has for each of `keys`, by names that `model` has for them now."""
     names = own_names(model)
     found: dict[str, dict[str, Any]] = {key: {} for key in keys}

@@ -14,7 +14,7 @@ of other stages every live engine is looked at:
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -102,8 +102,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         replacing_state=partial(_replacing_state, wrapper),
         batch_size=engine.train_batch_size(),
         device=partitions.local_device(),
-        copy_masters=partial(_copy_masters, model, wrapper, slots) if has_masters(slots) else lambda: None,
-        can_copy_masters=not _has_swapped(wrapper),
+        copy_masters=_copying_masters(model, wrapper, slots),
         copies_own_masters=isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3),
         unseen_steps=_unseen_steps(wrapper, optimizer),
         editors=[*_editors(model, wrapper)],
@@ -167,24 +166,28 @@ def _is_between_steps(engine: Any) -> bool:
     return not counts or engine.micro_steps % engine.gradient_accumulation_steps() == 0
 
 
-def _copy_masters(model: nn.Module, wrapper: Any, slots: Sequence[Slot]) -> None:
-    """Bring new masters into the model's 16-bit parameters, as a step does."""
-    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        params = dict(named_parameters(model))
+def _copying_masters(model: nn.Module, wrapper: Any, slots: Sequence[Slot]) -> Callable[[], object] | None:
+    """What brings new masters into the model's 16-bit parameters, as a step does."""
+    is_stage_3 = isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3)
+    params = dict(named_parameters(model))
+
+    def to_partitions() -> None:
         for slot in slots:
             for name, _, first, start, stop, _ in slot.members:
                 params[name].ds_tensor.data[: stop - start].copy_(slot.flat(VALUES)[first : first + stop - start])
-    elif hasattr(wrapper, "update_lp_params"):
-        wrapper.update_lp_params()
-    elif hasattr(wrapper, "optimizer"):  # stage 0: every rank trains all of each parameter
+
+    def to_parameters() -> None:  # at stage 0 every rank trains all of each parameter
         for param, part, first, start, stop in _fragments_of(wrapper):
             param.data.view(-1)[start:stop].copy_(part.detach().view(-1)[first : first + stop - start])
 
-
-def _has_swapped(wrapper: Any) -> bool:
-    """Whether partitions of the model's own values that are trained lie in swap files."""
-    groups = wrapper.fp16_groups if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3) else []
-    return any(getattr(param.ds_tensor, "final_location", None) == "nvme" for params in groups for param in params)
+    if not (slots and slots[0].has_masters):
+        return lambda: None
+    if is_stage_3:
+        partitions_of = (param.ds_tensor for of_group in wrapper.fp16_groups for param in of_group)
+        is_swapped = any(getattr(each, "final_location", None) == "nvme" for each in partitions_of)
+        return None if is_swapped or any(slot.is_swapped for slot in slots) else to_partitions
+    update: Callable[[], object] | None = getattr(wrapper, "update_lp_params", None)
+    return update or to_parameters
 
 
 def _set_counters(engine: Any, counters: Mapping[str, int]) -> None:
@@ -332,10 +335,6 @@ def _refuse_differing(name: str, param: Any, *, is_in_context: bool) -> None:
             "values that the optimizer trains are still the old ones. Change it inside a GatheredParameters, with "
             "deepspeed.utils.safe_set_full_fp32_param too, or save without dtype."
         )
-
-
-def has_masters(slots: Sequence[Slot]) -> bool:
-    return bool(slots) and slots[0].has_masters
 
 
 def slots_of_masters(wrapper: Any, names: Mapping[int, str], rank: int, world_size: int) -> list[Slot]:
