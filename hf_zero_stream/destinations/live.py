@@ -85,7 +85,7 @@ class SlotMemory(Destination):
 
 def _items(slot: Slot, key: str, views: Mapping[str, Any]) -> Iterator[Item]:
     for member in slot.members:
-        start, stop = member.held
+        start, stop = member.elements
         view = views[entry_name(key, member.name)]
         # Converted parameters are already cut to the box.
         box = None if member.box.is_whole or view.sizes != member.box.shape else member.box

@@ -70,7 +70,7 @@ class Member(NamedTuple):
     is_whole: bool = False
 
     @property
-    def held(self) -> tuple[int, int]:
+    def elements(self) -> tuple[int, int]:
         """The elements of the box that lie in the slot: the first, and one past the last."""
         return (0, self.box.numel) if self.is_whole else (self.start, self.stop)
 
@@ -140,7 +140,7 @@ class Slot:
     @property
     def is_padding(self) -> bool:
         """Whether no element of a parameter lies in it."""
-        return all(start == stop for start, stop in (member.held for member in self.members))
+        return all(start == stop for start, stop in (member.elements for member in self.members))
 
     def has_one_element(self) -> bool:
         """Whether one element is all that is trained, so that the shape of an entry does not tell what it is."""
@@ -309,7 +309,7 @@ def holding_of(slot: Slot, member: Member, key: str) -> Holding:
 
 def memory_of(slot: Slot, member: Member, key: str) -> torch.Tensor:
     """The elements of one member in the state `key`, flat; they are the memory itself if that is in one piece."""
-    start, stop = member.held
+    start, stop = member.elements
     return slot.flat(key)[member.first : member.first + stop - start]
 
 

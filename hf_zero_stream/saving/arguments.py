@@ -56,7 +56,7 @@ def refuse_url(folder: Any, what: str) -> None:
         )
 
 
-def refuse_unknown(arguments: Mapping[str, Any], others: Iterable[str] = ()) -> None:
+def refuse_unknown_arguments(arguments: Mapping[str, Any], others: Iterable[str] = ()) -> None:
     """Raise if an argument of a save by all ranks is neither transformers' nor one of the `others`, or has no effect.
 
     ``model.save_pretrained`` itself ignores arguments that it does not know.

@@ -41,7 +41,7 @@ from ..seams.saving import is_laying_out
 from ..seams.wrappers import unwrapped
 from ..settings.scope import active_configs, set_in_context
 from ..sources.base import is_url
-from .arguments import SIGNATURE, SaveArguments, refuse_unknown, refuse_url
+from .arguments import SIGNATURE, SaveArguments, refuse_unknown_arguments, refuse_url
 from .pending import operation
 
 
@@ -92,7 +92,7 @@ def save_pretrained(
     with operation(SAVE, folder=folder):
         save = Save(model, folder, **call)
         if not _has_own_code(save.model):
-            refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
+            refuse_unknown_arguments({"max_shard_size": max_shard_size, **kwargs})
             return save.pretrained()
         refuse_url(folder, f"{type(save.model).__name__}.save_pretrained")
     report = run_on_leader(save.model, save.call_own_code, {"dtype": dtype})  # which may change modules

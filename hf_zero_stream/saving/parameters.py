@@ -29,7 +29,7 @@ from ..holdings.introspection import instances_of, is_cut
 from ..holdings.own_names import parameters
 from ..planning.boxes import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator
-from .lazy_parameters import Held, LazyParameters, Selection, digests_of, stored_names
+from .lazy_parameters import Holds, LazyParameters, Selection, digests_of, stored_names
 from .plan import Share, Sources
 
 
@@ -39,7 +39,7 @@ logger = logging.get_logger(__name__)
 T = TypeVar("T")
 
 
-class _Held(NamedTuple):
+class _Told(NamedTuple):
     """A holding as a rank tells the others of it; no `box` is the whole parameter, no `digest` is not compared."""
 
     box: ParameterBox | None
@@ -121,7 +121,7 @@ class Parameters:
     def following(
         cls,
         layout: Layout | None,
-        held: Held,
+        held: Holds,
         coordinator: Coordinator,
         compares: bool,
         threads: int,
@@ -221,11 +221,11 @@ class NewParameters(Parameters):
 
     def _agree_on_shares(self, holdings: Mapping[str, Holding], digests: Digests) -> None:
         # Of a model and its moments much is held alike: pickle writes one and the same tuple once.
-        known: dict[_Held, _Held] = {}
+        known: dict[_Told, _Told] = {}
         mine = [
             known.setdefault(held, held)
             for held in (
-                _Held(None if it.box.is_whole else it.box, it.start, it.stop, it.is_whole, digests.get(name))
+                _Told(None if it.box.is_whole else it.box, it.start, it.stop, it.is_whole, digests.get(name))
                 for name, it in holdings.items()
             )
         ]
@@ -272,7 +272,7 @@ class NewParameters(Parameters):
             if first in each:
                 each.add(name)
 
-    def _sources(self, name: str, holding: Holding, held: Sequence[_Held]) -> dict[str, ParameterBox]:
+    def _sources(self, name: str, holding: Holding, held: Sequence[_Told]) -> dict[str, ParameterBox]:
         """The sources of a parameter: itself, or the boxes of it that ranks hold, which are joined."""
         whole = ParameterBox.whole(holding.box.shape)
         boxes = {whole if box is None else box for box in {mine.box for mine in held}}
@@ -286,7 +286,7 @@ class NewParameters(Parameters):
         self.sources.joined[name] = join(name, sorted(blocks, key=lambda of_block: of_block[0].intervals)).node
         return sources
 
-    def _agree_on_source(self, source: str, numel: int, held: Mapping[int, _Held]) -> bool:
+    def _agree_on_source(self, source: str, numel: int, held: Mapping[int, _Told]) -> bool:
         """Choose who gives `source`: the first holder, and return False, if several hold all with different values."""
         first_rank, first = next(iter(held.items()))
         same = self._shares and first.digest is not None and all(each.digest == first.digest for each in held.values())

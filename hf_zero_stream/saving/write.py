@@ -146,7 +146,7 @@ def pieces_of(segment: Segment, values: Values) -> Iterator[PlacedValues]:
         return
     (part,) = segment.parts
     position = segment.position
-    for held in _held(part, values).view(-1).split(WRITE_BYTES // 8):
+    for held in _elements_of(part, values).view(-1).split(WRITE_BYTES // 8):
         piece = reduce(torch.Tensor.to, part.casts, held)
         yield segment.shard, position, piece
         position += piece.nbytes
@@ -266,10 +266,10 @@ def _put(part: SegmentPart, taken: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 def take(part: SegmentPart, values: Values) -> torch.Tensor:
-    return reduce(torch.Tensor.to, part.casts, _held(part, values))
+    return reduce(torch.Tensor.to, part.casts, _elements_of(part, values))
 
 
-def _held(part: SegmentPart, values: Values) -> torch.Tensor:
+def _elements_of(part: SegmentPart, values: Values) -> torch.Tensor:
     """The elements of a part that this rank holds, in the shape of its box."""
     box = part.box
     flat = values(part.source, box.at) if isinstance(part.source, str) else part.source.tensor[box.at :]

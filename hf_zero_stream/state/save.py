@@ -36,7 +36,7 @@ from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE
 from ..registry import tool
 from ..reports.save import SaveReport
-from ..saving.arguments import make_ready, refuse_unknown, refuse_url
+from ..saving.arguments import make_ready, refuse_unknown_arguments, refuse_url
 from ..saving.pending import PendingSave, note_state, operation
 from ..saving.places import Place, Publishing, place_at, places_at, refuse_other_places
 from ..saving.preparation import Finalizer, SaveItem, as_save_error
@@ -152,7 +152,7 @@ def save_state(
     """
     with operation(SAVE, folder=folder) as failed:
         coordinator = Coordinator.of_default_group()
-        refuse_unknown(kwargs, ("dtype", *(HOST_ARGUMENTS if hosts else ())))
+        refuse_unknown_arguments(kwargs, ("dtype", *(HOST_ARGUMENTS if hosts else ())))
         if hosts:
             refuse_url(folder, "save_state(hosts=True)")
         place = None if hosts else place_at(folder)

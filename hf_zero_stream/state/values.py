@@ -27,7 +27,7 @@ from ..seams.ds_config import settings_in_force
 from .forms import form_for
 from .record import Form, StateRecord
 from .tensors import lazy_model, lazy_states, memory_of_buffers, names_in
-from .wholes import refuse_lacking, tensors_of
+from .wholes import refuse_absent, tensors_of
 
 
 logger = logging.get_logger(__name__)
@@ -112,7 +112,7 @@ def _load(
                 parts.append((lazy, missing | without, tied))
             found = _converted(model, {key: states[key] for key in keys}) if training is not None else {}
             found |= {entry_name(key, name): it for key in more for name, it in states[key].items()}
-            refuse_lacking(whole, found, place)
+            refuse_absent(whole, found, place)
             buffers = memory_of_buffers(model, place, record, rank, found, strict=strict)
             whole |= {key: values for key, (_, values) in buffers.items()}
             parts.append((LazyTensorModule(found, {}), set(), set()))

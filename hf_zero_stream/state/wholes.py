@@ -123,9 +123,9 @@ def _digest(slot: Slot, record: StateRecord) -> str:
     """A digest of which elements of which parameters lie where in `slot`; those go by their places in the record."""
     places = record.places
     lie = [
-        [places[member.name], member.box.intervals, member.first, *member.held]
+        [places[member.name], member.box.intervals, member.first, *member.elements]
         for member in slot.members
-        if member.held[0] < member.held[1]
+        if member.elements[0] < member.elements[1]
     ]
     return hashlib.sha256(json.dumps([list(local_of(slot.values).shape), lie]).encode()).hexdigest()
 
@@ -242,7 +242,7 @@ def refuse_other_parts(training: Training, record: StateRecord, place: Path) -> 
     """Raise a ConfigError unless what was kept whole was that of slots as they are cut now."""
     names, found = {*record.whole}, {slot for slot, _, _ in _own_parts(training, record)}
     for slot in training.slots if names else ():
-        first = next((it.name for it in slot.members if it.name in names and it.held[0] < it.held[1]), None)
+        first = next((it.name for it in slot.members if it.name in names and it.elements[0] < it.elements[1]), None)
         if first is not None and slot not in found:
             kept = {key: None for part in record.parts.values() for key in (*part.tensors, *part.values)}
             raise _cut_anew(place, slot.group, ", ".join(kept), first, record.world_size)
@@ -272,7 +272,7 @@ def restore_strides(training: Training, record: StateRecord) -> None:
                 slot.entries[key] = as_before.copy_(value)
 
 
-def refuse_lacking(wanted: Mapping[str, torch.Tensor], found: Mapping[str, Any], place: Path) -> None:
+def refuse_absent(wanted: Mapping[str, torch.Tensor], found: Mapping[str, Any], place: Path) -> None:
     """Raise a CheckpointError unless the `wanted` tensors are what was `found` in the files."""
     for name, value in wanted.items():
         there = found.get(name)

@@ -129,7 +129,7 @@ class _Filling:
 
     def add_whole(self, name: str, param: Any, view: View, trained: Sequence[tuple[Slot, Member]]) -> None:
         """Fill a parameter that is no partition, and the masters that are `trained` in its place."""
-        shared, others = param, [(slot, member) for slot, member in trained if member.held[0] < member.held[1]]
+        shared, others = param, [(slot, member) for slot, member in trained if member.elements[0] < member.elements[1]]
         if others and others[0][1].is_whole:
             slot, member = others.pop(0)
             shared = memory_of(slot, member, VALUES) if slot.is_in_one_piece else slot.values
@@ -143,7 +143,7 @@ class _Filling:
         if shared is not param:
             self.copies.append((param.detach(), flat.view(param.shape)))
         for slot, member in others:
-            (start, stop), memory = member.held, memory_of(slot, member, VALUES)
+            (start, stop), memory = member.elements, memory_of(slot, member, VALUES)
             if member.is_whole or _holds_exactly(param.dtype, view):
                 self.copies.append((memory, flat[start:stop]))
             else:  # `param` gets rounded values
