@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +24,18 @@ from ..holdings.own_names import named_parameters
 from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
 from ..reports.closing import tell
-from ..reports.save import SaveReport
+from ..reports.save import SaveReport, SavingRank
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .arguments import dtype_of_argument, kind_of_save, make_ready, refuse_values
-from .background import ALL, begun_snapshot, write_in_background
 from .count import anything, ignored_by
-from .files import ShardWriter
+from .files import Comparison, ShardWriter
 from .lazy_parameters import LazyParameters, state_dict_without_values
 from .pending import PendingSave, note_weights
 from .places import Place, Publishing, Written, place_at, refuse_other_places
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
-from .snapshot import Snapshot
+from .snapshot import ALL, Snapshot, begun_snapshot
 from .write import Work
 
 
@@ -145,7 +146,7 @@ class Save:
     def start(
         self, *items: SaveItem, finalizer: Finalizer = _NO_MORE, steps: Steps, snapshot_bytes: int, copies: str
     ) -> PendingSave:
-        """Save as :meth:`run` does, but return when :mod:`.background` can go on alone.
+        """Save as :meth:`run` does, but return when a thread can go on alone, from a :class:`.snapshot.Snapshot`.
 
         It copies `snapshot_bytes` bytes at most, or everything if that has a reason, `copies`, on any rank.
         """
@@ -153,12 +154,13 @@ class Save:
         with self._together():
             with self._measured(), self._staged(items) as (publication, plan):
                 work.settle()
-                if not self._must_wait(plan):
+                must_wait, copies_all = self._must_wait_or_copy(plan, copies)
+                if not must_wait:
                     with work.clock("copy"), ExitStack() as opened:
                         paths = plan.paths(publication.temporary)
                         writer = ShardWriter(paths, has_digests=finalizer.needs_digests)
                         opened.enter_context(closing(writer))
-                        snapshot = begun_snapshot(work, plan, writer, self._steps(steps, copies), snapshot_bytes)
+                        snapshot = begun_snapshot(work, plan, writer, None if copies_all else steps, snapshot_bytes)
                         opened.pop_all()
                     beside = BackgroundCoordinator(work.coordinator)
                     finish = partial(self._finish, publication, plan, finalizer, snapshot, writer, beside)
@@ -173,12 +175,23 @@ class Save:
                 written = self._place.write(work, publication, plan, finalizer)
             return PendingSave.finished(self._report(plan, written))
 
-    def _steps(self, steps: Steps, copies: str) -> Steps | None:
-        """The `steps`, or None if any rank has a reason to copy everything at the call (all ranks)."""
-        reasons = [each for each in self._work.coordinator.all_gather(copies) if each]
-        if reasons and self._work.coordinator.is_main and reasons[0] != ALL:
-            logger.warning_once(f"This save copies all that it writes in host memory at the call: {reasons[0]}.")
-        return None if reasons else steps
+    def _must_wait_or_copy(self, plan: WritePlan, copies: str) -> tuple[bool, bool]:
+        """Whether the save cannot be made in the background, or copies everything at the call (all ranks).
+
+        Rank 0 says why.
+        """
+        coordinator, why = self._work.coordinator, self._place.why_waits
+        if not why and plan.has_single_writer:
+            why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
+        swapped, reasons = zip(*coordinator.all_gather((plan.parameters.is_swapped, copies)), strict=True)
+        if not why and any(swapped):
+            why = "values are in swap files, and host memory is not to hold them"
+        reason = next(filter(None, reasons), "")
+        if why and coordinator.is_main:
+            logger.warning_once(f"This save is not made in the background: {why}.")
+        elif reason not in ("", ALL) and coordinator.is_main:
+            logger.warning_once(f"This save copies all that it writes in host memory at the call: {reason}.")
+        return bool(why), bool(reason)
 
     def _finish(
         self,
@@ -187,21 +200,45 @@ class Save:
         finalizer: Finalizer,
         snapshot: Snapshot,
         writer: ShardWriter,
-        beside: BackgroundCoordinator,
+        coordinator: BackgroundCoordinator,
     ) -> SaveReport:
-        ranks = write_in_background(self._work, publication, plan, finalizer, snapshot, writer, beside)
-        return self._report(plan, Written(ranks, plan.names), asynchronous=True)
+        """Write in the background, wait for the other ranks, and publish.
 
-    def _must_wait(self, plan: WritePlan) -> bool:
-        """Whether the save cannot be made in the background, which rank 0 says then (all ranks)."""
-        coordinator, why = self._work.coordinator, self._place.why_waits
-        if not why and plan.has_single_writer:
-            why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
-        if not why and any(coordinator.all_gather(plan.parameters.is_swapped)):
-            why = "values are in swap files, and host memory is not to hold them"
-        if why and coordinator.is_main:
-            logger.warning_once(f"This save is not made in the background: {why}.")
-        return bool(why)
+        No tensor of the training is changed, and no collective made.
+        """
+        work = self._work
+        began, clock = time.perf_counter(), work.clock
+        digests: dict[str, int] = {}
+
+        def write() -> None:
+            with closing(writer), clock("write"):
+                snapshot.write(coordinator.check)
+                with clock("sync"):
+                    writer.sync()
+                digests.update(plan.named(writer.digests))
+            if work.verifies:
+                with closing(Comparison(plan.paths(publication.temporary))) as comparison, clock("verify"):
+                    snapshot.verify(comparison, coordinator.check)
+            clock.add("held", snapshot.held_seconds)
+
+        try:
+            coordinator.agree(_error_of(write))
+            publish = partial(finalizer.publish, publication, plan, coordinator.all_gather(digests))
+            error: Exception | None = None
+            if coordinator.is_main:
+                with clock("publish"):
+                    error = _error_of(publish)
+            clock.add("total", time.perf_counter() - began)
+            mine = work.figures(plan, copied=snapshot.copied_bytes)
+            ranks = [SavingRank(**each) for each in coordinator.all_gather(asdict(mine), error)]
+        except BaseException:
+            if coordinator.is_main:
+                publication.abandon()
+            raise
+        finally:
+            snapshot.end()
+            coordinator.close()
+        return self._report(plan, Written(ranks, plan.names), asynchronous=True)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -266,3 +303,11 @@ class Save:
         if self._work.coordinator.is_main:
             tell("save", report.summary(), report.to_dict)
         return report
+
+
+def _error_of(work: Callable[[], object]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
