@@ -41,8 +41,9 @@ from ..seams.saving import is_laying_out
 from ..seams.wrappers import unwrapped
 from ..settings.scope import active_configs, set_in_context
 from ..sources.base import is_url
-from .arguments import SIGNATURE, SaveArguments, refuse_unknown_arguments, refuse_url
+from .arguments import SIGNATURE, SaveArguments, kind_of_save, refuse_unknown_arguments, refuse_url
 from .pending import operation
+from .save import Save
 
 
 @shortening
@@ -87,8 +88,6 @@ def save_pretrained(
     leader = _leader.get()
     if leader is not None:  # a save_pretrained of the model's own calls this
         return leader.save(model, folder, call)
-    from .save import Save  # imports deepspeed, which takes seconds
-
     with operation(SAVE, folder=folder):
         save = Save(model, folder, **call)
         if not _has_own_code(save.model):
@@ -129,9 +128,6 @@ def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *a
     if leader is not None:
         leader.save(self, folder, call)
         return
-    from .arguments import kind_of_save  # imports deepspeed, which takes seconds
-    from .save import Save
-
     coordinator = Coordinator.of_default_group()
     try:
         with operation(SAVE, folder=folder):
@@ -207,8 +203,6 @@ def run_on_leader(model: Any, work: Callable[[], Any], settings: Mapping[str, An
     The `settings` are for saves that do not give their own. With them, calls are taken over that else would be left to
     transformers, because each rank has the whole model. A failed save or `work` raises on all ranks.
     """
-    from .arguments import kind_of_save  # imports deepspeed, which takes seconds
-
     whole, coordinator = unwrapped(model), Coordinator.of_default_group()
     with meeting(kind_of_save(whole, coordinator), "a model, by code of rank 0", coordinator):
         if not coordinator.is_main:
@@ -283,8 +277,6 @@ _leader: ContextVar[_Leader | None] = ContextVar("hf_zero_stream_leader", defaul
 
 def _save_part(model: PreTrainedModel, coordinator: Coordinator, call: dict[str, Any]) -> SaveReport:
     """Save with all ranks the part of `model` that `call` names."""
-    from .save import Save
-
     # Errors are reported at once: rank 0 may go on with its own work before it raises.
     with coordinator.reporting(), operation(SAVE, folder=call["folder"], is_part=True):
         part = model.get_submodule(call.pop("part"))

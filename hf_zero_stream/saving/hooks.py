@@ -41,7 +41,10 @@ from ..seams.wrappers import (
 from ..settings.scope import active_configs, set_in_context
 from . import calls
 from .arguments import refuse_url
+from .lazy_parameters import state_dict_without_values
 from .pending import noting_weights, operation
+from .preparation import SaveItem
+from .save import Save
 
 
 logger = logging.get_logger(__name__)
@@ -71,8 +74,6 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
                 "hf_zero_stream.save_pretrained."
             )
         return original(self, model, *args, **kwargs)
-    from .lazy_parameters import state_dict_without_values  # imports deepspeed, which takes seconds
-
     return state_dict_without_values(inner)
 
 
@@ -101,9 +102,6 @@ def save_model(
         refuse_url(save_directory, f"accelerator.save_model, as {why},")
         with set_in_context(_asked_by, why):
             return original(self, model, save_directory, *args, **kwargs)
-    from .preparation import SaveItem  # with the next line it imports deepspeed, which takes seconds
-    from .save import Save
-
     if calls.runs_on_leader():
         raise UnsupportedError(
             "accelerator.save_model(): only rank 0 runs this code, and the other ranks wait for a save_pretrained. "
