@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ..checkpoint.format import dtype_name
+from ..checkpoint.format import file_dtype_name
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
@@ -197,7 +197,7 @@ _OF_ALL: _Unreadable = (
     ("it is quantised by torch, and its scales lie elsewhere", lambda it: bool(it.is_quantized)),
     ("it is quantised by DeepSpeed, and its scales lie elsewhere", lambda it: hasattr(it, "ds_quant_scale")),
     ("its memory has other signs than its values (a conjugate view)", lambda it: it.is_conj() or it.is_neg()),
-    ("safetensors has no such dtype", lambda it: not dtype_name(it.dtype)),
+    ("safetensors has no such dtype", lambda it: not file_dtype_name(it.dtype)),
 )
 
 
