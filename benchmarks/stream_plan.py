@@ -46,7 +46,7 @@ def world_on_paper(model: nn.Module, world: int) -> Iterator[None]:
     from hf_zero_stream.holdings import holder
     from hf_zero_stream.planning.boxes import ParameterBox
     from hf_zero_stream.ranks.coordinator import Coordinator
-    from hf_zero_stream.saving.parameters import _Held
+    from hf_zero_stream.saving.parameters import _Told
 
     def holdings(model: Any, params: Mapping[str, Any], *, masters: bool, rank: int, world_size: int) -> Any:
         return {
@@ -60,13 +60,13 @@ def world_on_paper(model: nn.Module, world: int) -> Iterator[None]:
         if error is not None:
             raise error
         held, digest = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
-        if not (isinstance(held, list) and held and isinstance(held[0], _Held)):
+        if not (isinstance(held, list) and held and isinstance(held[0], _Told)):
             return [value] * world
         return [(pickle.loads(of_rank), digest) for of_rank in told]
 
     sizes = [param.numel() for param in model.parameters()]
     told = [
-        pickle.dumps([_Held(None, *share(numel, rank, world), False, None) for numel in sizes])
+        pickle.dumps([_Told(None, *share(numel, rank, world), False, None) for numel in sizes])
         for rank in range(world)
     ]
     coordinator = Coordinator(0, world, alone=False)

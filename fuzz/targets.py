@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, deserialize, safe_open
 
-from hf_zero_stream.checkpoint.format import dtype_name
+from hf_zero_stream.checkpoint.format import file_dtype_name
 from hf_zero_stream.checkpoint.formats import parse_index, read_map
 from hf_zero_stream.errors import CheckpointError
 
@@ -93,7 +93,7 @@ def read_file(content: bytes) -> str:
             raise Disagreement("we read what the library refuses")
         ours = {
             name: {
-                "dtype": dtype_name(entry.dtype),
+                "dtype": file_dtype_name(entry.dtype),
                 "shape": list(entry.shape),
                 "data": content[entry.start : entry.stop],
             }

@@ -29,7 +29,7 @@ from .engine.opened import OpenCheckpoint
 from .errors import LoadError
 from .holdings.own_names import own_names, own_or_clean
 from .ranks.coordinator import meeting
-from .ranks.rendezvous import LOAD
+from .ranks.rendezvous import LOAD, SAVE
 from .reports.load import LoadReport
 from .reports.measures import collector_paused
 from .reports.save import SaveReport
@@ -125,10 +125,12 @@ def save_tensors(
         UnsupportedError: values cannot be reached; the message says what to do.
     """
     from .saving.arguments import dtype_of_argument
+    from .saving.pending import operation
     from .saving.save import Save  # imports transformers, whose conversions a load of tensors does not need
-    from .state.layout import weights_item
+    from .state.tensors import weights_item
 
-    return Save(model, folder, takes_any=True).run(weights_item(max_shard_size, dtype_of_argument(dtype)))
+    with operation(SAVE, folder=folder):
+        return Save(model, folder, takes_any=True).run(weights_item(max_shard_size, dtype_of_argument(dtype)))
 
 
 def _files_of(path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], Mapping[str, str] | None]:

@@ -294,7 +294,7 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             (
                 "load_into under ZeRO-3",
                 "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
-                "_get_fp32_opt_state_partition _swappable_optimizer_subgroup get_param_id",
+                "_swappable_optimizer_subgroup get_param_id",
             ),
             (
                 "offload_param to NVMe",

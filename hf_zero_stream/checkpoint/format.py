@@ -85,7 +85,7 @@ def are_sizes(values: Sequence[Any], most: int = MAX_DIMENSIONS) -> bool:
     return len(values) <= most and all(type(value) is int and 0 <= value < 2**63 for value in values)  # bool is an int
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def file_dtype_name(dtype: torch.dtype) -> str:
     """The format's name of a dtype, for instance ``"BF16"``; ``""`` if it has none."""
     return _names("torch" in sys.modules).get(dtype, "")
 

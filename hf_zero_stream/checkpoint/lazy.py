@@ -21,7 +21,7 @@ import torch
 
 from ..errors import UnsupportedError
 from . import nodes
-from .format import dtype_name
+from .format import file_dtype_name
 from .nodes import (
     Address,
     HostTensor,
@@ -299,7 +299,7 @@ class CheckpointSlice:
         return list(self._view.sizes)
 
     def get_dtype(self) -> str:
-        return dtype_name(self._view.node.dtype)
+        return file_dtype_name(self._view.node.dtype)
 
 
 class AbsentSlice(CheckpointSlice):

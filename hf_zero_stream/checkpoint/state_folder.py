@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from .format import excerpt, parse_object
 from .formats import read_index_file, read_index_text, read_map
 from .map import CheckpointMap
+from .urls import on_this_host
 
 
 RECORD = "training_state.json"
@@ -26,6 +27,15 @@ _VALUES = "values/"
 def index_of(single: str) -> str:
     """The file name of the index of what may be in this single file, if it is in several."""
     return f"{single}.index.json"
+
+
+def files_of(place: Path, single: str = STATE) -> list[Path]:
+    """The files of a state in the folder `place`, or of weights, if these may all be in the file `single`."""
+    index = place / index_of(single)
+    if index.is_file():
+        weight_map = read_index_file(on_this_host(index))["weight_map"]
+        return [place / shard for shard in sorted(set(weight_map.values()))]
+    return [place / single]
 
 
 def state_folder_of(path: Path) -> Path | None:
@@ -67,7 +77,5 @@ def _names(folder: Path, record: Mapping[str, Any], field: str) -> dict[str, str
 def _map_of(folder: Path) -> CheckpointMap:
     """The map of the file of all tensors, or of its shards."""
     index = folder / index_of(STATE)
-    if index.exists():
-        weight_map = read_index_file(index)["weight_map"]
-        return read_map([folder / name for name in sorted(set(weight_map.values()))], weight_map)
-    return read_map([folder / STATE])
+    weight_map = [read_index_file(index)["weight_map"]] if index.exists() else []
+    return read_map(files_of(folder), *weight_map)

@@ -53,13 +53,13 @@ def run(
 
 
 def _checkpoint(place: str) -> dict[str, Any]:
-    from ..checkpoint.format import dtype_name
+    from ..checkpoint.format import file_dtype_name
     from ..checkpoint.nodes import entries_of
     from ..engine.places import read_checkpoint_map
 
     checkpoint = read_checkpoint_map(place)
     tensors = [
-        (name, dtype_name(view.node.dtype), view.sizes, view.numel * view.node.dtype.itemsize)
+        (name, file_dtype_name(view.node.dtype), view.sizes, view.numel * view.node.dtype.itemsize)
         for name, view in checkpoint.views.items()
     ]
     dtypes = defaultdict[str, Counter[str]](Counter)

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Node, View
 from ..holdings import fsdp
+from ..holdings.fsdp import cuts_of, local_shard_of
 from ..holdings.holding import LocalShard
 from ..holdings.introspection import is_packed, local_of, packed_weights
 from ..holdings.own_names import named_parameters
-from ..holdings.shards import cuts_of, local_shard_of
 from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.sharded_footprint import HeldShard, sharded_footprint

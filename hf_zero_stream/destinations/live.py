@@ -1,17 +1,24 @@
-"""Chooses the destination that fills a model in use."""
+"""What a load into a training fills: a model in use, what an optimizer keeps of it, or both together."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import LoadError
 from ..holdings.introspection import is_sharded
+from ..holdings.slots import Slot, entry_name, memory_of
+from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
-from .base import Destination
-from .live_whole import LiveWhole
+from .base import Batch, Destination, Item, flat_items, narrowed, source_of
+from .live_memory import LiveShards, LiveWhole
 
 
 def live_destination(
@@ -23,8 +30,6 @@ def live_destination(
     no memory.
     """
     if is_sharded(model):
-        from .live_shards import LiveShards  # imports torch's FSDP2
-
         return LiveShards(model, coordinator)
     if without_memory := [name for name, param in model.named_parameters() if param.is_meta]:
         raise LoadError(
@@ -36,3 +41,116 @@ def live_destination(
     from .deepspeed.live import LiveModel  # imports deepspeed, which takes seconds
 
     return LiveModel(model, coordinator, config, with_masters=with_masters)
+
+
+class SlotMemory(Destination):
+    """Elementwise states of slots, which a checkpoint of the same parameters fills.
+
+    Args:
+        wanted: each slot, and the names of those of its states that are filled.
+        whole: tensors that are filled as they are, by the names of lazy parameters of the same shapes.
+    """
+
+    def __init__(
+        self,
+        wanted: Sequence[tuple[Slot, Sequence[str]]],
+        device: torch.device,
+        *,
+        whole: Mapping[str, torch.Tensor],
+        hides_zero3: bool,
+    ) -> None:
+        self.device, self.hides_zero3, self._wanted, self._whole = device, hides_zero3, wanted, whole
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        """Batches that fill the slots with lazy parameters of the names that :func:`entry_name` gives."""
+        views = {name: source_of(param) for name, param in model.named_parameters()}
+        trained = [(key, member.name) for slot, keys in self._wanted for key in keys for member in slot.members]
+        if lacking := sorted({(key, name) for key, name in trained if views.get(entry_name(key, name)) is None}):
+            key, _ = lacking[0]
+            names = [name for other, name in lacking if other == key]
+            raise LoadError(
+                f"load_state: {key} of {len(names)} parameters that are trained are not there: "
+                f"{', '.join(names[:8])}. Copy the state again, or train the same parameters as when it was saved."
+            )
+        items = [(slot, [item for key in keys for item in _items(slot, key, views)]) for slot, keys in self._wanted]
+        whole = {
+            name: (value.view(-1), view) for name, value in self._whole.items() if (view := views[name]) is not None
+        }
+        opened = [item for slot, of_slot in items if not slot.is_swapped for item in of_slot]
+        in_memory = Batch([*flat_items(whole), *opened])
+        return [in_memory, *(_batch_inside(slot, of_slot) for slot, of_slot in items if slot.is_swapped)]
+
+
+def _items(slot: Slot, key: str, views: Mapping[str, Any]) -> Iterator[Item]:
+    for member in slot.members:
+        start, stop = member.elements
+        view = views[entry_name(key, member.name)]
+        # Converted parameters are already cut to the box.
+        box = None if member.box.is_whole or view.sizes != member.box.shape else member.box
+        target = Target(
+            f"{member.name} ({key})",
+            torch.float32 if slot.is_swapped else slot.flat(key).dtype,
+            stop - start,
+            start,
+            stop,
+            box,
+            is_copy=member.is_whole and member.start > 0,
+        )
+        memory = partial(memory_of, slot, member, key)
+        yield Item(target, view if box is None else narrowed(view, box), memory)
+
+
+def _batch_inside(slot: Slot, items: Sequence[Item]) -> Batch:
+    """A batch whose memory is there while the slot is opened."""
+    context = slot.opened(changes=True)
+
+    def close() -> None:
+        context.__exit__(None, None, None)
+
+    return Batch(items, context.__enter__, close, is_temporary=True)
+
+
+class LazyParts(nn.Module):
+    """The lazy models of several memories, as one, each with its missing and its tied names."""
+
+    def __init__(self, parts: Sequence[tuple[nn.Module, set[str], set[str]]]) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return chain.from_iterable(lazy.named_parameters(*args, **kwargs) for lazy, _, _ in self.parts)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return chain.from_iterable(lazy.named_buffers(*args, **kwargs) for lazy, _, _ in self.parts)
+
+
+class Together(Destination):
+    """These `memories`, of which each is filled by its own part of :class:`LazyParts`."""
+
+    def __init__(self, memories: Sequence[Destination]) -> None:
+        self._memories = memories
+        self.device, self.into = memories[0].device, memories[0].into
+        self.hides_zero3 = any(memory.hides_zero3 for memory in memories)
+        self.fills_missing = any(memory.fills_missing for memory in memories)
+        self.exchange_settings = [*chain.from_iterable(memory.exchange_settings for memory in memories)]
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        assert isinstance(model, LazyParts)
+        pairs = zip(self._memories, model.parts, strict=True)
+        return [*chain.from_iterable(memory.batches(*part, only_planned=only_planned) for memory, part in pairs)]
+
+    def check(self, targets: Sequence[Target]) -> None:
+        for memory in self._memories:
+            memory.check(targets)
+
+    def allocate(self) -> None:
+        for memory in self._memories:
+            memory.allocate()
+
+    def finish(self) -> None:
+        for memory in self._memories:
+            memory.finish()

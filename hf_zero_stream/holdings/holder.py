@@ -12,9 +12,17 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from ..registry import import_object, plugins
-from .holding import Holder, Holding
+from .holding import (
+    BUFFERS,
+    PARAMETERS,
+    Holder,
+    Holding,
+    kind_of,
+    persistent_buffers,
+    refuse_shared_memory,
+    refuse_unknown,
+)
 from .introspection import is_inside_fsdp2, shards_modules
-from .kinds import BUFFERS, PARAMETERS, kind_of, persistent_buffers, refuse_shared_memory, refuse_unknown
 from .own_names import named_parameters, own_names
 
 
@@ -48,7 +56,7 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         hold(holder, left)
     refuse_unknown(left, PARAMETERS)
     if masters and "deepspeed" in sys.modules:  # its import takes seconds
-        from .deepspeed.held import held_by_optimizers
+        from .deepspeed.engine import held_by_optimizers
 
         hold(held_by_optimizers, left)
     of_kinds: dict[str, dict[str, nn.Parameter]] = {}
@@ -89,21 +97,21 @@ def unknown_shards_reason(trained: Any) -> str:
     """Why only DeepSpeed knows what ranks hold of a model; "" if `trained` is no engine of such a kind."""
     if "deepspeed" not in sys.modules:
         return ""
-    from .deepspeed import model_parallel
+    from .deepspeed import autotp_shards
 
-    return model_parallel.unknown_shards_reason(trained)
+    return autotp_shards.unknown_shards_reason(trained)
 
 
 def is_model_parallel(engine: Any) -> bool:
     """Whether ranks of a DeepSpeed engine hold parts of its model."""
-    from .deepspeed import model_parallel
+    from .deepspeed import autotp_shards
 
-    return model_parallel.is_model_parallel(engine)
+    return autotp_shards.is_model_parallel(engine)
 
 
 def refuse_unknown_shards(trained: Any, doing: str) -> None:
     """Raise an UnsupportedError (``{doing}: ...``) for an engine of which only DeepSpeed knows what ranks hold."""
     if "deepspeed" in sys.modules:
-        from .deepspeed import model_parallel
+        from .deepspeed import autotp_shards
 
-        model_parallel.refuse_unknown_shards(trained, doing)
+        autotp_shards.refuse_unknown_shards(trained, doing)

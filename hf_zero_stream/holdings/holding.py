@@ -1,17 +1,34 @@
-"""Holdings and holders: the classes that all modules of this room share."""
+"""What a rank holds of the tensors of a model, and the kinds of tensors, each with its :class:`Holder`.
+
+A kind says how its tensors are told, in which memory their values lie, and who says what this rank holds of them.
+There is one list for parameters, and one for buffers. A tensor that is of no kind, or whose memory does not hold its
+values one after the other, is refused by name: there is no default. Users add kinds of memory of their own to
+:data:`.holder.HOLDERS`, which are asked first.
+
+The entries of an optimizer and the options of its groups are held to the same rule: :func:`.slots.elementwise_keys`
+refuses the tensors of which a state cannot keep the values, and :func:`..state.forms.with_kind` all other values that
+would not come back as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from ..checkpoint.format import file_dtype_name
+from ..checkpoint.lazy import LazyTensor
+from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import Target, partition_range
+from .introspection import has_partition, is_cut, is_dtensor, local_of
+from .own_names import named_buffers, named_parameters
 
 
 class Holding(NamedTuple):
@@ -107,3 +124,166 @@ def held_replicas(
         return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
 
     return {name: holding(param) for name, param in params.items()}
+
+
+class Kind(NamedTuple):
+    """A kind of parameters or buffers.
+
+    Attributes:
+        name: for messages.
+        is_one: whether a tensor is of this kind; the first kind that says so has it.
+        memory: the memory that the values of a tensor lie in, on this rank.
+        holder: the :class:`.holding.Holder` of this kind, for :func:`..registry.import_object`.
+    """
+
+    name: str
+    is_one: Callable[[Any], bool]
+    memory: Callable[[Any], torch.Tensor]
+    holder: str = ""
+
+
+def _partition(param: Any) -> torch.Tensor:
+    partition: torch.Tensor = param.ds_tensor
+    return partition
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _is_whole(tensor: Any) -> bool:
+    return not hasattr(tensor, "placements")
+
+
+def _is_on_each_rank(buffer: Any) -> bool:
+    """Not so a parameter that is registered as a buffer too, where ranks share parameters."""
+    return _is_whole(buffer) and not has_partition(buffer) and not is_cut(buffer)
+
+
+PARAMETERS = (
+    Kind("a partition of ZeRO-3", has_partition, _partition, ".holdings.deepspeed.engine:held_partitions"),
+    Kind("a part that AutoTP has left", is_cut, _itself, ".holdings.deepspeed.autotp_shards:held_autotp_shards"),
+    Kind("a shard (DTensor)", is_dtensor, local_of, ".holdings.fsdp:held_shards"),
+    Kind("a plain tensor", _is_whole, _itself, ".holdings.holding:held_replicas"),
+)
+"""Weights that stay quantised are parameters of bytes of these kinds, whose meaning :mod:`..plugins.packed` knows."""
+
+BUFFERS = (
+    Kind("a DTensor that each rank has in full", is_dtensor, local_of),
+    Kind("a plain tensor", _is_on_each_rank, _itself),
+)
+"""Persistent buffers, of which rank 0's are written. Several names of one buffer, or of one memory, are saved once."""
+
+_UNINITIALISED = (UninitializedParameter, UninitializedBuffer)
+
+_Unreadable = tuple[tuple[str, Callable[[Any], bool]], ...]
+"""Why the bytes of a tensor's memory are not its values, or are none that a file can have."""
+
+_NESTED = ("it is a nested tensor", lambda it: bool(it.is_nested))
+
+_OF_SUBCLASSES: _Unreadable = (
+    ("it has no shape and no values yet (a lazy module)", lambda it: isinstance(it, _UNINITIALISED)),
+    _NESTED,
+    ("it holds other tensors in its place", lambda it: hasattr(type(it), "__tensor_flatten__")),
+    (
+        "its class computes what is read from it (__torch_dispatch__)",
+        lambda it: type(it).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__,
+    ),
+)
+
+_OF_ALL: _Unreadable = (
+    _NESTED,
+    ("it is sparse, or in a layout of its own", lambda it: it.layout != torch.strided),
+    ("it is quantised by torch, and its scales lie elsewhere", lambda it: bool(it.is_quantized)),
+    ("it is quantised by DeepSpeed, and its scales lie elsewhere", lambda it: hasattr(it, "ds_quant_scale")),
+    ("its memory has other signs than its values (a conjugate view)", lambda it: it.is_conj() or it.is_neg()),
+    ("safetensors has no such dtype", lambda it: not file_dtype_name(it.dtype)),
+)
+
+
+def why_unreadable(tensor: Any) -> str:
+    """Why the memory of `tensor` does not hold its values as a file would; "" if it does."""
+    if isinstance(tensor, LazyTensor):  # it gets its values when they are needed
+        return ""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        for why, is_so in _OF_SUBCLASSES:
+            if is_so(tensor):
+                return why
+    for why, is_so in _OF_ALL:
+        if is_so(tensor):
+            return why
+    return ""
+
+
+def kind_of(tensor: Any, kinds: Iterable[Kind]) -> Kind | None:
+    """The kind of `tensor`; None if nobody knows it."""
+    for kind in kinds:
+        if kind.is_one(tensor):
+            return kind
+    return None
+
+
+def refuse_unknown(
+    tensors: Mapping[str, Any],
+    kinds: Iterable[Kind],
+    doing: str = "what ranks hold",
+    instead: str = "Put a plain tensor in its place.",
+) -> None:
+    """Raise an UnsupportedError (``{doing}: ... {instead}``) for tensors of none of these `kinds`."""
+    kinds = tuple(kinds)
+    for name, tensor in tensors.items():
+        kind = kind_of(tensor, kinds)
+        memory = tensor if kind is None else kind.memory(tensor)
+        why = "it is of no kind that is known" if kind is None else why_unreadable(memory)
+        if why:
+            is_plain = memory is tensor or type(memory) is torch.Tensor
+            inside = "" if is_plain else f" with a {type(memory).__name__} in it"
+            raise UnsupportedError(
+                f"{doing}: expected {', or '.join(each.name for each in kinds)}; found {name}, a "
+                f"{_described(tensor)}{inside}: {why}. {instead}"
+            )
+
+
+def _described(tensor: Any) -> str:
+    """The type of `tensor`; some have no dtype yet."""
+    dtype = "" if isinstance(tensor, _UNINITIALISED) else f" of {tensor.dtype}"
+    return f"{type(tensor).__name__}{dtype}"
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a state dict of `model` has."""
+    return named_buffers(model, by_own_names=False, only_persistent=True)
+
+
+def refuse_shared_memory(model: nn.Module, doing: str, instead: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ... {instead}``) if a parameter shares memory with something else.
+
+    That is another parameter, or a persistent buffer: a view. What is one tensor under two names shares nothing. Files
+    would have the values twice, and nothing that says so; transformers refuses it too. It saves ties that the model's
+    class declares, and buffers that share the memory of buffers.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    declared = {*tied.keys(), *tied.values()}
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, str, bool]]] = defaultdict(list)
+    for name, tensor in [*named_parameters(model, by_own_names=False), *persistent_buffers(model)]:
+        is_alone = has_partition(tensor) or is_dtensor(tensor) or isinstance(tensor, LazyTensor)
+        if is_alone or name in declared or why_unreadable(tensor) or tensor.is_meta or not tensor.numel():
+            continue  # others are refused, or have no memory that could be shared
+        start = tensor.data_ptr()
+        if tensor.is_contiguous():
+            stop = start + tensor.nbytes
+        else:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            stop = start + (last + 1) * tensor.element_size()
+        place = tensor.device, tensor.untyped_storage().data_ptr()
+        spans[place].append((start, stop, name, isinstance(tensor, nn.Parameter)))
+    for sharing in spans.values():
+        stop, owner, is_before = 0, "", False
+        for start, end, name, is_parameter in sorted(sharing):
+            if start < stop and (is_parameter or is_before):
+                raise UnsupportedError(
+                    f"{doing}: expected parameters with memory of their own; {owner} and {name} are views of the same "
+                    f"memory. Make them one parameter, declare the tie (_tied_weights_keys), or clone one. {instead}"
+                )
+            if end > stop:
+                stop, owner, is_before = end, name, is_parameter

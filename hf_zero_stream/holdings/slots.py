@@ -6,13 +6,16 @@ moments, is laid out as the slot is. So where an element of a parameter lies in 
 
 An entry is *elementwise*, or small (a number, None, a string, a dtype, and tuples, lists and dicts of these), or any
 other tensor, which belongs to its slot *as a whole*, or refused by name: nothing is passed over.
+
+A :class:`Training` is a model with what trains it: its slots, a scheduler, a loss scaler, counters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,15 +24,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..bindings import history
 from ..dtypes import dtype_name, dtype_named, is_dtype_name
 from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from . import fsdp
+from .fsdp import local_shard_of
 from .holding import Holding
 from .introspection import local_of, local_tensor
 from .own_names import named_parameters
-from .shards import local_shard_of
 
 
 VALUES = "values"
@@ -66,9 +70,14 @@ class Member(NamedTuple):
     is_whole: bool = False
 
     @property
-    def held(self) -> tuple[int, int]:
+    def elements(self) -> tuple[int, int]:
         """The elements of the box that lie in the slot: the first, and one past the last."""
         return (0, self.box.numel) if self.is_whole else (self.start, self.stop)
+
+
+def in_memory(*, changes: bool) -> AbstractContextManager[None]:
+    """:attr:`Slot.opened` of tensors that stay where they are."""
+    return nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +92,7 @@ class Slot:
         has_masters: `values` are masters of parameters in 16 bit.
         is_swapped: the tensors are in memory inside :attr:`opened` only.
         is_frozen: it is not trained now, and has not been before.
+        opened: a context in which the tensors are in memory; it takes `changes`, whether what is written there stays.
     """
 
     group: int
@@ -92,7 +102,7 @@ class Slot:
     has_masters: bool = False
     is_swapped: bool = False
     is_frozen: bool = False
-    opened: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
+    opened: Callable[..., AbstractContextManager[object]] = in_memory
 
     def flat(self, key: str) -> torch.Tensor:
         """The elementwise state `key`, or the values, as a flat tensor; zeros, if no step has made it yet."""
@@ -130,7 +140,7 @@ class Slot:
     @property
     def is_padding(self) -> bool:
         """Whether no element of a parameter lies in it."""
-        return all(start == stop for start, stop in (member.held for member in self.members))
+        return all(start == stop for start, stop in (member.elements for member in self.members))
 
     def has_one_element(self) -> bool:
         """Whether one element is all that is trained, so that the shape of an entry does not tell what it is."""
@@ -279,34 +289,38 @@ def _names(slot: Slot) -> str:
 
 def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     """Return this rank's holding of the state `key` of each trained parameter, by the parameter's name."""
+    return {member.name: holding_of(slot, member, key) for slot in slots for member in slot.members}
 
-    def values_of(slot: Slot, member: Member) -> torch.Tensor:
-        start, stop = member.held
-        return slot.flat(key)[member.first : member.first + stop - start]
 
-    @contextmanager
-    def swapped_in(slot: Slot, member: Member) -> Iterator[torch.Tensor]:
-        with slot.opened():
-            yield values_of(slot, member)
+def holding_of(slot: Slot, member: Member, key: str) -> Holding:
+    """What this rank holds of the state `key` of one member."""
+    kept = slot.elementwise(key)
+    return Holding(
+        member.box,
+        torch.float32 if slot.is_swapped else (slot.values if kept is None else kept).dtype,
+        member.start,
+        member.stop,
+        partial(_swapped_in if slot.is_swapped else _in_place, slot, member, key),
+        is_whole=member.is_whole,
+        is_swapped=slot.is_swapped,
+        is_zero=kept is None and not slot.is_swapped,
+    )
 
-    def opened(slot: Slot, member: Member) -> AbstractContextManager[torch.Tensor]:
-        return swapped_in(slot, member) if slot.is_swapped else nullcontext(values_of(slot, member))
 
-    found = {}
-    for slot in slots:
-        kept = slot.elementwise(key)
-        for member in slot.members:
-            found[member.name] = Holding(
-                member.box,
-                torch.float32 if slot.is_swapped else (slot.values if kept is None else kept).dtype,
-                member.start,
-                member.stop,
-                partial(opened, slot, member),
-                is_whole=member.is_whole,
-                is_swapped=slot.is_swapped,
-                is_zero=kept is None and not slot.is_swapped,
-            )
-    return found
+def memory_of(slot: Slot, member: Member, key: str) -> torch.Tensor:
+    """The elements of one member in the state `key`, flat; they are the memory itself if that is in one piece."""
+    start, stop = member.elements
+    return slot.flat(key)[member.first : member.first + stop - start]
+
+
+def _in_place(slot: Slot, member: Member, key: str) -> AbstractContextManager[torch.Tensor]:
+    return nullcontext(memory_of(slot, member, key))
+
+
+@contextmanager
+def _swapped_in(slot: Slot, member: Member, key: str) -> Iterator[torch.Tensor]:
+    with slot.opened(changes=False):
+        yield memory_of(slot, member, key)
 
 
 def storage_kind(value: torch.Tensor, values: torch.Tensor) -> str:
@@ -345,3 +359,78 @@ def _zeros_like(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     # The system gives numpy zeros when they are first touched; torch would write them, and they will be overwritten.
     nothing = torch.from_numpy(numpy.zeros(values.numel() * dtype.itemsize, dtype=numpy.uint8))
     return nothing.view(dtype).view(values.shape)
+
+
+STEPS = "global_steps"
+"""The counter that every training has: how many steps the optimizer has made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A model, and what trains it.
+
+    Attributes:
+        optimizer: has the groups, and the state of the `slots`.
+        scheduler: None if there is none.
+        scaler_state: what the loss scaler keeps; None if there is none.
+        set_scaler_state: puts another in its place.
+        counters: numbers of steps, samples, ..., by name.
+        set_counters: puts other numbers in their place.
+        is_between_steps: False in the middle of accumulating gradients.
+        replacing_state: a context in which the state may be replaced (all ranks).
+        batch_size: samples in a step of all ranks; None if it is not known.
+        device: where this rank trains.
+        copy_masters: brings new masters, where there are any, into the model, inside `replacing_state` (all ranks).
+            None if some of either lie in swap files.
+        copies_own_masters: a step of a slot's tensor is followed by a copy into the values of its members, and of no
+            other parameters.
+        unseen_steps: why steps may come that nothing announces; "" if none does.
+        editors: objects with public methods, of these names, that change values in place between steps.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    slots: Sequence[Slot]
+    scheduler: Any = None
+    scaler_state: Mapping[str, Any] | None = None
+    set_scaler_state: Callable[[Mapping[str, Any]], object] = lambda state: None
+    counters: Mapping[str, int] = field(default_factory=dict)
+    set_counters: Callable[[Mapping[str, int]], None] = lambda counters: None
+    is_between_steps: bool = True
+    replacing_state: Callable[[], AbstractContextManager[object]] = nullcontext
+    batch_size: int | None = None
+    device: torch.device = torch.device("cpu")
+    copy_masters: Callable[[], object] | None = lambda: None
+    copies_own_masters: bool = False
+    unseen_steps: str = ""
+    editors: Sequence[tuple[Any, Sequence[str]]] = ()
+
+    def without_frozen(self, names: AbstractSet[str] = frozenset()) -> Training:
+        """This training without slots that are frozen, but for parameters of these `names`."""
+        slots = [slot for slot in self.slots if not slot.is_frozen or any(it.name in names for it in slot.members)]
+        return replace(self, slots=slots)
+
+
+def training_of_model(
+    model: Any, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, coordinator: Coordinator
+) -> Training:
+    """That of an optimizer that trains the parameters of `model` themselves: FSDP2, tensor parallelism, one rank."""
+    fsdp.reshard(model)  # else the model has gathered parameters, which the optimizer does not know
+    slots = slots_of_parameters(model, optimizer, coordinator)
+    device = next((slot.values.device for slot in slots), torch.device("cpu"))
+    return Training(
+        model=model,
+        optimizer=optimizer,
+        slots=slots,
+        scheduler=scheduler,
+        scaler_state=None if scaler is None else scaler.state_dict(),
+        set_scaler_state=lambda state: scaler.load_state_dict(dict(state)),
+        counters={STEPS: max([history.steps_of(optimizer), *map(_steps_of, slots)])},
+        set_counters=lambda counters: history.set_steps(optimizer, counters.get(STEPS, 0)),
+        device=device,
+    )
+
+
+def _steps_of(slot: Slot) -> int:
+    step: Any = slot.entries.get("step")
+    return int(step) if is_number(step) else 0

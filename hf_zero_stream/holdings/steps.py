@@ -13,7 +13,7 @@ import torch
 from ..bindings.install import override_methods
 from .introspection import has_partition, storage_of
 from .own_names import parameters
-from .training import Training
+from .slots import Training
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Steps:
         of_values: by the name of a parameter, the id of the tensor of which a step changes its values in the model.
         storages: where the memory that training keeps begins: that of parameters, and of what the optimizer has.
         alive: those tensors; while they live, nothing else has their ids.
-        editors: what changes values between steps; see :class:`.training.Training`.
+        editors: what changes values between steps; see :class:`.slots.Training`.
     """
 
     of_states: Mapping[str, int] = field(default_factory=dict)

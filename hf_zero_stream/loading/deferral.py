@@ -36,8 +36,8 @@ from ..engine.load import Load
 from ..engine.opened import OpenCheckpoint
 from ..errors import UnsupportedError
 from ..holdings import fsdp
+from ..holdings.fsdp import local_shard_of
 from ..holdings.holding import LocalShard
-from ..holdings.shards import local_shard_of
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..registry import PatchScope

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..bindings.tracebacks import shortening
 from ..destinations.base import Destination, fill_whole, refuse_wrapped
 from ..destinations.live import live_destination
-from ..destinations.live_shards import LiveShards
+from ..destinations.live_memory import LiveShards
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp

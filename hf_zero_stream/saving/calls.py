@@ -32,8 +32,7 @@ from ..holdings.introspection import (
     is_sharded,
     lacks_values,
 )
-from ..holdings.own_names import fixed_names
-from ..ranks.coordinator import Coordinator, expected_at, meeting
+from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.presence import Presence, is_alone
 from ..ranks.rendezvous import SAVE, DoneAlone, pass_by
 from ..registry import PatchScope, tool
@@ -42,7 +41,9 @@ from ..seams.saving import is_laying_out
 from ..seams.wrappers import unwrapped
 from ..settings.scope import active_configs, set_in_context
 from ..sources.base import is_url
-from .arguments import SIGNATURE, SaveArguments, refuse_unknown, refuse_url
+from .arguments import SIGNATURE, SaveArguments, kind_of_save, refuse_unknown_arguments, refuse_url
+from .pending import operation
+from .save import Save
 
 
 @shortening
@@ -87,19 +88,16 @@ def save_pretrained(
     leader = _leader.get()
     if leader is not None:  # a save_pretrained of the model's own calls this
         return leader.save(model, folder, call)
-    from .save import Save  # imports deepspeed, which takes seconds
-
-    with expected_at(SAVE):
-        with fixed_names():
-            save = Save(model, folder, **call)
-            if not _has_own_code(save.model):
-                refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
-                return save.pretrained()
+    with operation(SAVE, folder=folder):
+        save = Save(model, folder, **call)
+        if not _has_own_code(save.model):
+            refuse_unknown_arguments({"max_shard_size": max_shard_size, **kwargs})
+            return save.pretrained()
         refuse_url(folder, f"{type(save.model).__name__}.save_pretrained")
-        report = run_on_leader(save.model, save.call_own_code, {"dtype": dtype})
-        if report is None:
-            raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
-        return report
+    report = run_on_leader(save.model, save.call_own_code, {"dtype": dtype})  # which may change modules
+    if report is None:
+        raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
+    return report
 
 
 def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -130,15 +128,12 @@ def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *a
     if leader is not None:
         leader.save(self, folder, call)
         return
-    from .readiness import kind_of_save  # imports deepspeed, which takes seconds
-    from .save import Save
-
     coordinator = Coordinator.of_default_group()
     try:
-        with expected_at(SAVE):
+        with operation(SAVE, folder=folder):
             kind = replace(kind_of_save(self, coordinator, to_url=is_url(folder)), call=str(folder))
-        with fixed_names(), meeting(kind, "a model", coordinator):
-            Save(self, folder, coordinator=coordinator, **call).pretrained()
+            with meeting(kind, "a model", coordinator):
+                Save(self, folder, coordinator=coordinator, **call).pretrained()
     except DoneAlone:
         if coordinator.is_main:
             raise SaveError(
@@ -208,8 +203,6 @@ def run_on_leader(model: Any, work: Callable[[], Any], settings: Mapping[str, An
     The `settings` are for saves that do not give their own. With them, calls are taken over that else would be left to
     transformers, because each rank has the whole model. A failed save or `work` raises on all ranks.
     """
-    from .readiness import kind_of_save  # imports deepspeed, which takes seconds
-
     whole, coordinator = unwrapped(model), Coordinator.of_default_group()
     with meeting(kind_of_save(whole, coordinator), "a model, by code of rank 0", coordinator):
         if not coordinator.is_main:
@@ -284,8 +277,7 @@ _leader: ContextVar[_Leader | None] = ContextVar("hf_zero_stream_leader", defaul
 
 def _save_part(model: PreTrainedModel, coordinator: Coordinator, call: dict[str, Any]) -> SaveReport:
     """Save with all ranks the part of `model` that `call` names."""
-    from .save import Save
-
-    with coordinator.reporting(), fixed_names():  # at once: rank 0 may go on with its own work before it raises
+    # Errors are reported at once: rank 0 may go on with its own work before it raises.
+    with coordinator.reporting(), operation(SAVE, folder=call["folder"], is_part=True):
         part = model.get_submodule(call.pop("part"))
         return Save(part, coordinator=coordinator, **call).pretrained()

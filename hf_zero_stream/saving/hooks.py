@@ -10,19 +10,23 @@ Trainer's own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..bindings.install import override_methods
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
-from ..holdings.introspection import is_gathered_whole, lacks_values
-from ..ranks.coordinator import Coordinator, expected_at
+from ..holdings.introspection import has_partition, is_gathered_whole, lacks_values
+from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE
 from ..seams.adapters import saving_all_adapters
 from ..seams.wrappers import (
@@ -37,8 +41,10 @@ from ..seams.wrappers import (
 from ..settings.scope import active_configs, set_in_context
 from . import calls
 from .arguments import refuse_url
-from .outside_models import values_outside_models
-from .whole import noting_weights
+from .lazy_parameters import state_dict_without_values
+from .pending import noting_weights, operation
+from .preparation import SaveItem
+from .save import Save
 
 
 logger = logging.get_logger(__name__)
@@ -68,8 +74,6 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
                 "hf_zero_stream.save_pretrained."
             )
         return original(self, model, *args, **kwargs)
-    from .lazy_parameters import state_dict_without_values  # imports deepspeed, which takes seconds
-
     return state_dict_without_values(inner)
 
 
@@ -98,9 +102,6 @@ def save_model(
         refuse_url(save_directory, f"accelerator.save_model, as {why},")
         with set_in_context(_asked_by, why):
             return original(self, model, save_directory, *args, **kwargs)
-    from .preparation import SaveItem  # with the next line it imports deepspeed, which takes seconds
-    from .save import Save
-
     if calls.runs_on_leader():
         raise UnsupportedError(
             "accelerator.save_model(): only rank 0 runs this code, and the other ranks wait for a save_pretrained. "
@@ -118,7 +119,7 @@ def save_model(
             original(self, model, folder, call.arguments["max_shard_size"])
         return noted
 
-    with expected_at(SAVE):
+    with operation(SAVE, folder=save_directory):
         Save(model, save_directory).run(SaveItem(lay_out=lay_out, index_name=SAFE_WEIGHTS_INDEX_NAME))
 
 
@@ -168,3 +169,44 @@ def _saves_as_transformers(trainer: Any) -> bool:
         f"save_on_each_node=True: a model that is sharded is saved once, and {sum(savers)} ranks are to save it. "
         "Stock, too, gives the weights to rank 0 only. Leave it off, and copy the folder from the node of rank 0."
     )
+
+
+def values_outside_models(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Take whole what `model` has sharded outside of transformers models (all ranks).
+
+    Inside of what is returned, state dicts have these values, each in a memory of its own.
+    """
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    inside = {id(param) for each in models for param in each.parameters()}
+    whole: dict[int, torch.Tensor] = {}
+    of_modules: dict[nn.Module, dict[str, torch.Tensor]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if id(param) not in inside and (has_partition(param) or hasattr(param, "full_tensor")):
+                if id(param) not in whole:
+                    whole[id(param)] = _whole(param)
+                of_modules.setdefault(module, {})[name] = whole[id(param)]
+
+    def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        state_dict.update({f"{prefix}{name}": value for name, value in of_modules[module].items()})
+
+    @contextmanager
+    def in_state_dicts() -> Iterator[None]:
+        handles = [module.register_state_dict_post_hook(put) for module in of_modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return in_state_dicts
+
+
+def _whole(param: Any) -> torch.Tensor:
+    if has_partition(param):
+        from ..holdings.deepspeed.partitions import whole_value  # imports deepspeed, which takes seconds
+
+        return whole_value(param)
+    full: torch.Tensor = param.detach().full_tensor()
+    # Uneven shards are gathered with padding, and safetensors refuses a tensor that is less than its storage.
+    return full if full.untyped_storage().nbytes() == full.nbytes else full.clone()

@@ -32,7 +32,7 @@ from .plan import in_dtype
 
 logger = logging.get_logger(__name__)
 
-Held = Callable[[], Mapping[str, Holding]]
+Holds = Callable[[], Mapping[str, Holding]]
 """Gives what this rank holds of something, by name."""
 
 
@@ -48,9 +48,9 @@ class Selection:
     """
 
     dtype: torch.dtype | None = None
-    held: Held | None = None
+    held: Holds | None = None
     prefix: str = ""
-    also: Held | None = None
+    also: Holds | None = None
 
     def holdings(self, model: nn.Module, coordinator: Coordinator) -> dict[str, Holding]:
         """This rank's holdings of all that, by its names in a plan."""

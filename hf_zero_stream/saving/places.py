@@ -20,8 +20,7 @@ from ..sources.base import is_url
 from .files import Comparison, ShardWriter, reserve
 from .preparation import Finalizer, WritePlan
 from .publication import Publication
-from .work import Work
-from .write import bytes_of
+from .write import Work, bytes_of
 
 
 class Written(NamedTuple):
@@ -57,10 +56,12 @@ class Place(ABC):
     Attributes:
         why_waits: why a save there is not made in the background; "" if it can be.
         all_write: all ranks give what they hold, whatever the setting `write_from` says.
+        is_shared: what is saved there is whole for whoever sees the place.
     """
 
     why_waits = ""
     all_write = True
+    is_shared = True
 
     def __init__(self, location: Path | str) -> None:
         self.location = location

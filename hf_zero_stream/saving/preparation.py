@@ -24,15 +24,13 @@ from transformers.utils import logging
 from ..checkpoint.file_digests import WORD, digest_of_bytes
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..errors import SaveError, system_errors_as
-from ..holdings.holding import Holding
-from ..holdings.kinds import persistent_buffers
+from ..holdings.holding import Holding, persistent_buffers
 from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator
 from .count import LeftOut, Smaller, nothing, packed_padding, refuse_cut, refuse_too_few, smaller_ones
 from .lazy_parameters import LazyParameters, Selection
-from .parameters import Layout, NewParameters, Parameters
+from .parameters import Layout, NewParameters, Parameters, refuse_differing
 from .plan import SavePlan, make_save_plan
-from .shares import refuse_differing
 
 
 logger = logging.get_logger(__name__)

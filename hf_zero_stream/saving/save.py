@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,26 +20,23 @@ from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta
 from ..holdings.introspection import is_packed
-from ..holdings.own_names import fixed_names, named_parameters
+from ..holdings.own_names import named_parameters
 from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
 from ..reports.closing import tell
-from ..reports.measures import collector_paused
-from ..reports.save import SaveReport
+from ..reports.save import SaveReport, SavingRank
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from .arguments import dtype_of_argument, refuse_values
-from .background import ALL, Taken, WholeCopy, begun_snapshot, write_in_background
+from .arguments import dtype_of_argument, kind_of_save, make_ready, refuse_values
 from .count import anything, ignored_by
-from .files import ShardWriter
+from .files import Comparison, ShardWriter
 from .lazy_parameters import LazyParameters, state_dict_without_values
-from .pending import PendingSave, finish_pending
+from .pending import PendingSave, note_weights
 from .places import Place, Publishing, Written, place_at, refuse_other_places
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
-from .readiness import kind_of_save, make_ready
-from .whole import note_weights
-from .work import Work
+from .snapshot import ALL, Snapshot, begun_snapshot
+from .write import Work
 
 
 logger = logging.get_logger(__name__)
@@ -103,7 +102,6 @@ class Save:
         what = "training state" if is_of_training else "weights"
         self._work = Work(inner, what, settings_in_force(), coordinator or Coordinator.of_default_group())
 
-    @fixed_names()
     def pretrained(self) -> SaveReport:
         """Save what transformers' ``save_pretrained`` would."""
         report = self.run(self.weights())
@@ -137,81 +135,110 @@ class Save:
                 del given["state_dict"]
         self.model.save_pretrained(self._place.location, **given)
 
-    @fixed_names()
     def run(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> SaveReport:
-        """Save `items` and publish them together (all ranks); rank 0 gives the `finalizer`."""
-        finish_pending(elsewhere=self._place.location)
+        """Save `items` and publish them together (all ranks, in an operation); rank 0 gives the `finalizer`."""
         with self._together():
             with self._measured(), self._staged(items) as (publication, plan):
                 self._work.settle()
                 written = self._place.write(self._work, publication, plan, finalizer)
             return self._report(plan, written)
 
-    @fixed_names()
     def start(
         self, *items: SaveItem, finalizer: Finalizer = _NO_MORE, steps: Steps, snapshot_bytes: int, copies: str
     ) -> PendingSave:
-        """Save as :meth:`run` does, but return when :mod:`.background` can go on alone.
+        """Save as :meth:`run` does, but return when a thread can go on alone, from a :class:`.snapshot.Snapshot`.
 
         It copies `snapshot_bytes` bytes at most, or everything if that has a reason, `copies`, on any rank.
         """
-        finish_pending(elsewhere=self._place.location)
         work = self._work
         with self._together():
             with self._measured(), self._staged(items) as (publication, plan):
                 work.settle()
-                if not self._must_wait(plan):
+                must_wait, copies_all = self._must_wait_or_copy(plan, copies)
+                if not must_wait:
                     with work.clock("copy"), ExitStack() as opened:
                         paths = plan.paths(publication.temporary)
                         writer = ShardWriter(paths, has_digests=finalizer.needs_digests)
                         opened.enter_context(closing(writer))
-                        taken = self._taken(plan, writer, steps, snapshot_bytes, copies)
+                        snapshot = begun_snapshot(work, plan, writer, None if copies_all else steps, snapshot_bytes)
                         opened.pop_all()
                     beside = BackgroundCoordinator(work.coordinator)
-                    finish = partial(self._finish, publication, plan, finalizer, taken, writer, beside)
-                    pending = PendingSave(finish, taken.secure, self._place.location)
+                    finish = partial(self._finish, publication, plan, finalizer, snapshot, writer, beside)
+                    pending = PendingSave(finish, snapshot.secure, self._place.location)
                     try:
                         pending.start()
                     except BaseException as error:
-                        taken.end()
+                        snapshot.end()
                         beside.close(error)
                         raise
                     return pending
                 written = self._place.write(work, publication, plan, finalizer)
             return PendingSave.finished(self._report(plan, written))
 
-    def _taken(self, plan: WritePlan, writer: ShardWriter, steps: Steps, snapshot_bytes: int, copies: str) -> Taken:
-        """A snapshot of what this rank writes, or copies of it, as all ranks can (all ranks)."""
-        work = self._work
-        reasons = [each for each in work.coordinator.all_gather(copies) if each]
-        if not reasons:
-            return begun_snapshot(work, plan, writer, steps, snapshot_bytes)
-        if work.coordinator.is_main and reasons[0] != ALL:
-            logger.warning_once(f"This save copies all that it writes in host memory at the call: {reasons[0]}.")
-        return WholeCopy(work, plan, writer)
+    def _must_wait_or_copy(self, plan: WritePlan, copies: str) -> tuple[bool, bool]:
+        """Whether the save cannot be made in the background, or copies everything at the call (all ranks).
+
+        Rank 0 says why.
+        """
+        coordinator, why = self._work.coordinator, self._place.why_waits
+        if not why and plan.has_single_writer:
+            why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
+        swapped, reasons = zip(*coordinator.all_gather((plan.parameters.is_swapped, copies)), strict=True)
+        if not why and any(swapped):
+            why = "values are in swap files, and host memory is not to hold them"
+        reason = next(filter(None, reasons), "")
+        if why and coordinator.is_main:
+            logger.warning_once(f"This save is not made in the background: {why}.")
+        elif reason not in ("", ALL) and coordinator.is_main:
+            logger.warning_once(f"This save copies all that it writes in host memory at the call: {reason}.")
+        return bool(why), bool(reason)
 
     def _finish(
         self,
         publication: Publishing,
         plan: WritePlan,
         finalizer: Finalizer,
-        taken: Taken,
+        snapshot: Snapshot,
         writer: ShardWriter,
-        beside: BackgroundCoordinator,
+        coordinator: BackgroundCoordinator,
     ) -> SaveReport:
-        ranks = write_in_background(self._work, publication, plan, finalizer, taken, writer, beside)
-        return self._report(plan, Written(ranks, plan.names), asynchronous=True)
+        """Write in the background, wait for the other ranks, and publish.
 
-    def _must_wait(self, plan: WritePlan) -> bool:
-        """Whether the save cannot be made in the background, which rank 0 says then (all ranks)."""
-        coordinator, why = self._work.coordinator, self._place.why_waits
-        if not why and plan.has_single_writer:
-            why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
-        if not why and any(coordinator.all_gather(plan.parameters.is_swapped)):
-            why = "values are in swap files, and host memory is not to hold them"
-        if why and coordinator.is_main:
-            logger.warning_once(f"This save is not made in the background: {why}.")
-        return bool(why)
+        No tensor of the training is changed, and no collective made.
+        """
+        work = self._work
+        began, clock = time.perf_counter(), work.clock
+        digests: dict[str, int] = {}
+
+        def write() -> None:
+            with closing(writer), clock("write"):
+                snapshot.write(coordinator.check)
+                with clock("sync"):
+                    writer.sync()
+                digests.update(plan.named(writer.digests))
+            if work.verifies:
+                with closing(Comparison(plan.paths(publication.temporary))) as comparison, clock("verify"):
+                    snapshot.verify(comparison, coordinator.check)
+            clock.add("held", snapshot.held_seconds)
+
+        try:
+            coordinator.agree(_error_of(write))
+            publish = partial(finalizer.publish, publication, plan, coordinator.all_gather(digests))
+            error: Exception | None = None
+            if coordinator.is_main:
+                with clock("publish"):
+                    error = _error_of(publish)
+            clock.add("total", time.perf_counter() - began)
+            mine = work.figures(plan, copied=snapshot.copied_bytes)
+            ranks = [SavingRank(**each) for each in coordinator.all_gather(asdict(mine), error)]
+        except BaseException:
+            if coordinator.is_main:
+                publication.abandon()
+            raise
+        finally:
+            snapshot.end()
+            coordinator.close()
+        return self._report(plan, Written(ranks, plan.names), asynchronous=True)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -225,7 +252,7 @@ class Save:
     @contextmanager
     def _measured(self) -> Iterator[None]:
         work = self._work
-        with work.memory, work.clock("total"), collector_paused(), torch.no_grad(), torch.inference_mode(False):
+        with work.memory, work.clock("total"), torch.no_grad(), torch.inference_mode(False):
             yield
 
     @contextmanager
@@ -276,3 +303,11 @@ class Save:
         if self._work.coordinator.is_main:
             tell("save", report.summary(), report.to_dict)
         return report
+
+
+def _error_of(work: Callable[[], object]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None

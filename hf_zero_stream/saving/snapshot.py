@@ -3,7 +3,7 @@
 Between two steps nothing changes that is saved. So a thread writes values from the memory of the training, in the
 order of the files. Before a step, a hook of torch's optimizers has those secured that the step is going to change.
 What is not written yet is copied while there is room, from the end of the files on; the thread that steps writes the
-rest itself.
+rest itself. Where steps cannot be seen, there is room for everything, and all is copied at the call.
 """
 
 from __future__ import annotations
@@ -11,32 +11,41 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..accelerators import is_accelerator, side_streams
+from ..accelerators import is_accelerator, settle, side_streams
 from ..bindings.table import installed
 from ..checkpoint.file_digests import digest_of_bytes
+from ..engine.execute import run_in_threads
+from ..errors import SaveError
+from ..holdings.holding import Holding
 from ..holdings.steps import Steps, edits_call, uncompiled
 from ..ranks.coordinator import Coordinator
 from ..registry import PatchScope
 from .files import Comparison, ShardWriter
-from .host_copy import Room
-from .live import LiveValues
 from .parameters import Values, opened
 from .plan import Segment
 from .preparation import WritePlan
-from .write import PlacedValues, bytes_of, in_runs, pieces_of, write_exchanged
+from .room import Room
+from .write import PlacedValues, Work, bytes_of, in_runs, pieces_of, write_exchanged
 
+
+ALL = "all"
+"""The setting by which everything is copied, and the reason that needs no saying."""
+
+SHARE = 8
+"""Of what a rank writes, 1/8 may be copied, if no setting says more or less."""
 
 Keys = frozenset[int] | None
 """The steps that change values, by ids as in :class:`Steps`; None: any may."""
@@ -69,18 +78,18 @@ class _Unit:
 
 
 class Snapshot:
-    """What a plan writes, into a `writer`, of the values at the call of :meth:`begin`.
+    """What a plan writes, into a `writer`, of the values at the call of :func:`begun_snapshot`.
 
     Args:
-        steps: what steps change.
+        steps: what steps change; None: everything is copied at the call.
         room: for copies.
         verifies: keep digests of what is written.
     """
 
-    def __init__(self, writer: ShardWriter, steps: Steps, room: Room, *, verifies: bool) -> None:
+    def __init__(self, writer: ShardWriter, steps: Steps | None, room: Room, *, verifies: bool) -> None:
         self._writer, self._room = writer, room
         self._process = os.getpid()
-        self._steps, self._known = steps, {id(tensor) for tensor in steps.alive}
+        self._steps, self._known = steps, {id(tensor) for tensor in (steps or Steps()).alive}
         self._values = LiveValues({}, frozenset())
         self._units: OrderedDict[_Unit, None] = OrderedDict()
         """Those that are not written, in the order of the files."""
@@ -92,26 +101,35 @@ class Snapshot:
 
     # ------------------------------------------------------------------------------------------------- at the call
 
-    def begin(self, plan: WritePlan, coordinator: Coordinator) -> None:
-        """Take what cannot stay where it is, and watch steps from now on (all ranks)."""
-        coordinator.run_on_all(partial(self._take_what_passes, plan))
+    def take_exchanged(self, plan: WritePlan, coordinator: Coordinator) -> None:
+        """Take what other ranks give, and watch steps from now on (all ranks)."""
         write_exchanged(plan.plan, plan.parameters, self._take, coordinator)
+        if self._steps is None:
+            return
         handle = register_optimizer_step_pre_hook(uncompiled(self._before_step))
         self._watching.callback(handle.remove)
         self._watching.enter_context(edits_call(self.secure, self._steps.editors))
         self._watching.enter_context(installed(PatchScope.SNAPSHOT))
 
-    def _take_what_passes(self, plan: WritePlan) -> None:
+    def take_what_passes(self, plan: WritePlan, threads: int) -> None:
         """Copy values in memory that does not last, such as buffers, or write them where there is no room."""
         holdings, names = plan.parameters.holdings, plan.parameters.layout.names
-        self._values = LiveValues(holdings, self._steps.storages)
+        if self._steps is not None:
+            self._values = LiveValues(holdings, self._steps.storages)
         lasts: list[Segment] = []
         passes: list[Segment] = []
         for segment in sorted(plan.plan.alone):
             (lasts if all(part.source in self._values for part in segment.parts) else passes).append(segment)
-        for unit in self._cut(passes, {}):
-            with opened(holdings) as now:
-                self._copy_or_write(unit, now)
+
+        def work(units: Iterator[_Unit]) -> None:
+            for unit in units:
+                with opened(holdings) as now:
+                    self._copy_or_write(unit, now)
+
+        run_in_threads(units := self._cut(passes, {}), work, threads)
+        for unit in units:  # in the order of the files again
+            if unit in self._units:
+                self._units.move_to_end(unit)
         keys = {source: plan.changes_with[name] for source, name in names.items() if name in plan.changes_with}
         self._units.update(dict.fromkeys(self._cut(lasts, keys)))
 
@@ -254,13 +272,16 @@ class Snapshot:
             return False
         unit.memory = memory
         self._fill(unit, runs)
-        unit.state = _State.COPIED
-        self._units[unit] = None
+        with self._changed:
+            unit.state = _State.COPIED
+            self._units[unit] = None
         return True
 
     def _fill(self, unit: _Unit, runs: Iterable[tuple[int, int, list[torch.Tensor]]]) -> None:
         """Copy into the unit's memory."""
         rooms = iter(unit.memory)
+        for part in unit.memory:
+            self._room.populate(part)
         room = next(rooms)
         for shard, position, pieces in runs:
             for piece in pieces:
@@ -328,7 +349,26 @@ class Snapshot:
         for unit in self._units:
             self._room.give_back(unit.memory)
         self._units.clear()
-        self._values, self._steps = LiveValues({}, frozenset()), Steps()
+        self._values, self._steps = LiveValues({}, frozenset()), None
+
+
+def begun_snapshot(work: Work, plan: WritePlan, writer: ShardWriter, steps: Steps | None, nbytes: int) -> Snapshot:
+    """Begin a snapshot that copies so many bytes at most, the usual share if 0; all, without `steps` (all ranks)."""
+    made: list[Snapshot] = []
+
+    def taken() -> None:
+        share = plan.plan.bytes_written if steps is None else nbytes or plan.plan.bytes_written // SHARE
+        made.append(Snapshot(writer, steps, Room.of_model(work.model, share), verifies=work.verifies))
+        made[0].take_what_passes(plan, work.threads)
+
+    try:
+        work.coordinator.run_on_all(taken)
+        made[0].take_exchanged(plan, work.coordinator)
+    except BaseException:
+        for snapshot in made:
+            snapshot.end()
+        raise
+    return made[0]
 
 
 def _runs(unit: _Unit, values: Values) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
@@ -350,3 +390,98 @@ def _split(segment: Segment, count: int) -> tuple[Segment | None, Segment | None
         return segment._replace(position=position, numel=stop - start, parts=(here,))
 
     return cut(0, count), cut(count, segment.numel)
+
+
+_SAMPLES, _SAMPLE_BYTES = 16, 16
+
+
+_SampleKind = tuple[torch.device, torch.dtype, int]
+"""The device, the dtype and the dimensions of a sample: those of one kind are taken, and kept, together."""
+
+
+class _Live(NamedTuple):
+    """Flat values in memory that lasts, from element `first` of a source on; and how to see that they are the same.
+
+    `watched` is a view of some of them, of which there is a copy in the samples of this kind, from row `row` on.
+    """
+
+    values: torch.Tensor
+    first: int
+    version: int | None
+    watched: torch.Tensor
+    kind: _SampleKind
+    row: int
+
+
+class LiveValues:
+    """The values that sources have at the call, wherever training keeps them; see :data:`.parameters.Values`.
+
+    Sources whose memory does not last are left out: of these, somebody makes a copy at the call.
+    """
+
+    def __init__(self, holdings: Mapping[str, Holding], storages: Set[int]) -> None:
+        self._live: dict[str, _Live] = {}
+        watched: defaultdict[_SampleKind, list[torch.Tensor]] = defaultdict(list)
+        rows = Counter[_SampleKind]()
+        for source, holding in holdings.items():
+            if holding.is_zero:
+                values = _zeros(holding)
+            elif holding.is_swapped:
+                continue
+            else:
+                with holding.open() as opened:
+                    values = opened.detach()
+                if values.numel() and values.untyped_storage().data_ptr() not in storages:
+                    continue
+            version = None if values.is_inference() else values._version
+            view = _spread(values)
+            kind = view.device, view.dtype, view.dim()
+            self._live[source] = _Live(values, holding.first, version, view, kind, rows[kind])
+            watched[kind].append(view)
+            rows[kind] += len(view)
+        self._samples = {kind: torch.cat(views) for kind, views in watched.items()}
+        settle(self._samples.values())  # threads compare on other streams
+
+    def __contains__(self, source: object) -> bool:
+        return source in self._live
+
+    def __call__(self, source: str, start: int) -> torch.Tensor:
+        live = self._live[source]
+        return live.values[start - live.first :]
+
+    def device_of(self, source: str) -> torch.device:
+        return self._live[source].values.device
+
+    def refuse_changed(self, source: str) -> None:
+        """Raise a SaveError if the values of `source` are seen to be others than at the call.
+
+        torch counts what changes a tensor, but not through ``.data``, and not what other code does to its memory. So
+        some bytes are compared, too, spread over all.
+        """
+        live = self._live[source]
+        is_counted = live.version is not None and live.values._version != live.version
+        sample = self._samples[live.kind][live.row : live.row + len(live.watched)]
+        if is_counted or not torch.equal(live.watched.view(torch.uint8), sample.view(torch.uint8)):
+            raise SaveError(
+                f"{source}: expected the values of the call of save_state, as long as they are not written and no "
+                "optimizer steps; found other ones. Something else has changed them: an edit in place, averaged "
+                "weights that were swapped in, or a step that calls no hooks of torch. Nothing was published: what "
+                "was there before still is. Call take_values() of the pending save before such changes, or save with "
+                'snapshot_bytes="all".'
+            )
+
+
+def _zeros(holding: Holding) -> torch.Tensor:
+    """Zeros that take no memory: the system gives pages of them when they are read."""
+    count = holding.box.numel if holding.is_whole else holding.stop - holding.start
+    nothing = torch.from_numpy(numpy.zeros(count * holding.dtype.itemsize, dtype=numpy.uint8))
+    return nothing.view(holding.dtype)
+
+
+def _spread(values: torch.Tensor) -> torch.Tensor:
+    """A view of a few bytes of flat `values` in each of equal parts of them; the last part counts up to the end."""
+    count = max(1, _SAMPLE_BYTES // values.itemsize)
+    if values.numel() < _SAMPLES * count:
+        return values
+    step = (values.numel() - count) // (_SAMPLES - 1)
+    return values.as_strided((_SAMPLES, count), (step, 1), values.storage_offset())

@@ -1,24 +1,35 @@
-"""Carries out a save plan: values from memory, through a bounded buffer where they must, to their places in files."""
+"""Carries out a save plan: values from memory, through a bounded buffer where they must, to their places in files.
+
+:class:`Work` is what all ways to write a save have in common: its ranks, clock and memory, and how it ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial, reduce
 from itertools import chain, filterfalse, groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from ..accelerators import collective_device, to_host
+from ..accelerators import collective_device, settle, to_host
 from ..engine.execute import run_in_threads
 from ..engine.lanes import copy_strided
 from ..errors import PeerError
+from ..holdings.own_names import parameters
 from ..planning.boxes import Box
 from ..ranks.coordinator import Coordinator
+from ..reports.measures import AnonymousMemory, PhaseClock, progress_bar
+from ..reports.save import PHASES, SavingRank
+from ..settings.config import StreamingConfig
 from ..sources.local import IOV_MAX
 from .parameters import Parameters, Values, opened
 from .plan import ExchangeRound, SavePlan, Segment, SegmentPart
+from .preparation import Finalizer, WritePlan
 
 
 T = TypeVar("T")
@@ -135,7 +146,7 @@ def pieces_of(segment: Segment, values: Values) -> Iterator[PlacedValues]:
         return
     (part,) = segment.parts
     position = segment.position
-    for held in _held(part, values).view(-1).split(WRITE_BYTES // 8):
+    for held in _elements_of(part, values).view(-1).split(WRITE_BYTES // 8):
         piece = reduce(torch.Tensor.to, part.casts, held)
         yield segment.shard, position, piece
         position += piece.nbytes
@@ -255,10 +266,10 @@ def _put(part: SegmentPart, taken: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 def take(part: SegmentPart, values: Values) -> torch.Tensor:
-    return reduce(torch.Tensor.to, part.casts, _held(part, values))
+    return reduce(torch.Tensor.to, part.casts, _elements_of(part, values))
 
 
-def _held(part: SegmentPart, values: Values) -> torch.Tensor:
+def _elements_of(part: SegmentPart, values: Values) -> torch.Tensor:
     """The elements of a part that this rank holds, in the shape of its box."""
     box = part.box
     flat = values(part.source, box.at) if isinstance(part.source, str) else part.source.tensor[box.at :]
@@ -268,3 +279,79 @@ def _held(part: SegmentPart, values: Values) -> torch.Tensor:
 def bytes_of(values: torch.Tensor) -> memoryview:
     """The bytes of a tensor, in row-major order; no copy if they lie so in host memory already."""
     return memoryview(to_host(values.detach()).contiguous().view(-1).view(torch.uint8).numpy())
+
+
+class Work:
+    """One save of `model`, while it is made.
+
+    Attributes:
+        what: is saved, for people to read.
+        verifies: what was written is read again.
+    """
+
+    def __init__(self, model: nn.Module, what: str, settings: StreamingConfig, coordinator: Coordinator) -> None:
+        self.model, self.what, self.settings, self.coordinator = model, what, settings, coordinator
+        self.clock, self.memory = PhaseClock(PHASES), AnonymousMemory()
+        self.verifies = False
+
+    def settle(self) -> None:
+        """Wait until devices have computed what is saved."""
+        settle(parameters(self.model))
+
+    def execute(self, phase: str, plan: WritePlan, put: Put, finish: Callable[[], T]) -> list[T]:
+        """Carry out the plan, of which `put` takes the bytes, and `finish`; returns what that gives (all ranks)."""
+        with ExitStack() as writing:
+            writing.enter_context(self.clock(phase))
+
+            def then() -> T:
+                writing.close()
+                self.memory.sample()
+                with self.clock("sync"):
+                    return finish()
+
+            return execute_save(plan.plan, plan.parameters, put, self.coordinator, self.threads, then)
+
+    def publish(
+        self,
+        finalizer: Finalizer,
+        publication: Any,
+        plan: WritePlan,
+        digests: Sequence[Mapping[str, int]] = (),
+        **figures: int,
+    ) -> list[SavingRank]:
+        """Have rank 0 publish what has been written; returns the :meth:`figures` of each rank (all ranks)."""
+
+        def published() -> SavingRank:
+            if self.coordinator.is_main:
+                with self.clock("publish"):
+                    finalizer.publish(publication, plan, digests)
+            return self.figures(plan, **figures)
+
+        return self.coordinator.gather_results(published)
+
+    def figures(
+        self, plan: WritePlan, *, written: int | None = None, rounds: int | None = None, copied: int = 0
+    ) -> SavingRank:
+        """What this rank did: bytes `written` and `rounds`, by default those of the plan, and bytes `copied`."""
+        return SavingRank(
+            rank=self.coordinator.rank,
+            seconds=self.clock.seconds,
+            bytes_written=plan.plan.bytes_written if written is None else written,
+            bytes_copied=copied,
+            rounds=len(plan.plan.rounds) if rounds is None else rounds,
+            anonymous_growth_peak=self.memory.growth_peak,
+        )
+
+    def bar(self, plan: WritePlan, own_bytes: int, doing: str) -> AbstractContextManager[Callable[[int], None]]:
+        """The progress bar of all tensors that ranks write, of which this one writes `own_bytes`."""
+        whole = sum(shard.size_bytes - len(shard.header) for shard in plan.shards)
+        return progress_bar(own_bytes, f"{doing} {self.what}", self.settings.progress, whole)
+
+    @property
+    def threads(self) -> int:
+        return threads_of(self.coordinator)
+
+
+def threads_of(coordinator: Coordinator) -> int:
+    """This rank's share of the host's cores, at most 8: memory bandwidth bounds writes into the page cache."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // coordinator.topology.sharing_cores))

@@ -25,17 +25,17 @@ from ..dtypes import dtype_named
 from ..errors import ConfigError
 from ..holdings.introspection import PACKED, is_adapted, is_packed
 from ..holdings.own_names import adapter_names, modules, named_parameters, own_names
-from ..holdings.training import Training
+from ..holdings.slots import Training
 from ..ranks.coordinator import Coordinator
 from ..saving.count import anything
 from ..saving.lazy_parameters import digests_of, held_values
+from ..saving.parameters import refuse_or_say_differing
 from ..saving.preparation import SaveItem
-from ..saving.shares import refuse_or_say_differing
-from ..saving.work import threads_of
+from ..saving.write import threads_of
 from ..seams.adapters import lay_out_adapters
 from .digests import Digest, digests_in_memory, in_checkpoint, note_in_checkpoint, places_of
-from .layout import names_in
 from .record import StateRecord
+from .tensors import names_in
 
 
 logger = logging.get_logger(__name__)

@@ -27,7 +27,7 @@ from .foreign import write_guard_files
 from .load import load_without_optimizer, resume
 from .record import FILE, LATEST, write_latest
 from .save import save_state
-from .weights import has_other_weights
+from .tensors import has_other_weights
 
 
 logger = logging.get_logger(__name__)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.formats import SINGLE
 from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.state_folder import files_of
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.visitor import Visitor
 from ..dtypes import dtype_name, dtype_named
@@ -38,7 +39,6 @@ from ..loading.dry_load import lazily_loaded, lazily_loaded_like
 from ..ranks.coordinator import Coordinator
 from ..saving.preparation import quiet
 from ..seams.ds_config import settings_in_force
-from .layout import files_of
 
 
 _WORD = 2**64

@@ -26,8 +26,7 @@ from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD
 from ..registry import tool
 from ..saving.arguments import refuse_url
-from ..saving.pending import finish_pending
-from ..saving.whole import notes_for_later
+from ..saving.pending import finish_pending, notes_for_later
 from ..seams.ds_config import settings_in_force
 from ..settings.config import StreamingConfig
 from ..settings.scope import active_configs
@@ -60,7 +59,7 @@ def save_checkpoint(
     if active_configs():
         refuse_url(save_dir, "engine.save_checkpoint")
     if save_dir and is_on() and save_latest and not _is_node_local(self) and not _is_replaced(self, original):
-        from ..holdings.deepspeed.engine_training import validate_tag  # there is an engine: DeepSpeed is imported
+        from ..holdings.deepspeed.engine import validate_tag  # there is an engine: DeepSpeed is imported
 
         by_script, caller = current() is None, current() or Caller()
         tag = None if tag is None else str(tag)

@@ -8,7 +8,7 @@ process, under which nobody looks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +16,9 @@ import torch
 from transformers.utils import logging
 
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
+from ..engine.load import Load
 from ..errors import UnsupportedError
-from ..holdings.training import Training
+from ..holdings.slots import Training
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE
 from ..registry import import_object, missing_plugin_error, plugins
@@ -39,11 +40,8 @@ class ForeignState(Protocol):
     def record_for(self, training: Training, with_scheduler: bool) -> StateRecord:
         """Give what a state of ours would have recorded; an error of ours if it cannot go on in `training`."""
 
-    def load(self, training: Training, record: StateRecord, coordinator: Coordinator) -> None:
-        """Read weights, masters and moments; each rank the bytes of its own shards (all ranks).
-
-        `record` is what :meth:`record_for` gave.
-        """
+    def states_for(self, training: Training, coordinator: Coordinator) -> Callable[[Load, Collection[str]], Any]:
+        """What gives a load the lazy tensors of values, masters and moments (:data:`.values.States`)."""
 
 
 def foreign_state_in(folder: Path) -> ForeignState | None:

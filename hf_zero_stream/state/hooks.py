@@ -25,9 +25,8 @@ from ..ranks.coordinator import expected_at
 from ..ranks.rendezvous import LOAD
 from ..registry import tool
 from ..saving.arguments import refuse_url
-from ..saving.pending import after_pending, finish_pending
+from ..saving.pending import after_pending, finish_pending, notes_for_later
 from ..saving.publication import is_unfinished
-from ..saving.whole import notes_for_later
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import (
     batch_size_of,

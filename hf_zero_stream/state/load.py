@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,13 @@ from transformers.utils import logging
 
 from ..bindings import history
 from ..bindings.tracebacks import shortening
+from ..checkpoint.file_digests import refuse_other_bytes
 from ..checkpoint.format import excerpt
 from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, UnsupportedError
 from ..holdings.holder import refuse_unknown_shards
-from ..holdings.own_names import fixed_names, own_names, own_or_clean
-from ..holdings.training import Training
+from ..holdings.own_names import own_names, own_or_clean
+from ..holdings.slots import Training
 from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.coordinator import meeting as meeting_of_ranks
@@ -27,7 +28,7 @@ from ..ranks.rendezvous import LOAD
 from ..registry import tool
 from ..reports.closing import resuming, tell
 from ..reports.text import bytes_text, count_text
-from ..saving.pending import finish_pending
+from ..saving.pending import operation
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
 from ..settings import scope
@@ -35,10 +36,8 @@ from ..sources.base import is_url
 from ..sources.by_path import mounted_by_plugin
 from . import schedules
 from .base import has_base, refuse_other_base
-from .file_digests import refuse_other_bytes
 from .foreign import ForeignState, foreign_state_in
-from .forms import refuse_lost, set_entries
-from .groups import drop_options, set_group, set_option
+from .forms import drop_options, refuse_lost, set_entries, set_group, set_option
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
 from .refusals import refuse_missing_files, refuse_optimizer, refuse_other_training, training_of
@@ -140,12 +139,11 @@ def load_state(
     if not hosts:
         with _place_of_state(folder) as place:
             return load(place)
-    finish_pending()
-    with expected_at(LOAD):
+    with operation(LOAD):
         newest_on_hosts = tool("newest on hosts", "hosts", "load_state(hosts=True)")
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, Coordinator.of_default_group())
-    with meeting_of_ranks(LOAD) as coordinator:
-        return load(newest_on_hosts(Path(folder), coordinator, training), meeting=coordinator)
+        with meeting_of_ranks(LOAD) as coordinator:
+            return load(newest_on_hosts(Path(folder), coordinator, training), meeting=coordinator)
 
 
 @contextmanager
@@ -162,10 +160,13 @@ def _place_of_state(folder: str | os.PathLike[str]) -> Iterator[Path]:
             yield cast(Path, UrlPath(url))
 
 
-def resume(trained: Any, folder: Path, **how: Any) -> Resumed:
-    """Do what :func:`load_state` says; for `how` see :func:`_resumed`."""
-    with resuming() as figures:
-        resumed = _resumed(trained, folder, **how)
+def resume(trained: Any, folder: Path, *, meeting: Coordinator | None = None, **how: Any) -> Resumed:
+    """Do what :func:`load_state` says; for `how` see :func:`_resumed`.
+
+    `meeting` is the coordinator of a load's meeting that this is a part of.
+    """
+    with resuming() as figures, operation(LOAD, is_part=meeting is not None):
+        resumed = _resumed(trained, folder, meeting or Coordinator.of_default_group(), **how)
     resumed = replace(resumed, **vars(figures))
     if Coordinator.of_default_group().is_main:
         fields = {name: value for name, value in vars(resumed).items() if name != "data"}
@@ -173,10 +174,10 @@ def resume(trained: Any, folder: Path, **how: Any) -> Resumed:
     return resumed
 
 
-@fixed_names()
 def _resumed(
     trained: Any,
     folder: Path,
+    coordinator: Coordinator,
     *,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -186,22 +187,17 @@ def _resumed(
     with_scheduler: bool = True,
     with_rng: bool = True,
     strict: bool = True,
-    meeting: Coordinator | None = None,
     all_as_rank_0: bool = False,
 ) -> Resumed:
-    """Load the state; `meeting` is the coordinator of a load's meeting that this is a part of.
+    """Load the state.
 
     With `all_as_rank_0`, every rank goes on with what rank 0 had, where ranks had things of their own, but for data.
     """
-    finish_pending()
-    coordinator = meeting or Coordinator.of_default_group()
-    rank = 0 if all_as_rank_0 else coordinator.rank
-    with expected_at(LOAD) if meeting is None else nullcontext():
-        read_from = settings_in_force().read_from
-        training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
-        refuse_optimizer(training)
-        if not training.is_between_steps:
-            raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
+    rank, read_from = 0 if all_as_rank_0 else coordinator.rank, settings_in_force().read_from
+    training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
+    refuse_optimizer(training)
+    if not training.is_between_steps:
+        raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
     with coordinator.watched(LOAD), mounted_by_plugin(folder, coordinator):
         with coordinator.reporting():
             if isinstance(folder, UrlPath):
@@ -220,10 +216,8 @@ def _resumed(
             groups, whole = groups_for(training, record, place), wholes_for(training, record)
             drop_options(training.optimizer, groups)
             set_entries(training.optimizer, training.slots, record.form_of, whole)
-            if isinstance(found, StateRecord):
-                load_values(training, place, record, coordinator, rank=rank, strict=strict)
-            else:
-                found.load(training, record, coordinator)
+            foreign = None if isinstance(found, StateRecord) else found.states_for(training, coordinator)
+            load_values(training, place, record, foreign, coordinator, rank=rank, strict=strict)
             rates = _set_rest(training, record)
             for number, recorded in enumerate(groups):  # after the scheduler, which may not set the rate
                 set_group(training.optimizer, number, recorded, training.slots)
@@ -249,7 +243,7 @@ def _resumed(
     return Resumed(place.name, restored(data), dict(record.counters), record.world_size)
 
 
-@fixed_names()
+@operation(LOAD, is_part=True)
 def load_without_optimizer(
     trained: Any,
     folder: Path,
@@ -267,7 +261,6 @@ def load_without_optimizer(
     If not `strict`, what the state lacks stays as it is. Unless `only_values` are wanted, counters, loss scaler and,
     `with_scheduler`, the scheduler of an engine go on too.
     """
-    finish_pending()
     place, model = folder / tag, unwrapped(trained)
     with coordinator.reporting():
         refuse_unknown_shards(trained, "training state")

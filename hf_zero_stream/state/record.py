@@ -40,7 +40,7 @@ class Form:
 
     Attributes:
         each: of elementwise entries, by name: how they are (:func:`..holdings.slots.storage_kind`).
-        small: all others that do not go whole, by name, as JSON has them (:func:`.groups.with_kind`).
+        small: all others that do not go whole, by name, as JSON has them (:func:`.forms.with_kind`).
     """
 
     each: Mapping[str, str] = field(default_factory=dict)
@@ -115,13 +115,13 @@ class StateRecord:
         of_ranks: of those of the fields `data`, `scheduler` and `scaler` that differed between ranks, what each rank
             had, by name; rank 0's is in the field itself.
         buffers: own names of the buffers that differed between ranks: each rank's values are in the state
-            (:mod:`.buffers`).
+            (:mod:`.tensors`).
         dtype: of what is trained: masters, or the parameters themselves.
         weights: the files of weights that were saved with it, beside its folder. No resume reads them.
-        digests: of the files of the state, in hexadecimal, by name (:mod:`.file_digests`).
+        digests: of the files of the state, in hexadecimal, by name (:mod:`..checkpoint.file_digests`).
         shared: by other names of tied parameters, and of buffers that layers share, the first name of each.
         live: what torch calls tensors in wrappers, by own names.
-        training: its id (:mod:`..holdings.history`).
+        training: its id (:mod:`..bindings.history`).
         version: of the format.
     """
 

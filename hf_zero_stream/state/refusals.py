@@ -17,17 +17,16 @@ import torch
 from torch import nn
 
 from ..checkpoint.format import excerpt
+from ..checkpoint.state_folder import files_of
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..holdings.introspection import is_packed
 from ..holdings.own_names import named_buffers, named_parameters
-from ..holdings.training import Training, training_of_model
+from ..holdings.slots import Training, training_of_model
 from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
 from . import schedules
 from .base import quantised_modules
-from .forms import refuse_unlike, refuse_unsound
-from .groups import ADAMS, OF_SOME_ADAMS, options_of
-from .layout import files_of
+from .forms import ADAMS, OF_SOME_ADAMS, options_of, refuse_unlike, refuse_unsound
 from .record import GroupRecord, StateRecord
 from .wholes import groups_for, refuse_other_parts
 
@@ -297,7 +296,7 @@ def training_of(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected a model or an engine around one; got {type(trained).__name__}")
     if "deepspeed" in sys.modules:
-        from ..holdings.deepspeed.engine_training import is_engine, training_of_engine
+        from ..holdings.deepspeed.engine import is_engine, training_of_engine
 
         if is_engine(trained):
             if optimizer is not None or scaler is not None or batch_size is not None:

@@ -26,36 +26,29 @@ from transformers import PreTrainedModel
 from ..bindings import history
 from ..bindings.tracebacks import shortening
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
+from ..checkpoint.file_digests import recorded
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..holdings.introspection import is_adapted, is_peft_model
-from ..holdings.own_names import fixed_names, named_parameters
+from ..holdings.own_names import named_parameters
+from ..holdings.slots import STEPS, Training
 from ..holdings.steps import Steps, unseen_reason
-from ..holdings.training import STEPS, Training
-from ..ranks.coordinator import Coordinator, expected_at, meeting
+from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE
 from ..registry import tool
-from ..reports.measures import collector_paused
 from ..reports.save import SaveReport
-from ..saving.arguments import refuse_unknown, refuse_url
-from ..saving.pending import PendingSave, finish_pending
+from ..saving.arguments import make_ready, refuse_unknown_arguments, refuse_url
+from ..saving.pending import PendingSave, note_state, operation
 from ..saving.places import Place, Publishing, place_at, places_at, refuse_other_places
 from ..saving.preparation import Finalizer, SaveItem, as_save_error
 from ..saving.publication import Publication, finish_interrupted
-from ..saving.readiness import make_ready
 from ..saving.save import Save
-from ..saving.whole import note_state
 from ..seams.ds_config import settings_in_force
 from ..settings.config import StreamingConfig
-from ..sources.base import is_url
 from . import rng, schedules
 from .base import adapter_weights, split_base
-from .buffers import differing, digests_of_buffers
 from .digests import places_of
-from .file_digests import recorded
 from .foreign import write_guard_files
-from .forms import agreed, kept_here, numbered
-from .groups import recorded_options
-from .layout import names_in, other_names, weights_item
+from .forms import agreed, kept_here, numbered, recorded_options
 from .plain import plain
 from .record import (
     FILE,
@@ -71,8 +64,7 @@ from .refusals import (
     refuse_optimizer,
     training_of,
 )
-from .tensors import state_item
-from .weights import mark_as_older
+from .tensors import differing, digests_of_buffers, mark_as_older, names_in, other_names, state_item, weights_item
 from .wholes import with_own_options, with_parts
 
 
@@ -93,8 +85,6 @@ def save_state(
     trained: Any, folder: str | os.PathLike[str], *, asynchronous: bool, **kwargs: Any
 ) -> SaveReport | PendingSave: ...
 @shortening
-@fixed_names()
-@collector_paused()
 def save_state(
     trained: Any,
     folder: str | os.PathLike[str],
@@ -160,41 +150,76 @@ def save_state(
     Examples:
         >>> hf_zero_stream.save_state(engine, "checkpoints", data={"epoch": 3, "batch": 1200})
     """
-    failed = finish_pending(elsewhere=str(folder) if is_url(folder) else Path(folder))
-    coordinator = Coordinator.of_default_group()
-    with expected_at(SAVE):
-        refuse_unknown(kwargs, ("dtype", *(HOST_ARGUMENTS if hosts else ())))
+    with operation(SAVE, folder=folder) as failed:
+        coordinator = Coordinator.of_default_group()
+        refuse_unknown_arguments(kwargs, ("dtype", *(HOST_ARGUMENTS if hosts else ())))
         if hosts:
             refuse_url(folder, "save_state(hosts=True)")
         place = None if hosts else place_at(folder)
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).without_frozen()
-        refuse_optimizer(training)
-        make_ready(training.model, training.model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
-        refuse_module_entries(training.model)
-        if not training.is_between_steps:
-            raise UnsupportedError(
-                "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
-            )
-        here = kept_here(training)
-        options = [recorded_options(training.optimizer, each) for each in range(len(training.optimizer.param_groups))]
-        # Packed weights lie in memory as in no file of a state.
-        has_base = exclude_frozen or is_adapted(training.model) or keeps_packing(training.model)
-        data = plain(data, "data", exactly=True, with_tensors=True)
-        random_state = rng.of_this_rank()
-        buffers = {} if coordinator.is_alone else digests_of_buffers(training.model)
-        if snapshot_bytes is not None:
-            snapshot_bytes = StreamingConfig(snapshot_bytes=snapshot_bytes).snapshot_bytes
-        record = _record(training, data, coordinator.world_size)
-        tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
-        if not is_tag(tag):
-            raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
         if place is None:
             place = _host_place(folder, copies, keep, with_weights, training, kwargs)
-        save = Save(training.model, place, coordinator=coordinator, is_of_training=True, **kwargs)
+        saved = _save(
+            training,
+            place,
+            coordinator,
+            tag=f"global_step{training.counters[STEPS]}" if tag is None else str(tag),
+            data=data,
+            with_weights=with_weights,
+            keep_older=keep_older,
+            exclude_frozen=exclude_frozen,
+            asynchronous=asynchronous,
+            snapshot_bytes=snapshot_bytes,
+            # DeepSpeed has tools for the states of such an engine.
+            has_zero=bool(getattr(trained, "zero_optimization", bool)()),
+            **kwargs,
+        )
+    if asynchronous and failed is not None:  # and of this save nobody knows yet whether it will succeed
+        raise failed
+    return saved
+
+
+def _save(
+    training: Training,
+    place: Place,
+    coordinator: Coordinator,
+    *,
+    tag: str,
+    data: Any,
+    with_weights: bool,
+    keep_older: bool,
+    exclude_frozen: bool,
+    asynchronous: bool,
+    snapshot_bytes: int | str | None,
+    has_zero: bool,
+    **kwargs: Any,
+) -> SaveReport | PendingSave:
+    """Save a `training` to a `place`, for the rest see :func:`save_state` (all ranks)."""
+    model = training.model
+    refuse_optimizer(training)
+    make_ready(model, model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
+    refuse_module_entries(model)
+    if not training.is_between_steps:
+        raise UnsupportedError(
+            "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
+        )
+    here = kept_here(training)
+    options = [recorded_options(training.optimizer, each) for each in range(len(training.optimizer.param_groups))]
+    # Packed weights lie in memory as in no file of a state.
+    has_base = exclude_frozen or is_adapted(model) or keeps_packing(model)
+    data = plain(data, "data", exactly=True, with_tensors=True)
+    random_state = rng.of_this_rank()
+    buffers = {} if coordinator.is_alone else digests_of_buffers(model)
+    if snapshot_bytes is not None:
+        snapshot_bytes = StreamingConfig(snapshot_bytes=snapshot_bytes).snapshot_bytes
+    record = _record(training, data, coordinator.world_size)
+    if not is_tag(tag):
+        raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
+    save = Save(model, place, coordinator=coordinator, is_of_training=True, **kwargs)
     with meeting(SAVE, "a training state", coordinator):
         own_id, names = history.id_of(training.optimizer, makes=True), (tag, list[str]())
         with coordinator.reporting():
-            if coordinator.is_main and not hosts:
+            if coordinator.is_main and place.is_shared:
                 names = _name(place.location, tag, keep_older)
         mine = here[0], options, record.own, random_state, buffers, own_id, names, place.location
         of_ranks, all_options, own, random_states, of_buffers, ids, names_of_ranks, places = zip(
@@ -214,17 +239,15 @@ def save_state(
         if has_base:
             untrained, digests_of_base = split_base(training, record.buffers, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
-            record = replace(record, untrained=untrained, base=base, base_of=places_of(training.model))
+            record = replace(record, untrained=untrained, base=base, base_of=places_of(model))
         steps = Steps.of_training(training) if asynchronous else Steps()
         items: list[SaveItem] = []
         max_shard_size = kwargs.get("max_shard_size", "5GB")
-        if with_weights and (is_adapted(training.model) or not exclude_frozen):
-            weights = _weights(training.model, save, max_shard_size, coordinator)
+        if with_weights and (is_adapted(model) or not exclude_frozen):
+            weights = _weights(model, save, max_shard_size, coordinator)
             items.append(replace(weights, changes_with=steps.of_values))
         how: dict[str, Any] = {"steps": steps, "max_shard_size": max_shard_size, "coordinator": coordinator}
         items.append(state_item(training, record, kept, name, **how))
-        # DeepSpeed has tools for the states of such an engine.
-        has_zero = bool(getattr(trained, "zero_optimization", bool)())
         write_rest = partial(_write_record, name, record, random_states, has_zero)
         finalizer = Finalizer(write_rest, LATEST, replaced)
         saved: SaveReport | PendingSave
@@ -233,10 +256,8 @@ def save_state(
             saved = save.start(*items, finalizer=finalizer, steps=steps, snapshot_bytes=limit, copies=why)
         else:
             saved = save.run(*items, finalizer=finalizer)
-        if not hosts:
-            note_state(training.model, record.training, training.counters[STEPS], saved)
-    if asynchronous and failed is not None:  # and of this save nobody knows yet whether it will succeed
-        raise failed
+        if place.is_shared:
+            note_state(model, record.training, training.counters[STEPS], saved)
     return saved
 
 

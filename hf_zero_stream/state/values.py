@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +15,49 @@ from torch import nn
 from transformers.utils import logging
 
 from ..destinations.base import Destination
-from ..destinations.live import live_destination
+from ..destinations.live import LazyParts, SlotMemory, Together, live_destination
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
-from ..destinations.slot_memory import SlotMemory
-from ..destinations.together import LazyParts, Together
 from ..engine.load import Load
 from ..errors import LoadError
 from ..holdings.introspection import has_partition
-from ..holdings.slots import BUFFERS, VALUES, WHOLE, Slot, entry_name
-from ..holdings.training import Training
+from ..holdings.slots import BUFFERS, VALUES, WHOLE, Slot, Training, entry_name
 from ..loading.into import make_ready
 from ..ranks.coordinator import Coordinator
-from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
-from .buffers import memory_of_buffers
 from .forms import form_for
-from .layout import lazy_model, lazy_states, names_in
 from .record import Form, StateRecord
-from .wholes import refuse_lacking, tensors_of
+from .tensors import lazy_model, lazy_states, memory_of_buffers, names_in
+from .wholes import refuse_absent, tensors_of
 
 
 logger = logging.get_logger(__name__)
 
 
+States = Callable[[Load, Collection[str]], Mapping[str, Mapping[str, Any]]]
+"""Gives lazy tensors of the states of these keys, by the names that the model has for them now."""
+
+
 def load_values(
-    training: Training, place: Path, record: StateRecord, coordinator: Coordinator, *, rank: int, strict: bool
+    training: Training,
+    place: Path,
+    record: StateRecord,
+    foreign: States | None,
+    coordinator: Coordinator,
+    *,
+    rank: int,
+    strict: bool,
 ) -> None:
     """Read all values and elementwise states from the state in `place` (all ranks, in a load's meeting).
 
-    For `rank` and `strict` see :func:`load_model_values`.
+    Those of a `foreign` state are given; what it lacks stays as it is. For `rank` and `strict` see
+    :func:`load_model_values`.
     """
     # Where new masters cannot be brought into the model, it reads its values itself.
-    copies = training.copies_masters
+    copies = training.copy_masters is not None
     apart = {member.name for slot in training.slots if not slot.is_in_one_piece for member in slot.members}
     without = record.trained - apart if copies else frozenset[str]()
-    _load(training.model, training, place, record, coordinator, rank=rank, strict=strict, without=without)
-    if copies:
+    _load(training.model, training, place, record, foreign, coordinator, rank=rank, strict=strict, without=without)
+    if training.copy_masters is not None:
         training.copy_masters()
 
 
@@ -61,15 +69,15 @@ def load_model_values(
     Of buffers that differed between ranks, it gets those of `rank`. If it is not `strict`, what the state lacks stays
     as it is.
     """
-    _load(model, None, place, record, coordinator, rank=rank, strict=strict, without=frozenset())
+    _load(model, None, place, record, None, coordinator, rank=rank, strict=strict, without=frozenset())
 
 
-@collector_paused()
 def _load(
     model: nn.Module,
     training: Training | None,
     place: Path,
     record: StateRecord,
+    foreign: States | None,
     coordinator: Coordinator,
     *,
     rank: int,
@@ -77,11 +85,12 @@ def _load(
     without: AbstractSet[str],
 ) -> None:
     """Read what `model` has but for parameters `without`, and what its `training` keeps, in one load (all ranks)."""
+    is_complete, of_keys = strict and foreign is None, foreign or partial(lazy_states, model, place)
     needed = (names_in(model) if record.base is None else {*record.untrained} | record.trained) - without
     keys, more = [VALUES], [BUFFERS] if record.buffers else []
     memories: list[Destination] = []
     whole: dict[str, torch.Tensor] = {}
-    config = replace(settings_in_force(), strict=strict)
+    config = replace(settings_in_force(), strict=is_complete)
     with coordinator.reporting():
         if needed:
             make_ready(model)
@@ -95,15 +104,15 @@ def _load(
         memories.append(SlotMemory(wanted, device, whole=whole, hides_zero3=_is_partitioned(model)))
         load = Load(config, {}, coordinator, Together(memories))
         with closing(load), load.memory, load.clock("total"), torch.no_grad():
-            states = lazy_states(load, model, place, [*keys, *more])
+            states = of_keys(load, [*keys, *more])
             parts: list[tuple[nn.Module, set[str], set[str]]] = []
             if needed:
                 lazy, missing, tied = lazy_model(model, states[VALUES], strict=strict)
-                _refuse_lacking(place, lazy, missing, needed if strict else set())
+                _refuse_lacking(place, lazy, missing, needed if is_complete else set())
                 parts.append((lazy, missing | without, tied))
             found = _converted(model, {key: states[key] for key in keys}) if training is not None else {}
             found |= {entry_name(key, name): it for key in more for name, it in states[key].items()}
-            refuse_lacking(whole, found, place)
+            refuse_absent(whole, found, place)
             buffers = memory_of_buffers(model, place, record, rank, found, strict=strict)
             whole |= {key: values for key, (_, values) in buffers.items()}
             parts.append((LazyTensorModule(found, {}), set(), set()))
@@ -148,20 +157,3 @@ def wanted_of(training: Training, keys: Sequence[str], forms: Mapping[str, Form]
         (slot, [*([VALUES] if slot.is_in_one_piece else []), *(key for key in keys if key in each)])
         for slot, each in kept.items()
     ]
-
-
-States = Callable[[Load, Sequence[str]], dict[str, Any]]
-"""Gives lazy tensors of the states of these names, by their names in files of states."""
-
-
-@collector_paused()
-def load_states(
-    training: Training, keys: Sequence[str], forms: Mapping[str, Form], states: States, coordinator: Coordinator
-) -> None:
-    """Read the values of all slots, and the states `keys` that they have, by one plan (all ranks, in a meeting)."""
-    wanted = wanted_of(training, keys, forms)
-    memory = SlotMemory(wanted, training.device, whole={}, hides_zero3=_is_partitioned(training.model))
-    with coordinator.reporting():
-        load = Load(settings_in_force(), {}, coordinator, memory)
-        with closing(load), torch.no_grad():
-            load.place(LazyTensorModule(states(load, [VALUES, *keys]), {}), set(), set())

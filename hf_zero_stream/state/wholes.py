@@ -23,12 +23,10 @@ from ..dtypes import dtype_name, dtype_named
 from ..errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from ..holdings.holding import Holding, open_flat
 from ..holdings.introspection import local_of
-from ..holdings.slots import WHOLE, Slot, entry_name, storage_kind
-from ..holdings.training import Training
+from ..holdings.slots import WHOLE, Slot, Training, entry_name, storage_kind
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
-from .forms import Kept, Wholes
-from .groups import option_of, with_kind
+from .forms import Kept, Wholes, option_of, with_kind
 from .record import GroupRecord, SlotPart, StateRecord
 
 
@@ -125,9 +123,9 @@ def _digest(slot: Slot, record: StateRecord) -> str:
     """A digest of which elements of which parameters lie where in `slot`; those go by their places in the record."""
     places = record.places
     lie = [
-        [places[member.name], member.box.intervals, member.first, *member.held]
+        [places[member.name], member.box.intervals, member.first, *member.elements]
         for member in slot.members
-        if member.held[0] < member.held[1]
+        if member.elements[0] < member.elements[1]
     ]
     return hashlib.sha256(json.dumps([list(local_of(slot.values).shape), lie]).encode()).hexdigest()
 
@@ -244,7 +242,7 @@ def refuse_other_parts(training: Training, record: StateRecord, place: Path) -> 
     """Raise a ConfigError unless what was kept whole was that of slots as they are cut now."""
     names, found = {*record.whole}, {slot for slot, _, _ in _own_parts(training, record)}
     for slot in training.slots if names else ():
-        first = next((it.name for it in slot.members if it.name in names and it.held[0] < it.held[1]), None)
+        first = next((it.name for it in slot.members if it.name in names and it.elements[0] < it.elements[1]), None)
         if first is not None and slot not in found:
             kept = {key: None for part in record.parts.values() for key in (*part.tensors, *part.values)}
             raise _cut_anew(place, slot.group, ", ".join(kept), first, record.world_size)
@@ -274,7 +272,7 @@ def restore_strides(training: Training, record: StateRecord) -> None:
                 slot.entries[key] = as_before.copy_(value)
 
 
-def refuse_lacking(wanted: Mapping[str, torch.Tensor], found: Mapping[str, Any], place: Path) -> None:
+def refuse_absent(wanted: Mapping[str, torch.Tensor], found: Mapping[str, Any], place: Path) -> None:
     """Raise a CheckpointError unless the `wanted` tensors are what was `found` in the files."""
     for name, value in wanted.items():
         there = found.get(name)

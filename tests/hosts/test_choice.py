@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero_stream.holdings.training import training_of_model
+from hf_zero_stream.holdings.slots import training_of_model
 from hf_zero_stream.plugins.hosts.choice import (
     FoundState,
     TrainingMark,

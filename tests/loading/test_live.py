@@ -312,9 +312,11 @@ def around_and_beside(folders: Folders) -> dict[str, Any]:
     expected = llama(wide, dtype)
     found: dict[str, Any] = {}
 
-    # FP16_Optimizer, which an engine makes for FusedAdam, and that gc.freeze() hides from the garbage collector.
-    model = llama(first, dtype)
+    # FP16_Optimizer, which an engine makes for FusedAdam; and gc.freeze() hides the engine from the garbage collector.
+    engine = engine_on(first, config_of(0), dtype)
+    model = engine.module
     optimizer = FP16_Optimizer(torch.optim.AdamW(model.parameters(), lr=0.0), low_precision_dtype=dtype)
+    engine.optimizer = optimizer
     gc.freeze()
     hf_zero_stream.load_into(torch.nn.parallel.DistributedDataParallel(torch.compile(model)), str(wide))
     assert gc.get_freeze_count() > 0

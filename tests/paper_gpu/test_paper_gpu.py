@@ -17,7 +17,7 @@ from torch import nn
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.engine import execute, lanes
-from hf_zero_stream.saving import host_copy
+from hf_zero_stream.saving import snapshot
 from tests.paper_gpu.trials import COMMON, plain_model
 from tests.support.cluster import PAPER_GPUS, run_ranks, run_ranks_expecting_errors
 
@@ -182,20 +182,20 @@ def saved_in_the_background(folder: Path, target: Path, devices: int, waited_for
         param.grad = torch.ones_like(param)
     optimizer.step()
     expected = values_of(model)
-    put = host_copy.HostCopy.put
+    fill, copy = snapshot.Snapshot._fill, torch.Tensor.copy_
     values = torch.ones(8, device=f"cuda:{devices - 1}")
 
-    def put_on_a_busy_device(*args: Any) -> None:
+    def fill_on_a_busy_device(*args: Any) -> None:
         if waited_for < devices:
             paper.hold(devices - 1)
         for _ in range(500):
-            values.copy_(values[:1].expand(8))
-        put(*args)
+            copy(values, values[:1].expand(8))
+        fill(*args)
 
-    host_copy.HostCopy.put = put_on_a_busy_device
-    host_copy.HostCopy.wait = lambda self: [
-        event.synchronize() for event in self._copied if event.device.index < waited_for
-    ]
+    def copy_and_wait(to: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return copy(to, of, non_blocking=of.is_cuda and of.device.index >= waited_for)
+
+    snapshot.Snapshot._fill, torch.Tensor.copy_ = fill_on_a_busy_device, copy_and_wait
     before = paper.pinned()["locked"]
     pending = hf_zero_stream.save_state(model, target, optimizer=optimizer, asynchronous=True, snapshot_bytes="all")
     if waited_for >= devices:
@@ -263,7 +263,7 @@ def test_a_save_that_does_not_wait_shows(even_checkpoint: Path, tmp_path: Path, 
 
 
 def test_sizes_of_pinned_blocks() -> None:
-    from hf_zero_stream.saving.host_copy import pinned_sizes
+    from hf_zero_stream.saving.room import pinned_sizes
 
     assert pinned_sizes(0) == [] and pinned_sizes(1) == [2**16] and pinned_sizes(66 << 30) == [64 << 30, 2 << 30]
     for nbytes in (2**16 + 1, 10**6, 3 * 10**9 + 7, 20 * 10**9):

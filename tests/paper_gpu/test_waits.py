@@ -102,7 +102,7 @@ def test_a_background_send_has_a_stream_of_its_own() -> None:
 
 def given_of_a_stream(checkpoint: Path) -> tuple[list[bool], float]:
     """Whether what a pass has given is kept in pinned memory; and how much of other sizes would be."""
-    from hf_zero_stream.saving.host_copy import pinned_parts
+    from hf_zero_stream.saving.room import pinned_parts
 
     stream = hf_zero_stream.weight_stream(plain_model(checkpoint).cuda(), "all", deltas=True)
     for _ in stream:

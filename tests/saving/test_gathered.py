@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError, UnsupportedError
-from hf_zero_stream.saving import readiness as saving
+from hf_zero_stream.saving import arguments as saving
 from hf_zero_stream.saving.lazy_parameters import digest
 from tests.saving.test_hooks import INDEX, prepared
 from tests.support.checkpoint_files import add_one, tensors_of

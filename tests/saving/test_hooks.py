@@ -15,7 +15,7 @@ import torch.distributed as dist
 import hf_zero_stream
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.ranks import rendezvous
-from hf_zero_stream.saving import readiness as saving
+from hf_zero_stream.saving import arguments as saving
 from hf_zero_stream.saving.calls import run_on_leader
 from tests import sampling
 from tests.support.checkpoint_files import tensors_of

@@ -21,9 +21,8 @@ from hf_zero_stream.planning.plan import partition_range
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.saving import lazy_parameters, write
 from hf_zero_stream.saving.lazy_parameters import Selection
-from hf_zero_stream.saving.parameters import NewParameters, Values, opened
+from hf_zero_stream.saving.parameters import NewParameters, Values, cover, opened
 from hf_zero_stream.saving.plan import Segment, Share, Sources, make_save_plan
-from hf_zero_stream.saving.shares import cover
 
 
 Conversion = Callable[[LazyTensor], torch.Tensor]

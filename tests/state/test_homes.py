@@ -99,6 +99,31 @@ def test_nvme_without_what_is_frozen(cluster: None, tmp_path: Path, parameters: 
     assert any(name.startswith("values/") for name in entries) and not any("embed_tokens" in name for name in entries)
 
 
+def writes_of_swap_files(folder: Path, target: Path, config: dict[str, Any]) -> list[int]:
+    """How often a save of a state, and one of masters, write to swap files."""
+    engine = engine_of(folder, config, all_in_one_group)
+    train(engine, range(2))
+    found: list[int] = []
+    write = engine.optimizer._optimizer_states_and_gradient_swap_out
+    engine.optimizer._optimizer_states_and_gradient_swap_out = lambda *args: (found.append(1), write(*args))
+    hf_zero_stream.save_state(engine, target / "state")
+    hf_zero_stream.save_pretrained(engine, target / "masters", dtype="float32")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("async_io")
+def test_a_save_writes_no_swap_files(cluster: None, tmp_path: Path) -> None:
+    folder = make_moe_checkpoint(tmp_path / "moe", 4e6, num_layers=2, num_experts=8)
+    config = nvme_config(tmp_path / "swap", parameters=False)
+    assert run_ranks(2, writes_of_swap_files, folder, tmp_path, config) == [[], []]
+    state = load_file(tmp_path / "state" / "global_step2" / "state.safetensors")
+    masters = load_file(tmp_path / "masters" / "model.safetensors")
+    trained = {name.removeprefix("values/"): it for name, it in state.items() if name.startswith("values/")}
+    shared = trained.keys() & masters.keys()
+    assert shared and all(torch.equal(trained[name], masters[name]) for name in shared)
+
+
 def losing_in_swap_files(folder: Path, source: Path, config: dict[str, Any]) -> list[str]:
     """The errors of loads that lose something of what is in swap files."""
     found = []

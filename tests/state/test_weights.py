@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import hf_zero_stream
-from hf_zero_stream.state.weights import has_other_weights
+from hf_zero_stream.state.tensors import has_other_weights
 from tests.support.cluster import run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, plain_training, state_config
 from tests.support.zoo import Checkpoint

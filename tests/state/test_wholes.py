@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_zero_stream
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
-from hf_zero_stream.holdings.slots import Member, Slot
-from hf_zero_stream.holdings.training import Training
+from hf_zero_stream.holdings.slots import Member, Slot, Training
 from hf_zero_stream.planning.boxes import ParameterBox
 from hf_zero_stream.state import tensors, wholes
 from hf_zero_stream.state.forms import kept_here

@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
 from hf_zero_stream.holdings import fsdp
-from hf_zero_stream.holdings.shards import dtensor_shard_of
+from hf_zero_stream.holdings.fsdp import dtensor_shard_of
 from tests.support.checkpoint_files import same_bits
 from tests.support.parity import differences_by, find_class
 

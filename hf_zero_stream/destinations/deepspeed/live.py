@@ -16,15 +16,16 @@ from ...checkpoint.nodes import Computed, View
 from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
 from ...holdings.deepspeed.autotp_shards import autotp_shard_of
-from ...holdings.deepspeed.held import is_trained_apart
-from ...holdings.deepspeed.masters import ZENFLOW, Master, masters_of
+from ...holdings.deepspeed.engine import masters_of
 from ...holdings.deepspeed.partitions import gather, select_gathered
 from ...holdings.introspection import is_cut
+from ...holdings.own_names import named_parameters
+from ...holdings.slots import VALUES, Member, Slot, memory_of
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ...settings.config import StreamingConfig
 from ..base import Batch, Item, SourcedTensor, flat_items, item_of, narrowed
-from ..live_whole import Copies, LiveWhole
+from ..live_memory import Copies, LiveWhole
 from ..replicated import exchange_batches
 from ..skeleton import convert_lazy
 
@@ -41,14 +42,15 @@ class LiveModel(LiveWhole):
         """`with_masters` is false if the caller fills what ZeRO-3 trains in place of parameters."""
         super().__init__(model, coordinator, config)
         self.device = partitions.local_device()
-        self._with_masters = with_masters
         self._loaded: list[Any] = []
         self._in_context: list[Any] = []
         self.hides_zero3 = self.fills_missing = any(map(is_zero_param, model.parameters()))
         if self.hides_zero3:
             self.exchange_settings = ()
-        self.masters = masters_of(param for param in model.parameters() if not is_zero_param(param))
-        """The masters of optimizers of stages 0 to 2, by the parameter's ``id``."""
+        params = {name: it for name, it in named_parameters(model) if with_masters or not is_zero_param(it)}
+        trained = masters_of(params, coordinator.rank, coordinator.world_size)
+        self.masters = {id(params[name]): of_param for name, of_param in trained.items()}
+        """Where the masters lie that engines train in place of parameters, by these ones' ``id``."""
         # Without the rounding to the model's dtype, where fp32 partitions are trained.
         has_engine = any(getattr(param, "_z3_optimizer", None) is not None for param in model.parameters())
         self._dtype = torch.float32 if has_engine else None
@@ -68,10 +70,11 @@ class LiveModel(LiveWhole):
         self._loaded = [param for param, _ in parameters.values()]
         filling = _Filling(flat_items(buffers), scattered)
         for name, (param, view) in parameters.items():
+            trained = self.masters.get(id(param), ())
             if is_zero_param(param):
-                filling.add_partition(name, param, view, _master_partition(param) if self._with_masters else None)
+                filling.add_partition(name, param, view, _master_partition(name, param, trained))
             else:
-                filling.add_whole(name, param, view, self.masters.get(id(param), ()))
+                filling.add_whole(name, param, view, trained)
         batches = [Batch(filling.direct)]
         if filling.swaps:
             from . import nvme
@@ -124,9 +127,12 @@ class _Filling:
         else:
             self.copies.append((param.ds_tensor, master))
 
-    def add_whole(self, name: str, param: Any, view: View, masters: Sequence[Master]) -> None:
-        """Fill a parameter that is no partition, and the `masters` that are trained in its place."""
-        shared = next((master.values for master in masters if master.is_whole), param)
+    def add_whole(self, name: str, param: Any, view: View, trained: Sequence[tuple[Slot, Member]]) -> None:
+        """Fill a parameter that is no partition, and the masters that are `trained` in its place."""
+        shared, others = param, [(slot, member) for slot, member in trained if member.elements[0] < member.elements[1]]
+        if others and others[0][1].is_whole:
+            slot, member = others.pop(0)
+            shared = memory_of(slot, member, VALUES) if slot.is_in_one_piece else slot.values
         flat, box = self.scattered.flat(name, shared), None
         if is_cut(param):
             part = autotp_shard_of(name, param)
@@ -136,12 +142,13 @@ class _Filling:
             self.replicated[name] = (flat, view)
         if shared is not param:
             self.copies.append((param.detach(), flat.view(param.shape)))
-        for trained, start, stop, is_whole in masters:
-            if is_whole or _holds_exactly(param.dtype, view):
-                self.copies.append((trained, flat[start:stop]))
+        for slot, member in others:
+            (start, stop), memory = member.elements, memory_of(slot, member, VALUES)
+            if member.is_whole or _holds_exactly(param.dtype, view):
+                self.copies.append((memory, flat[start:stop]))
             else:  # `param` gets rounded values
-                target = Target(f"{name} (optimizer)", trained.dtype, stop - start, start, stop, box)
-                self.direct.append(item_of(target, view, trained))
+                target = Target(f"{name} (optimizer)", memory.dtype, stop - start, start, stop, box)
+                self.direct.append(item_of(target, view, memory))
 
     @property
     def has_copies(self) -> bool:
@@ -167,18 +174,15 @@ def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
     return own_info.eps <= source_info.eps and own_info.max >= source_info.max
 
 
-def _master_partition(param: Any) -> torch.Tensor | None:
-    """The fp32 partition that an engine trains for `param`, also if it was frozen since, as a view; or None."""
-    if not is_trained_apart(param):
+def _master_partition(name: str, param: Any, trained: Sequence[tuple[Slot, Member]]) -> torch.Tensor | None:
+    """The fp32 partition that an engine trains for `param`, also if it was frozen since, with padding; or None."""
+    if not trained:
         return None
-    optimizer = param._z3_optimizer
-    if getattr(optimizer, "zenflow", False):
-        raise UnsupportedError(ZENFLOW)
-    group, _, _ = optimizer.grad_position[optimizer.get_param_id(param)]
-    if optimizer._swappable_optimizer_subgroup(group):
+    ((slot, member),) = trained
+    if slot.is_swapped:
         raise UnsupportedError(
-            "The fp32 partitions lie on NVMe (offload_optimizer.device: nvme), and cannot be loaded into while the "
-            "engine is in use. Load before deepspeed.initialize, or use DeepSpeed's own checkpoints."
+            f"The fp32 partition of {name} lies on NVMe (offload_optimizer.device: nvme), and cannot be loaded into "
+            "while the engine is in use. Load before deepspeed.initialize, or use DeepSpeed's own checkpoints."
         )
-    master, _ = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False)
-    return master
+    numel, _, _ = partitions.own_range(param)
+    return slot.values.detach().view(-1)[member.first : member.first + numel]

@@ -22,7 +22,7 @@ from torch import nn
 
 from ...bindings import history
 from ...holdings.own_names import named_parameters
-from ...holdings.training import Training
+from ...holdings.slots import Training
 
 
 class FoundState(NamedTuple):

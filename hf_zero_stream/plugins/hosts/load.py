@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from ...errors import CheckpointError
-from ...holdings.training import Training
+from ...holdings.slots import Training
 from ...ranks.coordinator import Coordinator
 from ...sources.base import ByteSource, Retries, SourceFile
 from ...sources.by_path import mounted

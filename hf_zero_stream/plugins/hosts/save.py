@@ -27,7 +27,7 @@ from transformers.utils import logging
 from ...bindings import history
 from ...checkpoint.file_digests import WORD
 from ...errors import ConfigError, SaveError
-from ...holdings.training import STEPS, Training
+from ...holdings.slots import STEPS, Training
 from ...ranks.coordinator import Coordinator
 from ...reports.save import SavingRank
 from ...reports.text import bytes_text
@@ -36,8 +36,7 @@ from ...saving.places import Place, Written
 from ...saving.plan import SavePlan
 from ...saving.preparation import Finalizer, WritePlan, as_save_error
 from ...saving.publication import Publication
-from ...saving.work import Work
-from ...saving.write import Put, bytes_of
+from ...saving.write import Put, Work, bytes_of
 from ...sources.local import kind_of_file_system
 from ...sources.memory import free_memory
 from .choice import FoundState, facts_of, joined, next_number, piece_name, replaced_by
@@ -74,6 +73,7 @@ class HostPlace(Place):
     """
 
     why_waits = "hosts exchange copies, which takes all ranks"
+    is_shared = False
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CheckpointError
-from ...holdings.training import STEPS
+from ...holdings.slots import STEPS
 from ...state.callers import look_for_state, name_in
 from ...state.record import FILE, StateRecord
 

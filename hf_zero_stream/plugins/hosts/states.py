@@ -19,13 +19,12 @@ from transformers.utils import logging
 
 from ...bindings import history
 from ...errors import ConfigError, SaveError
-from ...holdings.training import STEPS, Training
-from ...ranks.coordinator import Coordinator, expected_at, meeting
+from ...holdings.slots import STEPS, Training
+from ...ranks.coordinator import Coordinator, meeting
 from ...ranks.rendezvous import LOAD
 from ...registry import import_object
 from ...reports.save import SaveReport
-from ...saving.pending import finish_pending
-from ...saving.whole import note_state, when_whole
+from ...saving.pending import note_state, operation, when_whole
 from ...seams.wrappers import unwrapped
 from ...settings.config import StreamingConfig
 from ...sources.base import is_plain_name
@@ -116,8 +115,7 @@ class HostStates:
 
         For further arguments and errors see :func:`...state.load.load_state`.
         """
-        finish_pending()
-        with expected_at(LOAD):
+        with operation(LOAD):
             training = _training_of(trained, kwargs)
             self.facts = {} if shared is None else {"shared": os.path.realpath(shared)}
         with meeting(LOAD) as coordinator:
@@ -169,7 +167,7 @@ class HostStates:
     def remove_when_saved(self, *, or_weights: bool = False) -> None:
         """Remove what the training has here once a state of it, as new as that, is whole on the shared disk.
 
-        For that, and for `or_weights`, see :func:`...saving.whole.when_whole`.
+        For that, and for `or_weights`, see :func:`...saving.pending.when_whole`.
         """
         newest, self._newest = self._newest, None
         model = None if newest is None else newest.model()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.format import NotAMap, Shard, ShardHeader, dtype_name, dtypes, excerpt, parse_object
+from ...checkpoint.format import NotAMap, Shard, ShardHeader, dtypes, excerpt, file_dtype_name, parse_object
 from ...checkpoint.formats import fault_of_name, read_map
 from ...checkpoint.map import CheckpointMap
 from ...checkpoint.nodes import HostTensor, View
@@ -57,14 +57,17 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
     wanted = list(_items(path, metadata, names))
     fields, files = _fields(source, folder, [item for _, _, item in wanted])
     tensors: dict[str, Any] = {
-        names[key]: [dtype_name(stored.dtype), list(stored.shape), []]
+        names[key]: [file_dtype_name(stored.dtype), list(stored.shape), []]
         for key, stored in metadata.tensors.items()
         if key in names
     }
     numbers = {file: number for number, file in enumerate(files)}
     for key, box, item in wanted:
         field = fields[item]
-        found, expected = (field["dtype"], field["shape"]), (dtype_name(metadata.tensors[key].dtype), list(box.sizes))
+        found, expected = (
+            (field["dtype"], field["shape"]),
+            (file_dtype_name(metadata.tensors[key].dtype), list(box.sizes)),
+        )
         if found != expected:
             raise CheckpointError(
                 f"{_where(folder, item)}: expected {expected[0]} of shape {expected[1]} for tensor {excerpt(key)}; "

@@ -27,8 +27,8 @@ from ...checkpoint.format import (
     Shard,
     ShardHeader,
     are_sizes,
-    dtype_name,
     excerpt,
+    file_dtype_name,
     parse_object,
 )
 from ...checkpoint.map import CheckpointMap, view_of
@@ -218,7 +218,7 @@ def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) 
     place = storages[key]
     count = prod(shape)
     field: dict[str, Any] = {
-        "dtype": dtype_name(dtype),
+        "dtype": file_dtype_name(dtype),
         "shape": list(shape),
         "data_offsets": [place.start, place.start],
     }

@@ -5,7 +5,7 @@ The folder is a map of bytes (:mod:`.zero_folder`): nothing in it is converted, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,24 +15,18 @@ from typing import Any
 from transformers.utils import logging
 
 from ...checkpoint.lazy import LazyTensor
-from ...checkpoint.nodes import View
-from ...destinations.skeleton import LazyTensorModule
 from ...engine.load import Load
 from ...errors import ConfigError, UnsupportedError
 from ...holdings.introspection import is_adapted
 from ...holdings.own_names import named_buffers, named_parameters
-from ...holdings.slots import VALUES, entry_name
-from ...holdings.training import Training
-from ...loading.into import place_into
+from ...holdings.slots import VALUES, Training
 from ...ranks.coordinator import Coordinator
-from ...seams.session import LazyModel
 from ...sources.local import LocalFiles
 from ...state.base import quantised_names
-from ...state.groups import ADAMS
+from ...state.forms import ADAMS
 from ...state.record import CLIENT, Form, GroupRecord, StateRecord
 from ...state.refusals import keeps_packing
 from ...state.schedules import class_of
-from ...state.values import load_states
 from .zero_folder import FP32, ZeroFolder, ZeroGroup, read_zero_folder
 
 
@@ -54,8 +48,12 @@ class ZeroState:
     def record_for(self, training: Training, with_scheduler: bool) -> StateRecord:
         return _record_of(self.zero, training, with_scheduler)
 
-    def load(self, training: Training, record: StateRecord, coordinator: Coordinator) -> None:
-        _load(training, self.zero, record, coordinator)
+    def states_for(self, training: Training, coordinator: Coordinator) -> Callable[[Load, Collection[str]], Any]:
+        if coordinator.is_main:
+            _warn_of_missing(training, self.zero)
+        # Quantised weights do not lie in files as they do in memory; a resume has those of the base.
+        left_out = quantised_names(training.model) if is_adapted(training.model) else frozenset[str]()
+        return partial(_states, self.zero, left_out)
 
 
 def read_state(folder: Path) -> ZeroState:
@@ -164,45 +162,18 @@ def _scheduler_record(zero: ZeroFolder, training: Training) -> Mapping[str, Any]
     return {"class": class_of(training.scheduler), "state": zero.scheduler}
 
 
-def _load(training: Training, zero: ZeroFolder, record: StateRecord, coordinator: Coordinator) -> None:
-    """Read weights, masters, what is not trained, and moments; each rank the bytes of its own shards (all ranks)."""
-    if coordinator.is_main:
-        _warn_of_missing(training, zero)
-    # Quantised weights do not lie in files as they do in memory; a resume has those of the base.
-    left_out = quantised_names(training.model) if is_adapted(training.model) else frozenset[str]()
-    copies = training.copies_masters
-    values = partial(_values, zero, left_out, with_trained=not copies)
-    place_into(
-        training.model, zero.path, values, set(), with_masters=False, takes_packed=True, coordinator=coordinator
-    )
-    load_states(training, record.keys, record.form_of, partial(_states, zero), coordinator)
-    if copies:
-        training.copy_masters()
-
-
-def _lazy(load: Load, views: Mapping[str, View]) -> dict[str, LazyTensor]:
-    return {name: LazyTensor.of(view, load.checkpoint.materialise) for name, view in views.items()}
-
-
-def _states(zero: ZeroFolder, load: Load, keys: Sequence[str]) -> dict[str, LazyTensor]:
-    """The lazy states `keys` of all parameters."""
+def _states(
+    zero: ZeroFolder, left_out: AbstractSet[str], load: Load, keys: Collection[str]
+) -> dict[str, dict[str, LazyTensor]]:
+    """The lazy states `keys` of all parameters; values are those of all that the model has but what is `left_out`."""
     first = load.checkpoint.add(zero.shards)
-    names = {VALUES: FP32}
-    return _lazy(
-        load,
-        {entry_name(key, name): view for key in keys for name, view in zero.views(names.get(key, key), first).items()},
-    )
-
-
-def _values(zero: ZeroFolder, left_out: AbstractSet[str], load: Load, *, with_trained: bool) -> LazyModel:
-    """What the model has, but for what is `left_out`; with fp32 values of what is trained, or without."""
-    first = load.checkpoint.add(zero.shards)
-    trained = zero.views(FP32, first) if with_trained else {}
-    frozen, buffers = (
-        _lazy(load, {name: view for name, view in views.items() if name not in left_out})
-        for views in ({**trained, **zero.frozen(first)}, zero.buffers(first))
-    )
-    return LazyTensorModule(frozen, buffers), set(), set()
+    untrained = {**zero.frozen(first), **zero.buffers(first)}
+    of_keys = {key: {**zero.views(FP32 if key == VALUES else key, first)} for key in keys}
+    of_keys[VALUES] |= {name: view for name, view in untrained.items() if name not in left_out}
+    return {
+        key: {name: LazyTensor.of(view, load.checkpoint.materialise) for name, view in views.items()}
+        for key, views in of_keys.items()
+    }
 
 
 def _warn_of_missing(training: Training, zero: ZeroFolder) -> None:

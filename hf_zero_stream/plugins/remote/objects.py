@@ -240,7 +240,7 @@ def _mode(url: str, over: Version | None | Literal["any"]) -> Any:
 
 
 class StreamedObject:
-    """An object that is sent in parts while its bytes come (:class:`...saving.targets.ObjectWriter`)."""
+    """An object that is sent in parts while its bytes come."""
 
     def __init__(self, url: str, size_bytes: int, *, checks: bool) -> None:
         self._url, self._size_bytes = url, size_bytes

@@ -34,7 +34,7 @@ from ...errors import HfZeroStreamError, PlaceTakenError, SaveError
 from ...saving.places import Place, Written
 from ...saving.preparation import Finalizer, PlacedItem, WritePlan
 from ...saving.publication import outdated_weights, taken_place
-from ...saving.work import Work
+from ...saving.write import Work
 from .lists import LIST, SaveList, Version, parse_list
 from .objects import ConflictError, Guard, ObjectStatus, RemoteFolder, StreamedObject, abort_uploads
 from .uploads import check_all, send_all, uploads_of

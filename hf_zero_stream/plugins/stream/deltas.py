@@ -18,9 +18,9 @@ from ...accelerators import collective_device, is_accelerator, synchronise
 from ...checkpoint.nodes import HostTensor
 from ...holdings.holding import Holding
 from ...ranks.coordinator import Coordinator
-from ...saving.host_copy import pinned_parts
 from ...saving.parameters import Values, opened
 from ...saving.plan import Segment, SegmentPart
+from ...saving.room import pinned_parts
 from ...saving.write import take
 from .buckets import Filling
 from .merging import AdaptedLayers

@@ -27,13 +27,11 @@ from ...holdings.own_names import adapter_names, named_buffers, named_parameters
 from ...planning.plan import materialise_reason
 from ...ranks.coordinator import Coordinator, expected_at, meeting
 from ...reports.measures import collector_paused
-from ...saving.arguments import dtype_of_argument
+from ...saving.arguments import dtype_of_argument, make_ready
 from ...saving.count import refuse_cut, smaller_ones
 from ...saving.lazy_parameters import LazyParameters, Selection
-from ...saving.parameters import Layout, NewParameters, Parameters
+from ...saving.parameters import Layout, NewParameters, Parameters, refuse_differing
 from ...saving.preparation import circumstances, quiet
-from ...saving.readiness import make_ready
-from ...saving.shares import refuse_differing
 from ...seams.adapters import lay_out_adapters
 from ...seams.saving import lay_out_pretrained
 from ...seams.wrappers import unwrapped

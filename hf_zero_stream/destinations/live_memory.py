@@ -1,8 +1,14 @@
-"""A model in use: its memory, and which tensors of a checkpoint are for it."""
+"""A model in use, what an optimizer keeps of it, and which tensors of a checkpoint are for either.
+
+What DTensor shards (FSDP2, HSDP, tensor and expert parallelism) may have been loaded or sharded by anybody. Each rank
+reads its own local shards into the memory that they have, so that optimizers and FSDP2 keep theirs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +16,12 @@ from torch import nn
 
 from ..accelerators import collective_device
 from ..errors import LoadError
-from ..holdings.introspection import whole_shape
+from ..holdings.fsdp import Managed, local_shard_of, records_by_id
+from ..holdings.introspection import local_of, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
-from .base import Batch, Destination, SourcedTensor, flat_items, source_of
+from .base import Batch, Destination, Item, SourcedTensor, flat_items, item_of, narrowed, source_of
 from .replicated import chunk_bytes, exchange_batches
 
 
@@ -139,3 +146,52 @@ def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]
             seen.add(id(tensor))
             parameters[name] = (tensor, view)
     return LiveSources(parameters, buffers, copies, repeated)
+
+
+class LiveShards(Destination):
+    """The memory of a sharded model in use; parameters that are not sharded, and buffers, are whole on every rank."""
+
+    into = "the shards of a model in use"
+
+    def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
+        self._model = model
+        self._coordinator = coordinator
+        self.device = next(local_of(param).device for param in model.parameters())
+        dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+        self.widest_dtype = reduce(torch.promote_types, dtypes, next(iter(dtypes)))
+        """The dtype in which values can be loaded so that no parameter is rounded twice."""
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        """Batches that fill the live model with the values of the lazy `model`, which stays as it is."""
+        sources = live_sources(self._model, model, missing)
+        managed = records_by_id(self._model)
+        items: list[Item] = []
+        for name, (param, view) in sources.parameters.items():
+            shard, local = local_shard_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
+            flat = sources.copies.flat(name, local)
+            items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), flat))
+        again = [self._comparison(name, sourced, managed) for name, sourced in sources.repeated.items()]
+        return [Batch([*items, *flat_items(sources.buffers)], finish=sources.copies.copy), *again]
+
+    def _comparison(self, name: str, sourced: SourcedTensor, managed: Mapping[int, Managed]) -> Batch:
+        """Read the other end of a tie into memory of its own, and compare it with what the parameter has by then."""
+        param, view = sourced
+        shard, local = local_shard_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
+        values: list[torch.Tensor] = []
+
+        def compare() -> None:
+            if not torch.equal(values.pop().view(torch.uint8), local.contiguous().view(-1).view(torch.uint8)):
+                raise LoadError(
+                    f"load_into: the model has {name} tied to another parameter, and the checkpoint has other values "
+                    "for each. Load it anew with from_pretrained, or untie them (tie_word_embeddings=False)."
+                )
+
+        target, part = replace(shard.target(f"{name} (tied)", local.dtype), is_copy=True), narrowed(view, shard.box)
+        begin = partial(_append_memory, values, local)
+        return Batch([Item(target, part, lambda: values[-1])], begin=begin, finish=compare, is_temporary=True)
+
+
+def _append_memory(values: list[torch.Tensor], like: torch.Tensor) -> None:
+    values.append(torch.empty(like.numel(), dtype=like.dtype, device=like.device))
