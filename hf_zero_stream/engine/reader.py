@@ -14,7 +14,6 @@ from ..reports.closing import what_is_loaded
 from ..reports.load import Verification
 from ..reports.measures import AnonymousMemory, PhaseClock, progress_bar
 from .execute import execute_reads
-from .host_part import bring_in
 from .opened import OpenCheckpoint
 
 
@@ -80,7 +79,9 @@ class Reader:
         checkpoint, coordinator = self._checkpoint, self._checkpoint.coordinator
         bytes_read = plan.cost.bytes_read
         checkpoint.expect(bytes_read)
-        if plan.batches:
+        if plan.batches and checkpoint.hints.grows_requests:
+            from .host_part import bring_in  # for network file systems
+
             with self._clock("read"):
                 bring_in(checkpoint, batches[0], plan.batches[0])
         # Only a pass through the files in their order can be read ahead: one batch, or one before smaller ones.

@@ -25,7 +25,7 @@ import hf_zero_stream
 from benchmarks.slow_disk import slow_folder
 from hf_zero_stream import StreamingAutoModelForCausalLM
 from hf_zero_stream.checkpoint.formats import map_from_headers
-from hf_zero_stream.engine import reader
+from hf_zero_stream.engine import host_part
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.ranks.presence import Location, Presence, Topology
@@ -268,13 +268,13 @@ def asked_for(log: Path) -> list[int]:
 def load_on_two_hosts(folder: str, alone: bool) -> tuple[dict[str, torch.Tensor], int]:
     """All values, and what this rank brought into the page cache for its host of three."""
     move_to_host("aaabbb"[dist.get_rank()])
-    brought, real = list[int](), reader.bring_in
+    brought, real = list[int](), host_part.bring_in
 
     def bring_in(*args: Any) -> int:
         brought.append(0 if alone else real(*args))
         return brought[-1]
 
-    reader.bring_in = bring_in
+    host_part.bring_in = bring_in
     model = hf_zero_stream.StreamingAutoModel.from_pretrained(folder, ds_config=ds_config())
     return whole_values(model), sum(brought)
 
