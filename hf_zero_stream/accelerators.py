@@ -6,6 +6,7 @@ have in common; the module of each kind, ``torch.cuda`` for instance, the rest.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -95,6 +96,28 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     context, which takes hundreds of megabytes, by every rank of this host.
     """
     return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
+
+
+def near_cores(device: torch.device) -> frozenset[int]:
+    """This process's cores on the NUMA node of an accelerator; empty if that is all of them, or if nothing tells.
+
+    From where Linux lists a PCI device's cores (``local_cpulist``), by the device's address there.
+    """
+    if device.type != "cuda":
+        return frozenset()
+    try:
+        found = torch.cuda.get_device_properties(device)
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        with open(f"{_PCI_DEVICES}/{address}/local_cpulist", encoding="ascii") as file:
+            parts = [part.partition("-") for part in file.read().strip().split(",")]
+        near = {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
+    except (OSError, AttributeError, ValueError):
+        return frozenset()
+    own = os.sched_getaffinity(0)
+    return frozenset(near & own) if near & own != own else frozenset()
+
+
+_PCI_DEVICES = "/sys/bus/pci/devices"
 
 
 def stream(device: torch.device) -> torch.Stream:

@@ -6,16 +6,18 @@ come, or through the thread's staging buffer. Positional reads and large copies 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import copy_context
 from itertools import chain
 from typing import TypeVar
 
 import torch
 
+from ..accelerators import is_accelerator, near_cores
 from ..planning.plan import BatchPlan, Read
 from ..sources.base import ByteSource
 from ..sources.local import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
@@ -54,7 +56,9 @@ def execute_reads(
     first = int(begin * len(plan.reads))
     executor = _ReadExecutor(plan, destinations, source, on_bytes)
     began = time.perf_counter()
-    run_in_threads(chain(plan.reads[first:], plan.reads[:first]), executor.work, threads)
+    device = next((each.device for each in destinations if is_accelerator(each.device)), None)
+    cores = frozenset[int]() if device is None else near_cores(device)
+    run_in_threads(chain(plan.reads[first:], plan.reads[:first]), executor.work, threads, cores)
     executor.pages.leave()
     wall = time.perf_counter() - began
     total = {phase: sum(seconds[phase] for seconds, _ in executor.by_thread) for phase in PHASES}
@@ -187,15 +191,19 @@ class HugePages:
             advise(destination.data_ptr(), destination.nbytes, advice)
 
 
-def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None], threads: int) -> None:
+def run_in_threads(
+    items: Iterable[Item], work: Callable[[Iterator[Item]], None], threads: int, cores: Collection[int] = ()
+) -> None:
     """Run ``work(iterator)`` in `threads` threads, one of them the caller's; each item comes out of one iterator.
+
+    If `cores` are given, the others run on these alone; where the caller's runs stays up to the system.
 
     Once one has failed, the other iterators end, and the first error is raised. No thread runs on when this returns or
     raises, also on Ctrl-C. All have the caller's context variables and grad mode, which torch keeps for each thread.
     """
     pending, lock, failed = iter(items), threading.Lock(), threading.Event()
     errors: list[BaseException] = []
-    with_grad = torch.is_grad_enabled()
+    with_grad, caller = torch.is_grad_enabled(), threading.current_thread()
 
     def next_items() -> Iterator[Item]:
         while not failed.is_set():
@@ -208,6 +216,8 @@ def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None]
 
     def run(end: threading.Event) -> None:
         try:
+            if cores and threading.current_thread() is not caller:
+                os.sched_setaffinity(0, cores)  # 0: this thread
             with torch.set_grad_enabled(with_grad):
                 work(next_items())
         except BaseException as error:

@@ -7,17 +7,22 @@
 
 import os
 import random
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from hf_zero_stream import accelerators
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.engine import opened
+from hf_zero_stream.engine.execute import run_in_threads
 from hf_zero_stream.engine.opened import OpenCheckpoint, choose_threads
 from hf_zero_stream.errors import CheckpointError, ReadError
 from hf_zero_stream.ranks.coordinator import Coordinator
@@ -168,6 +173,32 @@ def test_settings_win_and_the_staging_bound_holds(monkeypatch: pytest.MonkeyPatc
     assert choose_threads(7, 2, 1, local) == 2
     assert choose_threads(0, 1, 8, remote) == 1
     assert choose_threads(0, 0, 8, remote) == 1
+
+
+def test_threads_run_near_their_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The helpers do, where this process may use cores of more than one NUMA node; the caller's thread is let be."""
+    own = sorted(os.sched_getaffinity(0))
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(accelerators, "_PCI_DEVICES", str(tmp_path))
+    device = torch.device("cuda", 0)
+    assert accelerators.near_cores(device) == frozenset(), "nothing tells"
+    (tmp_path / "0000:1b:00.0").mkdir()
+    cores = tmp_path / "0000:1b:00.0" / "local_cpulist"
+    cores.write_text(f"{own[0]},{own[-1] + 1}-{own[-1] + 4}\n")
+    assert accelerators.near_cores(device) == (frozenset() if len(own) == 1 else {own[0]})
+    cores.write_text(f"0-{own[-1]}\n")
+    assert accelerators.near_cores(device) == frozenset(), "all of them are near"
+    seen: dict[str, set[int]] = {}
+
+    def work(items: Iterator[int]) -> None:
+        for _ in items:
+            seen[threading.current_thread().name] = os.sched_getaffinity(0)
+            time.sleep(0.05)
+
+    run_in_threads(range(4), work, 2, {own[0]})
+    helper = seen.pop("hf_zero_stream-1")
+    assert helper == {own[0]} and [*seen.values()] == [{*own}] and os.sched_getaffinity(0) == {*own}
 
 
 def test_reads_of_all_checkpoints_count(tmp_path: Path) -> None:
