@@ -58,14 +58,14 @@ class StreamingConfig:
     """Bound, in bytes or as in `"64MiB"`, of all staging buffers of one rank together; a single read takes an eighth
     of it at most.
 
-    0: 64 MiB, and 128 MiB of pinned memory where the rank's weights go to an accelerator.
+    0: 64 MiB, and up to 192 MiB of pinned memory, 16 for each thread, where the rank's weights go to an accelerator.
     """
 
     reader_threads: int = 0
     """Threads that read, per rank; each has a staging buffer, so `staging_bytes` bounds their number too.
 
-    0: from a local disk the cores per local rank, 4 to 8; over a network 64 per host, 4 to 32 per rank; from a URL 128
-    per host, up to 32 per rank.
+    0: from a local disk the cores per local rank, 4 to 8, or to 12 for an accelerator; over a network 64 per host, 4
+    to 32 per rank; from a URL 128 per host, up to 32 per rank.
     """
 
     read_from: Literal["all", "rank0", "local_rank0"] = "all"
@@ -158,7 +158,7 @@ class StreamingConfig:
 
     def staging_on(self, device_type: str) -> int:
         """The bound of staging buffers, in bytes, for weights that go to a device of this type."""
-        return int(self.staging_bytes) or (64 if device_type == "cpu" else 128) * 2**20
+        return int(self.staging_bytes) or (64 if device_type == "cpu" else 192) * 2**20
 
     def temporary_on(self, device_type: str) -> int:
         """Bytes on the device itself through which values pass that it casts or scatters: two reads."""
