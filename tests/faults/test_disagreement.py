@@ -29,9 +29,9 @@ from hf_zero_stream import StreamingConfig
 from hf_zero_stream.engine import sameness
 from hf_zero_stream.ranks.presence import Presence
 from hf_zero_stream.ranks.store import PREFIX
-from tests.faults.test_dying_ranks import load, look_as_behind_firewalls, look_as_on_other_hosts
 from tests.support.checkpoint_files import add_one
 from tests.support.cluster import run_ranks
+from tests.support.deaths import load, look_as_behind_firewalls, look_as_on_other_hosts
 from tests.support.disk import disk, failing, replace_reads
 from tests.support.hosts import move_to_host
 from tests.support.messages import error_of, message_of

@@ -18,8 +18,8 @@ import transformers
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
-from tests.faults.test_dying_ranks import count_handles, thread_names
 from tests.support.cluster import SOON_S, run_ranks
+from tests.support.deaths import count_handles, thread_names
 from tests.support.disk import disk, failing, replace_reads
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint

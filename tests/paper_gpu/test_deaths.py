@@ -21,12 +21,12 @@ from hf_zero_stream.destinations import columns
 from hf_zero_stream.ranks.coordinator import meeting
 from hf_zero_stream.ranks.rendezvous import LOAD
 from hf_zero_stream.sources import local
-from tests.faults.test_dying_ranks import kill_this_process
 from tests.loading.test_odd_parameters import save, without
 from tests.paper_gpu.trials import COMMON, join_a_new_group, sharded_model, zero_config, zero_model
 from tests.sharded.test_load_into_sharded import with_both_ends
 from tests.sharded.test_models import OF_FSDP, Doubling
 from tests.support.cluster import PAPER_GPUS, SOON_S, run_ranks_expecting_errors
+from tests.support.deaths import kill_this_process
 from tests.support.saving import saves_with
 
 

@@ -20,8 +20,7 @@ from transformers.core_model_loading import WeightConverter
 import hf_zero_stream
 from hf_zero_stream.holdings import fsdp
 from tests import sampling
-from tests.faults import test_dying_ranks, test_one_faulty_rank
-from tests.faults.test_dying_ranks import kill_in_first_read, load_with_a_victim
+from tests.faults import test_one_faulty_rank
 from tests.faults.test_one_faulty_rank import (
     Fault,
     fail_then_load,
@@ -34,8 +33,9 @@ from tests.faults.test_one_faulty_rank import (
 from tests.loading.test_odd_parameters import CLASSES, MISSING, ThroughNumpy, name_of, save, without
 from tests.loading.test_remote_code import with_own_module_cache
 from tests.sharded.test_load_into_sharded import with_both_ends
-from tests.support import odd_models
+from tests.support import deaths, odd_models
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.deaths import kill_in_first_read, load_with_a_victim
 from tests.support.messages import error_of, message_of
 from tests.support.odd_models import Odd
 from tests.support.parity import ds_config
@@ -235,7 +235,7 @@ def test_one_faulty_rank_among_three(cluster: None, zoo_checkpoint: Checkpoint, 
 
 
 def load_with_a_victim_sharded(folder: Path, victim: int, settings: dict[str, Any]) -> dict[str, Any]:
-    test_dying_ranks.load = load  # type: ignore[assignment]
+    deaths.load = load  # type: ignore[assignment]
     return load_with_a_victim(folder, victim, kill_in_first_read, None, None, settings)
 
 
@@ -262,7 +262,7 @@ def test_another_checkpoint_on_one_rank(cluster: None, zoo_checkpoint: Checkpoin
 
 
 def load_on_rank_0(folder: Path) -> str:
-    test_dying_ranks.make_contact()
+    deaths.make_contact()
     if dist.get_rank():
         os._exit(0)  # a script that ends without the call
     return message_of(lambda: load(folder))

@@ -30,9 +30,9 @@ from hf_zero_stream.loading import integration
 from hf_zero_stream.plugins.watch.lines import ENDED, Line, Listener
 from hf_zero_stream.ranks import rendezvous
 from hf_zero_stream.ranks.presence import Presence
-from tests.faults.test_dying_ranks import kill_this_process, load, look_as_on_other_hosts
 from tests.support.cluster import SOON_S, free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import command_environment
+from tests.support.deaths import kill_this_process, load, look_as_on_other_hosts
 from tests.support.messages import message_of, warnings_of
 from tests.support.zoo import Checkpoint
 

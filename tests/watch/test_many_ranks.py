@@ -24,8 +24,8 @@ from hf_zero_stream.plugins.watch.lines import Line, Listener
 from hf_zero_stream.ranks.presence import Location, Presence
 from hf_zero_stream.ranks.rendezvous import LOAD, Rendezvous
 from hf_zero_stream.ranks.watchdog import Watchdog
-from tests.ranks.test_contact import said
 from tests.support.cluster import SOON_S
+from tests.watch.test_contact import said
 
 
 pytestmark = pytest.mark.plugin("watch")
