@@ -67,6 +67,8 @@ class Presence:
         towards = getattr(server, "host", socket.gethostname())
         self.watch: Watch | None = tool("watch", "watch")(self, towards) if has_tool("watch") else None
         self.location = Location.here(*(self.watch.ports if self.watch else ()))
+        # Before the interpreter is gone: a thread that is inside torch then would abort the process.
+        self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=10)
         try:
             self._write_contact()
             if self.watch:
@@ -74,8 +76,6 @@ class Presence:
         except BaseException:
             self.close()
             raise
-        # Before the interpreter is gone: a thread that is inside torch then would abort the process.
-        self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=10)
 
     @classmethod
     def in_default_group(cls) -> Presence:
@@ -102,6 +102,7 @@ class Presence:
 
     def close(self) -> None:
         """Close the sockets, if there are any, from which other ranks see that this process lives."""
+        self._finalizer.cancel()
         if self.watch:
             self.watch.close()
 

@@ -211,7 +211,7 @@ class Watchdog:
                     self._look()
                 if self._stop.wait(interval_s):
                     return
-                moved = self.moved()
+                moved = said if self._is_background else self.moved()
                 if moved != said and time.monotonic() - said_s > min(MOVED_S, self.presence.group_timeout_s / 4):
                     said_s, said = time.monotonic(), moved
                     where = self.presence.whereabouts[self.meeting]._replace(moved=moved)

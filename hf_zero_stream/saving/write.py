@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from itertools import chain, filterfalse, groupby
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -342,10 +343,23 @@ class Work:
             anonymous_growth_peak=self.memory.growth_peak,
         )
 
-    def bar(self, plan: WritePlan, own_bytes: int, doing: str) -> AbstractContextManager[Callable[[int], None]]:
-        """The progress bar of all tensors that ranks write, of which this one writes `own_bytes`."""
-        whole = sum(shard.size_bytes - len(shard.header) for shard in plan.shards)
-        return progress_bar(own_bytes, f"{doing} {self.what}", self.settings.progress, whole)
+    @contextmanager
+    def bar(self, plan: WritePlan, own_bytes: int, doing: str) -> Iterator[Callable[[int], None]]:
+        """The progress bar of all tensors that ranks write, of which this one writes `own_bytes`.
+
+        By what is given, ranks that wait for this one see that it moves, too.
+        """
+        whole, lock, written = sum(shard.size_bytes - len(shard.header) for shard in plan.shards), Lock(), 0
+        self.coordinator.moves(lambda: written)
+        with progress_bar(own_bytes, f"{doing} {self.what}", self.settings.progress, whole) as advance:
+
+            def count(nbytes: int) -> None:
+                nonlocal written
+                with lock:
+                    written += nbytes
+                advance(nbytes)
+
+            yield count
 
     @property
     def threads(self) -> int:

@@ -93,7 +93,6 @@ class Ranks:
 
     def close(self) -> None:
         for presence in self.presences.values():
-            presence._finalizer.cancel()
             presence.close()
 
 
