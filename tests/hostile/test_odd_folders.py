@@ -183,7 +183,7 @@ def load_odd(folders: list[Path]) -> list[dict[str, Any]]:
     for kwargs in ({}, {"ds_config": ds_config()}):
         for folder, (plain, plain_info) in zip(folders, expected, strict=True):
             before = len(messages.found)
-            with hf_zero_stream.streaming():
+            with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(share_reads=True)):
                 model, info = load(folder, **kwargs)
             different = unequal(model, plain)
             if info != plain_info:
@@ -280,7 +280,7 @@ def errors_of_odd(folders: list[Path]) -> list[list[str]]:
     stock = [
         "would hang" if any(path.is_fifo() for path in folder.iterdir()) else error_of(folder) for folder in folders
     ]
-    with hf_zero_stream.streaming():
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(share_reads=True)):
         shared = [error_of(folder) for folder in folders]
         partitioned = [error_of(folder, ds_config=ds_config()) for folder in folders]
     return [list(errors) for errors in zip(stock, shared, partitioned, strict=True)]

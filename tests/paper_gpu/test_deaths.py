@@ -30,7 +30,7 @@ from tests.support.deaths import kill_this_process
 from tests.support.saving import saves_with
 
 
-pytestmark = pytest.mark.usefixtures("paper_gpus")
+pytestmark = [pytest.mark.usefixtures("paper_gpus"), pytest.mark.plugin("watch")]
 
 
 def load_under_zero(folder: Path, target: Path, arm: Callable[[], None]) -> None:

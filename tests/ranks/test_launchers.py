@@ -96,6 +96,7 @@ def asked() -> tuple[list[int], int, bool]:
     return found.ranks_of_host, found.sharing_cores, len(networks) == 1
 
 
+@pytest.mark.plugin("watch")
 def test_ranks_are_asked(cluster: None) -> None:
     assert run_ranks(4, asked) == [([0, 2], 4, True), ([1, 3], 4, False), ([0, 2], 4, True), ([1, 3], 4, False)]
 
@@ -154,6 +155,7 @@ subprocess.run(command)
 """
 
 
+@pytest.mark.plugin("watch")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "world_size", "victim", "readers"),

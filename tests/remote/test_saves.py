@@ -251,6 +251,7 @@ def refusing(*parts: str) -> Callable[[str, str], int]:
     return lambda method, path: 403 if method != "DELETE" and any(part in path for part in parts) else 0
 
 
+@pytest.mark.plugin("watch")
 def test_an_error_is_one_of_all_ranks(
     cluster: None, zoo_checkpoint: Checkpoint, bucket: dict[str, str], requests: Requests
 ) -> None:
@@ -267,6 +268,7 @@ def test_an_error_is_one_of_all_ranks(
     assert_loads(1.0)
 
 
+@pytest.mark.plugin("watch")
 def test_a_server_that_is_away(
     cluster: None, zoo_checkpoint: Checkpoint, bucket: dict[str, str], requests: Requests
 ) -> None:
@@ -294,6 +296,7 @@ def test_a_bucket_that_is_not_there(
         )
 
 
+@pytest.mark.plugin("watch")
 @pytest.mark.parametrize("dies", ["write", "finish"])
 def test_a_rank_that_is_killed(
     cluster: None,
@@ -367,6 +370,7 @@ def assert_large(url: str) -> None:
     assert all(torch.equal(it, torch.arange(len(it), dtype=torch.float32)) for it in tensors)
 
 
+@pytest.mark.plugin("watch")
 def test_parts_of_a_dead_save_are_aborted(cluster: None, bucket: dict[str, str]) -> None:
     outcomes = run_ranks_expecting_errors(2, save_large, URL, bucket, True)
     assert outcomes[1].error_type == "Died" and outcomes[0].error_type == "PeerError", outcomes

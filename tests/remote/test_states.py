@@ -139,6 +139,7 @@ def resumed_step(folder: Path, environment: dict[str, str], saves_too: bool) -> 
     return step
 
 
+@pytest.mark.plugin("watch")
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("at", [0, 1, 2, 5, -1])
 def test_a_save_that_is_killed(

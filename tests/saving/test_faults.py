@@ -129,6 +129,7 @@ def save_with_a_death(checkpoint: Path, folder: Path) -> None:
     hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE, dtype=torch.float32)
 
 
+@pytest.mark.plugin("watch")
 def test_a_rank_is_killed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     first, killed, last = run_ranks_expecting_errors(

@@ -239,6 +239,7 @@ def load_with_a_victim_sharded(folder: Path, victim: int, settings: dict[str, An
     return load_with_a_victim(folder, victim, kill_in_first_read, None, None, settings)
 
 
+@pytest.mark.plugin("watch")
 @pytest.mark.parametrize(("victim", "settings"), [(2, {}), (0, {"read_from": "rank0"})])
 def test_killed(cluster: None, zoo_checkpoint: Checkpoint, victim: int, settings: dict[str, Any]) -> None:
     outcomes = run_ranks_expecting_errors(
@@ -268,6 +269,7 @@ def load_on_rank_0(folder: Path) -> str:
     return message_of(lambda: load(folder))
 
 
+@pytest.mark.plugin("watch")
 def test_one_rank_alone(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """In stock it waits for the other until the process group's time limit."""
     found, _ = run_ranks_expecting_errors(2, load_on_rank_0, zoo_checkpoint("llama"), timeout=90)

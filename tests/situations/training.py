@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.support.checkpoint_files import tensors_of
 
 
 def _scope(arm: str) -> Any:
+    os.environ["HF_ZERO_STREAM_SHARE_READS"] = "1"  # outside ZeRO-3 too, loads are ours
     return hf_zero_stream.streaming() if arm == "ours" else contextlib.nullcontext()
 
 

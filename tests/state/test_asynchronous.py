@@ -165,6 +165,7 @@ def die_in_the_background(folder: Path, target: Path, dying: int) -> None:
     hf_zero_stream.save_state(engine, target, asynchronous=True, **SHARDS).wait()  # type: ignore[union-attr]
 
 
+@pytest.mark.plugin("watch")
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_rank_dies(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, dying: int) -> None:
     outcomes = run_ranks_expecting_errors(2, die_in_the_background, zoo_checkpoint("llama"), tmp_path, dying)

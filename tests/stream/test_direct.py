@@ -186,6 +186,7 @@ def send_and_die(checkpoint: Path, url: str) -> None:
         assert time.perf_counter() - began < 30
 
 
+@pytest.mark.plugin("watch")
 def test_a_rank_dies(cluster: None, zoo_checkpoint: Checkpoint, started: Callable[[Path], DirectServer]) -> None:
     checkpoint = zoo_checkpoint("llama")
     first, _, last = run_ranks_expecting_errors(3, send_and_die, checkpoint, started(checkpoint).url)

@@ -163,6 +163,7 @@ def die_in_a_pass(checkpoint: Path, victim: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.plugin("watch")
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_dies(cluster: None, zoo_checkpoint: Checkpoint, victim: int) -> None:
     start = time.perf_counter()
