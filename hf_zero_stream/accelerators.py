@@ -135,13 +135,17 @@ class SideStream(NamedTuple):
     lock: threading.Lock
 
 
+SIDE_STREAMS = 2
+"""While one copies, the other casts."""
+
+
 @cache
 def side_streams(device: torch.device) -> tuple[SideStream, ...]:
-    """The side streams of `device`, two: while one copies, the other casts.
+    """The side streams of `device`.
 
     All threads and all operations share them, because torch's allocator keeps memory for each stream apart.
     """
-    return SideStream(torch.Stream(device), threading.Lock()), SideStream(torch.Stream(device), threading.Lock())
+    return tuple(SideStream(torch.Stream(device), threading.Lock()) for _ in range(SIDE_STREAMS))
 
 
 def on_side_stream(device: torch.device) -> AbstractContextManager[object]:

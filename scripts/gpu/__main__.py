@@ -24,7 +24,7 @@ from .worker import keep
 
 ROOT = Path(__file__).parents[2]
 
-MINUTES = {"a": 4.0, "b": 7.0}
+MINUTES = {"a": 4.0, "b": 7.0, "c": 10.0}
 
 ALONE_S = 30.0
 """How long ranks go on after another one has ended."""

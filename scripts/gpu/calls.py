@@ -1,4 +1,4 @@
-"""The two calls: which groups of processes they have."""
+"""The calls: which groups of processes they have. `a` and `b` are one day on a GPU, `c` is another."""
 
 from __future__ import annotations
 
@@ -40,6 +40,21 @@ CALLS: Mapping[str, Sequence[Group]] = {
         Group("two ranks: sharded", {**steps.TWO_SHARDED, **steps.TWO_SHARDED_RESUMED}, world_size=2),
         Group("two ranks: dies", {**steps.EXCHANGE, **steps.DIES}, world_size=2),
         Group("two ranks: first send", {**steps.EXCHANGE, **steps.FIRST_SEND}, world_size=2),
+        Group(
+            "two ranks: two backends",
+            {**steps.EXCHANGE, **steps.FEW, **steps.DIES},
+            world_size=2,
+            bound=False,
+            backend="cpu:gloo,cuda:nccl",
+        ),
+    ),
+    # With --gigabytes 12.
+    "c": (
+        *(Group(f"first load {number}", speed.FIRST, alone=True, deterministic=False) for number in (1, 2, 3)),
+        Group("threads", speed.THREADS, alone=True, deterministic=False),
+        Group("beside stock", speed.BESIDE, alone=True, deterministic=False),
+        Group("two ranks: sharded", {**steps.TWO_SHARDED, **steps.TWO_SHARDED_RESUMED}, world_size=2),
+        Group("two ranks: ZeRO", {**steps.TWO_ZERO, **steps.TWO_RESUMED, **steps.KILLED}, world_size=2),
         Group(
             "two ranks: two backends",
             {**steps.EXCHANGE, **steps.FEW, **steps.DIES},

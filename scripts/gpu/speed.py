@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from hf_zero_stream import accelerators
+from hf_zero_stream.engine import lanes
+
 from .reader import copy_files
 from .setting import Setting, Step, timed
 
@@ -142,6 +145,51 @@ def stock(setting: Setting) -> tuple[dict[str, Any], bool]:
     return {"ZeRO-3": _rate(folder, seconds)}, True
 
 
+def _load(folder: Path, **settings: Any) -> tuple[str, dict[str, float]]:
+    """One load under ZeRO-3, which is dropped: its rate, and seconds by phase."""
+    from transformers import AutoModelForCausalLM
+
+    import hf_zero_stream
+    from tests.support.parity import ds_config
+
+    config = {**ds_config(torch.bfloat16), "hf_zero_stream": {"progress": False, **settings}}
+    with hf_zero_stream.streaming():
+        model, seconds = timed(lambda: AutoModelForCausalLM.from_pretrained(folder, ds_config=config))
+    phases = {phase: round(s, 2) for phase, s in model.streaming_report.ranks[0].seconds.items()}
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return _rate(folder, seconds), phases
+
+
+def first_load(setting: Setting) -> tuple[dict[str, Any], bool]:
+    """The first load of a process; each group that has this step is a new one."""
+    folder = setting.large()
+    _shards(folder)
+    rate, phases = _load(folder)
+    return {"first": rate, "phases": phases}, True
+
+
+def threads_and_streams(setting: Setting) -> tuple[dict[str, Any], bool]:
+    """Loads by 8, 12 and 16 threads, through 2 and 4 side streams, in turn; beside each the plain loop by as many."""
+    folder = setting.large()
+    shards, figures = _shards(folder), dict[str, Any]()
+    _load(folder)  # what only a first load does
+    for threads in (8, 12, 16):
+        targets = [torch.empty(shard.stat().st_size, dtype=torch.uint8, device="cuda") for shard in shards]
+        seconds = [timed(lambda: copy_files(shards, targets, REQUEST_BYTES, threads))[1] for _ in range(2)]  # noqa: B023
+        figures[f"{threads} threads, a loop"] = _rate(folder, seconds[-1])
+        targets.clear()
+        torch.cuda.empty_cache()
+        for streams in (2, 4):
+            accelerators.SIDE_STREAMS = lanes.SIDE_STREAMS = streams
+            accelerators.side_streams.cache_clear()
+            own = {"reader_threads": threads, "staging_bytes": 2 * threads * REQUEST_BYTES}
+            rates = [_load(folder, **own)[0] for _ in range(3)]
+            figures[f"{threads} threads, {streams} streams"] = rates
+    return figures, True
+
+
 STEPS: Mapping[str, Step] = {
     "pinned copies": pinned_copies,
     "load under ZeRO-3": zero3,
@@ -149,3 +197,6 @@ STEPS: Mapping[str, Step] = {
     "saves": saves,
 }
 STOCK: Mapping[str, Step] = {"stock": stock}
+BESIDE: Mapping[str, Step] = {"load under ZeRO-3": zero3, **STOCK}
+FIRST: Mapping[str, Step] = {"first load": first_load}
+THREADS: Mapping[str, Step] = {"threads and streams": threads_and_streams}
