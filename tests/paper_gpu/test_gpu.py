@@ -18,7 +18,7 @@ SITE = ROOT / "tests" / "paper_gpu" / "site"
 SAMPLE = {
     "a": "facts,bus,files,lanes,FSDP2",
     "b": "pinned copies,plan",
-    "c": "first load,threads and streams",
+    "c": "first load",
 }
 
 
