@@ -186,6 +186,7 @@ def die(checkpoint: Path, engine: str, url: str, victim: int) -> None:
     sender.send()
 
 
+@pytest.mark.plugin("watch")
 @pytest.mark.parametrize("engine", SERVERS)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_dies(cluster: None, zoo_checkpoint: Checkpoint, started: Started, victim: int, engine: str) -> None:

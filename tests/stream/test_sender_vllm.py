@@ -212,6 +212,7 @@ def send_and_kill(checkpoint: Path, url: str, victim: int | None, process_group:
     return 0.0
 
 
+@pytest.mark.plugin("watch")
 @pytest.mark.parametrize("victim", [1])
 def test_a_rank_dies(cluster: None, server: Served, checkpoint: Path, victim: int) -> None:
     args = checkpoint, server.url, victim, server.process_group
