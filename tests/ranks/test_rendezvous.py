@@ -120,6 +120,7 @@ def play(folders: list[Path]) -> tuple[list[Any], dict[str, str]]:
     return results, {str(folder): digest(auto.from_pretrained(folder)) for folder in folders}
 
 
+@pytest.mark.plugin("watch")
 def test_loads_outside_zero3(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """Each rank makes its own, as in stock; with share_reads=True all make them, and one that does not is named."""
     folders = [zoo_checkpoint("llama"), zoo_checkpoint("qwen3_moe")]

@@ -219,6 +219,7 @@ def different_saves(checkpoint: Path, folder: Path) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.plugin("watch")
 def test_saves_that_are_not_the_same(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A rank that waits for one that goes on elsewhere is told so in seconds."""
     found = run_ranks(3, different_saves, zoo_checkpoint("llama", torch.bfloat16), tmp_path, timeout=60)
