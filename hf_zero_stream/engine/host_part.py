@@ -31,27 +31,21 @@ def bring_in(checkpoint: OpenCheckpoint, batch: Batch, plan: BatchPlan) -> int:
 
     `plan` is this rank's own. Errors are left to the reads that follow.
     """
-    reads = _reads_of_host(checkpoint, batch, plan)
-    if not reads:
+    topology = checkpoint.coordinator.topology
+    own = _reads_of_host(checkpoint, batch, plan)[topology.position :: len(topology.ranks_of_host)]
+    windows = [(checkpoint.shards[read.shard].path, read.start, read.length) for read in own]
+    if not (windows and populate(*windows[0]) and keeps_cached(*windows[0])):
         return 0
-    topology, shards = checkpoint.coordinator.topology, checkpoint.shards
-    own = reads[topology.position :: len(topology.ranks_of_host)]
-    done: list[int] = []
+    done = [own[0].length]
 
-    def work(pending: Iterator[Read]) -> None:
-        for read in pending:
-            path = shards[read.shard].path
-            if not populate(path, read.start, read.length):
+    def work(pending: Iterator[tuple[str, int, int]]) -> None:
+        for window in pending:
+            if not populate(*window):
                 return
-            if not done and not keeps_cached(path, read.start, read.length):
-                return
-            done.append(read.length)
+            done.append(window[-1])
             checkpoint.coordinator.check()
 
-    first, *others = own
-    work(iter([first]))
-    if done:
-        run_in_threads(others, work, checkpoint.threads())
+    run_in_threads(windows[1:], work, checkpoint.threads())
     return sum(done)
 
 

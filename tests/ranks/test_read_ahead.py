@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -20,10 +21,10 @@ from safetensors.torch import save_file
 
 from hf_zero_stream import StreamingAutoModelForCausalLM
 from hf_zero_stream.checkpoint import formats
-from hf_zero_stream.engine import execute, opened
+from hf_zero_stream.engine import execute, host_part, opened
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
-from hf_zero_stream.planning.plan import Target, plan_batch
+from hf_zero_stream.planning.plan import Read, Target, plan_batch
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources import local
@@ -325,3 +326,20 @@ def test_ends_with_a_load_that_fails(cluster: None, zoo_checkpoint: Checkpoint, 
         assert "truncated" in result["error"]
         assert len(result["asked"]) == 1
         assert result["left"] == 0
+
+
+# --------------------------------------------------------------------------------------------- a host's part at once
+
+
+@pytest.mark.parametrize(("position", "brought"), [(0, 5000), (1, 0)])
+def test_turns_of_a_host_s_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: int, brought: int) -> None:
+    """A host may read less often than it has ranks."""
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(8000))
+    monkeypatch.setattr(host_part, "_reads_of_host", lambda *args: (Read(0, 3000, 8000, ()),))
+    topology = SimpleNamespace(position=position, ranks_of_host=[0, 1, 2])
+    coordinator = SimpleNamespace(topology=topology, check=lambda: None)
+    shards = [SimpleNamespace(path=str(path))]
+    checkpoint: Any = SimpleNamespace(coordinator=coordinator, shards=shards, threads=lambda: 2)
+    nothing: Any = None
+    assert host_part.bring_in(checkpoint, nothing, nothing) == brought
