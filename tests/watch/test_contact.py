@@ -322,3 +322,12 @@ def test_a_question_wakes_the_listener() -> None:
     other.close()
     listener.close()
     assert answered.empty()
+
+
+def test_a_host_whose_name_and_routes_lead_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in /etc/hosts of Debian, without a network: then this host alone can connect."""
+    own = socket.getaddrinfo("127.0.0.1", 9, type=socket.SOCK_DGRAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: own)
+    listener = Listener("its-name")
+    assert listener.address == "127.0.0.1"
+    listener.close()

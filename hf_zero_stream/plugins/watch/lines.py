@@ -98,7 +98,7 @@ def _interface(towards: str) -> tuple[int, str]:
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing, but chooses an interface
         own = probe.getsockname()[0]
-    is_name = not towards.startswith(("localhost", own))
+    is_name = not towards.startswith(("localhost", own, _ELSEWHERE))
     # A host's own name, which /etc/hosts may map to 127.0.1.1, where other hosts would find themselves.
     if is_name and ipaddress.ip_address(own).is_loopback:
         with suppress(OSError):  # a host that leads nowhere
