@@ -108,6 +108,9 @@ class Destination(Protocol):
     until: str = ""
     """When the parameters' values are read, if not in this load."""
 
+    fills_device: bool = True
+    """Whether values go to :attr:`device`, and not to memory of the host from which they are brought there later."""
+
     hides_zero3: bool = False
     """Whether transformers must not act on an active ZeRO-3 config itself, because this destination partitions."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..accelerators import SIDE_STREAMS, is_accelerator, on_device, pinned, side_streams, sleeping_event, stream
+from ..accelerators import is_accelerator, on_device, pinned, side_streams, sleeping_event, stream
 from ..planning.plan import Piece, Read
 
 
@@ -98,7 +98,8 @@ class SideLane(Lane):
         self, devices: Sequence[torch.device], nbytes: int, number: int = 0, begin: Sequence[torch.Event] = ()
     ) -> None:
         super().__init__(devices, nbytes)
-        self._streams = {device: side_streams(device)[number % SIDE_STREAMS] for device in devices}
+        sides = {device: side_streams(device) for device in devices}
+        self._streams = {device: streams[number % len(streams)] for device, streams in sides.items()}
         self._begin = begin
         self._events: list[Sequence[torch.Event]] = []
         """Events to reuse: the buffers that they marked are free again."""

@@ -145,8 +145,7 @@ class Load:
             )
         self._map, self.absent = found, {name: AbsentSlice() for name in found.absent}
         self.checkpoint.add(found.shards)
-        offloads = (self.ds_config.get("zero_optimization") or {}).get("offload_param") or {}
-        if offloads.get("device", "none") == "none":
+        if self.destination.fills_device:
             self.checkpoint.pin_ahead()
         slices = found.slices(self.checkpoint.materialise)
         # Modules read their extra state as soon as they get it.

@@ -20,6 +20,14 @@ TWO_ON_ONE = {
 }
 """For two ranks that share one GPU: NCCL refuses that where it sees it, so each says that it is a host of its own."""
 
+TWO_BACKENDS = Group(
+    "two ranks: two backends",
+    {**steps.EXCHANGE, **steps.FEW, **steps.DIES},
+    world_size=2,
+    bound=False,
+    backend="cpu:gloo,cuda:nccl",
+)
+
 CALLS: Mapping[str, Sequence[Group]] = {
     "a": (
         Group("reader", reader.STEPS, world_size=0, alone=True, deterministic=False),
@@ -40,13 +48,7 @@ CALLS: Mapping[str, Sequence[Group]] = {
         Group("two ranks: sharded", {**steps.TWO_SHARDED, **steps.TWO_SHARDED_RESUMED}, world_size=2),
         Group("two ranks: dies", {**steps.EXCHANGE, **steps.DIES}, world_size=2),
         Group("two ranks: first send", {**steps.EXCHANGE, **steps.FIRST_SEND}, world_size=2),
-        Group(
-            "two ranks: two backends",
-            {**steps.EXCHANGE, **steps.FEW, **steps.DIES},
-            world_size=2,
-            bound=False,
-            backend="cpu:gloo,cuda:nccl",
-        ),
+        TWO_BACKENDS,
     ),
     # With --gigabytes 12.
     "c": (
@@ -55,12 +57,6 @@ CALLS: Mapping[str, Sequence[Group]] = {
         Group("beside stock", speed.BESIDE, alone=True, deterministic=False),
         Group("two ranks: sharded", {**steps.TWO_SHARDED, **steps.TWO_SHARDED_RESUMED}, world_size=2),
         Group("two ranks: ZeRO", {**steps.TWO_ZERO, **steps.TWO_RESUMED, **steps.KILLED}, world_size=2),
-        Group(
-            "two ranks: two backends",
-            {**steps.EXCHANGE, **steps.FEW, **steps.DIES},
-            world_size=2,
-            bound=False,
-            backend="cpu:gloo,cuda:nccl",
-        ),
+        TWO_BACKENDS,
     ),
 }

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from hf_zero_stream import accelerators
-from hf_zero_stream.engine import lanes
 
 from .reader import copy_files
 from .setting import Setting, Step, timed
@@ -182,7 +181,7 @@ def threads_and_streams(setting: Setting) -> tuple[dict[str, Any], bool]:
         targets.clear()
         torch.cuda.empty_cache()
         for streams in (2, 4):
-            accelerators.SIDE_STREAMS = lanes.SIDE_STREAMS = streams
+            accelerators.SIDE_STREAMS = streams
             accelerators.side_streams.cache_clear()
             own = {"reader_threads": threads, "staging_bytes": 2 * threads * REQUEST_BYTES}
             rates = [_load(folder, **own)[0] for _ in range(3)]

@@ -54,6 +54,7 @@ class Partitioned(Destination):
         self._around = around
         self.stock_reader = "rank 0" if around is None else ""
         self._ds_config = ds_config
+        self.fills_device = not zero3.offloads(ds_config)
         self._coordinator = coordinator
         self._trains_on = trains_on or self.device.type
         self._dtype = zero3.partition_dtype(ds_config) if ds_config else None

@@ -40,10 +40,18 @@ _TRUE = ("true", "1", "on", "t", "y", "yes")  # to pydantic, with which DeepSpee
 refuse_lacking("ZeRO-3")
 
 
+def offloads(ds_config: Mapping[str, Any]) -> bool:
+    """Whether partitions of this config are offloaded, to the host or to NVMe."""
+    return _offload_device(ds_config) not in (None, OffloadDeviceEnum.none)
+
+
 def uses_nvme(ds_config: Mapping[str, Any]) -> bool:
     """Whether partitions of this config are offloaded to NVMe."""
-    offload = (ds_config.get("zero_optimization") or {}).get("offload_param") or {}
-    return bool(offload.get("device") == OffloadDeviceEnum.nvme)
+    return bool(_offload_device(ds_config) == OffloadDeviceEnum.nvme)
+
+
+def _offload_device(ds_config: Mapping[str, Any]) -> Any:
+    return ((ds_config.get("zero_optimization") or {}).get("offload_param") or {}).get("device")
 
 
 def _swapping(ds_config: Mapping[str, Any]) -> dict[str, Any]:
