@@ -59,6 +59,12 @@ class Counted:
         return counted
 
 
+def on_host(location: Location, rank: int) -> Location:
+    """`location` as if it were on the host of `rank`."""
+    host = f"host {rank // HOST_SIZE}"
+    return location._replace(host=host, machine=host, network=host)
+
+
 def hold_ranks(port: int, first: int, stop: int, world_size: int) -> None:
     """The process of the ranks from `first` to `stop`; prints its requests, and those of the rank that asked most."""
     connection = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=600))
@@ -66,11 +72,7 @@ def hold_ranks(port: int, first: int, stop: int, world_size: int) -> None:
     presences: list[Presence] = []
     real, making = Location.here, [0]
 
-    def here(*ports: Any) -> Location:
-        host = f"host {making[0] // HOST_SIZE}"
-        return real(*ports)._replace(host=host, machine=host, network=host)
-
-    Location.here = here  # type: ignore[method-assign]
+    Location.here = lambda *ports: on_host(real(*ports), making[0])  # type: ignore[method-assign]
     print("ready", flush=True)
     sys.stdin.readline()
     for rank in range(first, stop):

@@ -138,7 +138,7 @@ class OpenCheckpoint:
         ranks, total = self.coordinator.topology.ranks_of_host, sum(shard.size_bytes for shard in self.shards)
         # A tenth may be what all hold alike, buffers and small parameters.
         is_read_again = len(ranks) > 1 and nbytes * self.coordinator.world_size > 1.1 * total
-        if isinstance(self.source, FilesByPath) and (is_read_again or nbytes * len(ranks) < self._cache_bytes):
+        if isinstance(self.source, FilesByPath) and (is_read_again or self.fits_in_cache(nbytes * len(ranks))):
             self.source.local.keep_cached()
 
     def fits_in_cache(self, nbytes: int) -> bool:
@@ -166,8 +166,12 @@ class OpenCheckpoint:
         return formats.map_from_headers(paths, headers, weight_map, len(self.shards), parse=self._format.parse_header)
 
     def identity(self, paths: Sequence[str]) -> str:
-        """What is the same on hosts that see the same files of a network file system; "" if that is not known."""
-        if not self.source.hints(paths).grows_requests:
+        """What is the same on hosts that see the same files of a network file system; "" if that is not known.
+
+        Nor is it where all ranks are on one host, and see the same files.
+        """
+        is_one_host = len(self.coordinator.topology.ranks_of_host) == self.coordinator.world_size
+        if is_one_host or not self.source.hints(paths).grows_requests:
             return ""
         with suppress(OSError):  # the headers' reader will raise it
             return identity_of(paths)

@@ -5,7 +5,6 @@ Nodes often differ: a stale copy of the checkpoint, an old library, an environme
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from ..dtypes import dtype_name
 from ..errors import CheckpointError, DisagreementError, installed_version
 from ..holdings.introspection import whole_shape
 from ..ranks.coordinator import Coordinator, shortened
+from ..ranks.presence import digest_of
 from ..settings.config import StreamingConfig
 
 
@@ -70,7 +70,7 @@ def refuse_differences(coordinator: Coordinator, described: Mapping[str, Describ
 
     Ranks exchange digests, and the texts, which are long, only if something differs. Returns every rank's `beside`.
     """
-    mine = [_digest(str(item)) for item in described.values()], beside
+    mine = [digest_of(str(item)) for item in described.values()], beside
     everyone, besides = zip(*coordinator.all_gather(mine), strict=True)
     differing = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if not differing:
@@ -151,10 +151,6 @@ def _leaf(view: View, end: int) -> str:
     while inputs := list(node.inputs()):
         node = inputs[end].node
     return node.entry.name if isinstance(node, FileTensor) else type(node).__name__
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _fields(config: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:

@@ -111,6 +111,10 @@ class Presence:
         self.whereabouts[where.meeting] = where
         self.store.set(self._key(self.rank, "place"), where)
 
+    def write_moved(self, meeting: str, moved: int) -> None:
+        """Write how many bytes this rank has read or written in a meeting, beside the thread that is in it."""
+        self.store.set(self._key(self.rank, "place"), self.whereabouts[meeting]._replace(moved=moved))
+
     def leave(self, meeting: str) -> None:
         """Write that this rank has left a meeting; it may still be in one that it entered before."""
         self.whereabouts.pop(meeting, None)
@@ -132,9 +136,16 @@ class Presence:
         _, kind, number = where.meeting.split("/")
         return int(number) < self.next_numbers[kind]
 
-    def has_contact(self, rank: int) -> bool:
-        """Whether `rank` has ever made contact."""
-        return self.location_of(rank) is not None
+    def locations_of(self, ranks: Sequence[int]) -> dict[int, Location]:
+        """Where those of `ranks` run that have made contact; asked for all at once that were not known before."""
+        with self._reading:
+            self._read_locations(ranks)
+            return {rank: self._locations[rank] for rank in ranks if rank in self._locations}
+
+    def strangers(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that have never made contact."""
+        known = self.locations_of(ranks)
+        return [rank for rank in ranks if rank not in known]
 
     def location_of(self, rank: int, *, again: bool = False) -> Location | None:
         """Where `rank` runs, asked `again` or as it was known before; None without contact."""
@@ -161,7 +172,7 @@ class Presence:
 
     def digests(self) -> tuple[str, str] | None:
         """What tells this rank's host and machine from others, for an agreement; None once the topology is known."""
-        return None if self._topology else (_digest(self.location.host), _digest(self.location.machine))
+        return None if self._topology else (digest_of(self.location.host), digest_of(self.location.machine))
 
     def learn(self, digests: Sequence[Sequence[str] | None]) -> None:
         """Know the topology from the :meth:`digests` of all ranks, if each has given its own."""
@@ -172,9 +183,7 @@ class Presence:
     def topology(self) -> Topology:
         """The layout of the ranks on hosts; all of them must have made contact."""
         if self._topology is None:  # before the first agreement, or some know it from one that failed on this rank
-            with self._reading:
-                self._read_locations(range(self.world_size))
-            there = [self._locations[rank] for rank in range(self.world_size)]
+            there = self.locations_of(range(self.world_size)).values()
             self._topology = Topology([each.host for each in there], [each.machine for each in there], self.rank)
         return self._topology
 
@@ -315,5 +324,6 @@ class Topology:
         return cls(hosts, hosts, rank)
 
 
-def _digest(name: str) -> str:
-    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+def digest_of(text: str) -> str:
+    """What stands for a text that ranks compare."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -188,13 +188,14 @@ class Rendezvous:
                 return self._decide(Decision("apart", why))
             watchdog.check(dead_only=True)
             if waited_s > limit_s:
-                return self._decide(Decision("apart", self._too_late(watchdog.absent(), limit_s)))
+                return self._decide(Decision("apart", self._too_late([*watchdog.absent()], limit_s)))
             if not self._is_first or waited_s < look_s:
                 continue
-            look_s, absent = waited_s + max(0.25, presence.world_size / 1000), watchdog.absent()
+            look_s, stand = waited_s + max(0.25, presence.world_size / 1000), watchdog.absent()
+            absent = [*stand]
             limit_s = self._limit_s(absent)
             watchdog.also_watched = absent[:ASKED]
-            watchdog.end_deadlock(waited_s, absent)
+            watchdog.end_deadlock(waited_s, stand)
             if why := self._ahead_of_this(absent):
                 return self._decide(Decision("apart", f"{why} {kind.advice}"))
             if waited_s > reminder_s:
@@ -216,7 +217,7 @@ class Rendezvous:
         In the group of all ranks: there they begin nothing but collectives of all.
         """
         presence, now, group = self._presence, time.monotonic(), default_group_name()
-        asked = [rank for rank in absent[:ASKED] if presence.has_contact(rank)]
+        asked = [*presence.locations_of(absent[:ASKED])]
         meeting, begun = presence.progress()
         mine = begun.get(group, 0)
         for rank, (common, theirs) in zip(asked, presence.ask(asked), strict=True):
@@ -231,11 +232,11 @@ class Rendezvous:
     def _limit_s(self, absent: Sequence[int]) -> float:
         """The time for which this rank waits, if these ranks are absent."""
         patience_s = self._kind.patience_s or self._presence.group_timeout_s
-        return patience_s if all(map(self._presence.has_contact, absent)) else min(patience_s, STRANGERS_END_S)
+        return min(patience_s, STRANGERS_END_S) if self._presence.strangers(absent) else patience_s
 
     def _strangers(self, absent: Sequence[int]) -> str:
         """A sentence on those of these ranks that have made no contact, if there are any."""
-        strangers = [rank for rank in absent if not self._presence.has_contact(rank)]
+        strangers = self._presence.strangers(absent)
         if not strangers:
             return ""
         has = "has" if len(strangers) == 1 else "have"

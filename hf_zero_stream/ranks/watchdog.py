@@ -139,22 +139,21 @@ class Watchdog:
                 look_s = waited_s + max(1.0, presence.world_size / 1000)
                 presence.write_whereabouts(presence.whereabouts[self.meeting])
                 if is_first:
-                    stand = self._stand_of(self.absent())
-                    self.end_deadlock(waited_s, [*stand])
+                    stand = self.absent()
+                    self.end_deadlock(waited_s, stand)
                     if any(stood.get(rank) != where for rank, where in stand.items()):
                         moved_s, stood = waited_s, stand
                     elif waited_s - moved_s > presence.group_timeout_s:
                         self._end_standstill(waited_s, stand)
             count = store.add(f"{self.meeting}/agreements", 0)
 
-    def absent(self) -> list[int]:
+    def absent(self) -> dict[int, Whereabouts]:
         """Ranks that are not in this meeting or, as far as is known, have come to fewer of its agreements."""
         places = self.presence.whereabouts_of(range(self.presence.world_size))
         here = self.meeting, self._agreements
-        return [rank for rank, where in enumerate(places) if where.meeting != here[0] or where.agreements < here[1]]
-
-    def _stand_of(self, ranks: Sequence[int]) -> dict[int, Whereabouts]:
-        return dict(zip(ranks, self.presence.whereabouts_of(ranks), strict=True))
+        return {
+            rank: where for rank, where in enumerate(places) if where.meeting != here[0] or where.agreements < here[1]
+        }
 
     def wait_for_verdict(self) -> Verdict | None:
         """The verdict on the rank that closed a connection; None if no rank turns out to be dead."""
@@ -163,13 +162,11 @@ class Watchdog:
                 break
         return self.verdict
 
-    def end_deadlock(self, waited_s: float, absent: Sequence[int]) -> None:
+    def end_deadlock(self, waited_s: float, absent: Mapping[int, Whereabouts]) -> None:
         """If this rank has waited for long, and some of those `absent` wait elsewhere for it, end it in all places."""
         presence = self.presence
         here = presence.whereabouts[self.meeting]._replace(doing=self._doing)
-        ranks = {
-            where._replace(left=""): rank for rank, where in zip(absent, presence.whereabouts_of(absent), strict=True)
-        }
+        ranks = {where._replace(left=""): rank for rank, where in absent.items()}
         ranks = {where: rank for where, rank in ranks.items() if where.doing and not presence.has_come(where)}
         seen, self._elsewhere = self._elsewhere, set(ranks)
         if waited_s < STUCK_S or not seen & ranks.keys():  # what is seen once may be over in this moment
@@ -214,8 +211,7 @@ class Watchdog:
                 moved = said if self._is_background else self.moved()
                 if moved != said and time.monotonic() - said_s > min(MOVED_S, self.presence.group_timeout_s / 4):
                     said_s, said = time.monotonic(), moved
-                    where = self.presence.whereabouts[self.meeting]._replace(moved=moved)
-                    self.presence.write_whereabouts(where)
+                    self.presence.write_moved(self.meeting, moved)
         except PeerError as lost:
             self._adopt(Verdict(-1, True, "PeerError", str(lost)))
 

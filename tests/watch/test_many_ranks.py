@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.ranks import HOST_SIZE, Counted, on_host
 from hf_zero_stream.plugins.watch import lines
 from hf_zero_stream.plugins.watch.lines import Line, Listener
-from hf_zero_stream.ranks.presence import Location, Presence
+from hf_zero_stream.ranks.presence import Location, Presence, digest_of
 from hf_zero_stream.ranks.rendezvous import LOAD, Rendezvous
 from hf_zero_stream.ranks.watchdog import Watchdog
 from tests.support.cluster import SOON_S
@@ -30,33 +31,6 @@ from tests.watch.test_contact import said
 
 pytestmark = pytest.mark.plugin("watch")
 
-HOST_SIZE = 8
-
-
-class CountedStore:
-    """One rank's way to a store, which counts its requests; all share one connection."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.requests = 0
-
-    def clone(self) -> "CountedStore":
-        return self
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._store, name)
-        if not callable(found) or name == "has_extended_api":
-            return found
-
-        def counted(*args: Any) -> Any:
-            self.requests += 1
-            return found(*args)
-
-        return counted
-
 
 class Ranks:
     """Simulated ranks of one process group."""
@@ -64,13 +38,12 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         self.world_size = world_size
-        self.stores = [CountedStore(self.server) for _ in range(world_size)]
+        self.stores = [Counted(self.server) for _ in range(world_size)]
         self.presences: dict[int, Presence] = {}
         self._real, self._making = Location.here, 0
 
     def here(self, *ports: Any) -> Location:
-        host = f"host {self._making // HOST_SIZE}"
-        return self._real(*ports)._replace(host=host, machine=host, network=host)
+        return on_host(self._real(*ports), self._making)
 
     def make(self) -> None:
         """All make contact, one after the other, in some order."""
@@ -277,9 +250,3 @@ def test_a_low_limit_of_open_files(
     assert watched == (299 if one_host else 38)
     assert least <= alive <= most and soft <= hard
     assert ("can watch" in done.stderr) == (alive < watched)
-
-
-def digest_of(network: str) -> str:
-    import hashlib
-
-    return hashlib.blake2b(network.encode(), digest_size=8).hexdigest()

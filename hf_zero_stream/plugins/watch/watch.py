@@ -8,7 +8,6 @@ reads what it does not watch.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import resource
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ...errors import PeerError
-from ...ranks.presence import Location, Presence
+from ...ranks.presence import Location, Presence, digest_of
 from ...ranks.store import PREFIX, Verdict
 from .lines import ENDED, Line, Listener
 
@@ -43,7 +42,7 @@ class HostWatch:
 
     def begin(self) -> None:
         store, rank, network = self._presence.store, self._presence.rank, self._presence.location.network
-        host = f"{PREFIX}/host/{hashlib.blake2b(network.encode(), digest_size=8).hexdigest()}"
+        host = f"{PREFIX}/host/{digest_of(network)}"
         self._first_key = f"{host}/first"
         self._host, self._hosts = Roll(self._presence, host), Roll(self._presence, f"{PREFIX}/hosts")
         self._first = store.set_first(self._first_key, rank)
@@ -94,7 +93,7 @@ class HostWatch:
         """
         dead = []
         with self._looking:
-            for rank in dict.fromkeys((*self._watched(), *also)):
+            for rank in self._presence.locations_of([*dict.fromkeys((*self._watched(), *also))]):
                 if self._is_alive(rank) is False:
                     location, line = self._lines[rank]
                     seen = f"{line.end} (process {location.pid} on {location.host.partition(' ')[0]})"
@@ -144,9 +143,8 @@ class HostWatch:
         return False
 
     def ask(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            location = self._presence.location_of(rank)
-            if location is not None and location.question_port:
+        for location in self._presence.locations_of(ranks).values():
+            if location.question_port:
                 self._listener.ask(location.address, location.question_port)
 
     def _answer(self) -> None:
