@@ -138,11 +138,14 @@ def test_lane_without_reads_has_no_buffer() -> None:
     assert lane.allocated_bytes == lane.allocated == lane.waits == 0
 
 
-def helpers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hf_zero_stream-")]
+@pytest.fixture
+def helpers() -> Callable[[], list[str]]:
+    """Names the threads of ours that are new since the test began: others' presence, say, outlives their tests."""
+    before = set(threading.enumerate())
+    return lambda: [new.name for new in set(threading.enumerate()) - before if new.name.startswith("hf_zero_stream-")]
 
 
-def test_each_item_comes_once() -> None:
+def test_each_item_comes_once(helpers: Callable[[], list[str]]) -> None:
     done: list[int] = []
     run_in_threads(range(1000), done.extend, 4)
     assert sorted(done) == list(range(1000))
@@ -177,7 +180,7 @@ def test_all_have_the_callers_grad_mode(with_grad: bool) -> None:
     assert modes == [with_grad] * 3
 
 
-def test_an_error_ends_the_others() -> None:
+def test_an_error_ends_the_others(helpers: Callable[[], list[str]]) -> None:
     def work(items: Iterator[int]) -> None:
         for number, _ in enumerate(items):
             if number == 3:
@@ -189,7 +192,7 @@ def test_an_error_ends_the_others() -> None:
     assert helpers() == []
 
 
-def test_ctrl_c_while_the_others_work() -> None:
+def test_ctrl_c_while_the_others_work(helpers: Callable[[], list[str]]) -> None:
     """The calling thread has nothing left to do and waits for a helper, which goes on as long as it is let."""
 
     def work(items: Iterator[int]) -> None:
