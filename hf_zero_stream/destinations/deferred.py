@@ -27,7 +27,7 @@ from .base import (
     replace_lazy,
     run_with_touched_parameters,
 )
-from .replicated import exchange_batches
+from .exchange import replica_batches
 
 
 class Deferred(Destination):
@@ -149,7 +149,7 @@ class InPlace(Destination):
                 self._values.append((param, values))
             filled[name] = (values.view(-1), view)
         shared = {name: filled.pop(name) for name in list(filled) if name in self._replicated}
-        exchanged = exchange_batches(shared, self._coordinator, self._chunk_bytes, self.device) if shared else []
+        exchanged = replica_batches(shared, self._coordinator, self._chunk_bytes) if shared else []
         return [Batch([self._item(model, name, *sourced) for name, sourced in filled.items()]), *exchanged]
 
     def _item(self, model: nn.Module, name: str, flat: torch.Tensor, view: View) -> Item:

@@ -22,7 +22,8 @@ from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, SourcedTensor, flat_items, item_of, narrowed, source_of
-from .replicated import chunk_bytes, exchange_batches
+from .exchange import replica_batches
+from .replicated import chunk_bytes
 
 
 class LiveWhole(Destination):
@@ -44,7 +45,7 @@ class LiveWhole(Destination):
         """Batches that fill the live model with the values of the lazy `model`, which stays as it is."""
         parameters, buffers, copies = self._sources(model, missing)
         flat = {name: (copies.flat(name, param), view) for name, (param, view) in parameters.items()}
-        exchanged = exchange_batches(flat, self._coordinator, self._chunk_bytes, self.device)
+        exchanged = replica_batches(flat, self._coordinator, self._chunk_bytes)
         copied = [Batch([], finish=copies.copy)] if copies.are_needed else []
         return [Batch(flat_items(buffers)), *exchanged, *copied]
 

@@ -180,13 +180,13 @@ def _load_sharded(
         coordinator,
         device,
         packing_unsupported_reason=packing_unsupported_reason,
-        shares_columns=shares_columns(settings),
+        shares_reads=shares_reads(settings),
     )
     return Load(settings, config_without_auto(ds_config), coordinator, shards)
 
 
-def shares_columns(settings: StreamingConfig) -> bool:
-    """Whether ranks of tensor parallelism may read columns together; not if each compares what it holds with files."""
+def shares_reads(settings: StreamingConfig) -> bool:
+    """Whether ranks may read shards for each other; not if each compares what it holds with files."""
     return settings.verify in ("off", "sizes")
 
 

@@ -80,8 +80,8 @@ class StreamingConfig:
     all ranks make this load.
 
     Worth it where not all ranks read from one page cache: on several hosts, or from a slow file system. False leaves
-    such loads to transformers. (With tensor parallelism, the ranks of a group read together what they hold columns
-    of, unless `verify` compares values.)
+    such loads to transformers. (Shards that several ranks hold, or hold columns of, these read together in any case,
+    unless `verify` compares values.)
     """
 
     keep_quantized: bool | Literal["auto"] = "auto"

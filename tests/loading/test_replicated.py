@@ -8,6 +8,7 @@ import copy
 import io
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,10 +23,10 @@ from torch import nn
 
 import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
-from hf_zero_stream.checkpoint.nodes import HostTensor
+from hf_zero_stream.checkpoint.nodes import HostTensor, View
 from hf_zero_stream.destinations.deepspeed import flat
 from hf_zero_stream.destinations.deepspeed.flat import EngineReplicas
-from hf_zero_stream.destinations.replicated import exchanges
+from hf_zero_stream.destinations.exchange import Shared, _elements, rounds_of
 from hf_zero_stream.errors import ReadError
 from hf_zero_stream.holdings.deepspeed import partitions as own
 from hf_zero_stream.holdings.introspection import is_streamed
@@ -137,22 +138,35 @@ def test_a_rank_that_cannot_read_fails_all(cluster: None, zoo_checkpoint: Checkp
     assert run_ranks(2, broken_on_one_rank, folder) == ["rank 1: made to fail", "made to fail"]
 
 
-@pytest.mark.parametrize("rank_bytes", [16, 32, 48, 192, 992, 10**6])
+@pytest.mark.parametrize("room", [16, 32, 48, 192, 992, 10**6])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_exchanges_cover_every_element_once(rank_bytes: int, world_size: int) -> None:
-    """What the ranks read together is every element of every tensor, and all ranks exchange alike."""
-    numels = (0, 1, 2, 7, 64, 501)
-    tensors = {str(n): torch.zeros(n, dtype=[torch.float32, torch.bfloat16][n % 2]) for n in numels}
-    seen = {str(n): torch.zeros(n, dtype=torch.int64) for n in numels}
+@pytest.mark.parametrize("of_all", [True, False])
+def test_rounds_cover_every_element_once(room: int, world_size: int, of_all: bool) -> None:
+    """What the ranks read together is every element of every tensor, and all ranks have the same rounds.
+
+    If not `of_all`, there are two groups of ranks, of which one has fewer elements.
+    """
+    seen: dict[tuple[str, int], torch.Tensor] = {}
     shapes = set()
-    for rank in range(world_size):
+    for rank in range(world_size if of_all else 2 * world_size):
         shape = []
-        for parts, used in exchanges(tensors, rank, world_size, rank_bytes):
-            assert used <= rank_bytes
-            for target, first, offset in parts:
-                assert target.stop - target.start <= target.numel and offset + target.nbytes <= used
-                seen[target.name][target.start : target.stop] += 1
-                shape.append((used, target.name, target.numel, first, offset))
+        group = 0 if of_all else rank % 2
+        ranks = [*range(world_size)] if of_all else [*range(group, 2 * world_size, 2)]
+        tensors = []
+        for most in (0, 1, 2, 7, 64, 501):
+            local = torch.zeros(max(0, most - group), dtype=[torch.float32, torch.bfloat16][most % 2])
+            seen.setdefault((str(most), group), torch.zeros(local.numel(), dtype=torch.int64))
+            view = View.whole(HostTensor.of(local))
+            target = partial(_elements, str(most), local.dtype)
+            tensors.append(Shared.of_replicas(str(most), local, view, ranks, target, most))
+        each_room = max(room, 4 * world_size)
+        for parts, is_gathered, used in rounds_of(tensors, world_size if of_all else 2 * world_size, each_room):
+            assert is_gathered == of_all and used <= (max(16, each_room // world_size) if of_all else each_room)
+            for part in parts:
+                start, stop = part.rows_of(ranks.index(rank))
+                assert part.offset % 16 == 0 and part.offset + (stop - start) * part.shared.row_bytes <= used
+                seen[part.shared.name, group][start:stop] += 1
+                shape.append((used, part.shared.name, part.first, part.most, part.offset))
         shapes.add(tuple(shape))
     assert len(shapes) == 1
     assert all(bool((count == 1).all()) for count in seen.values())

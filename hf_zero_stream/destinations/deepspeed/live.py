@@ -25,8 +25,8 @@ from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ...settings.config import StreamingConfig
 from ..base import Batch, Item, SourcedTensor, flat_items, item_of, narrowed
+from ..exchange import replica_batches
 from ..live_memory import Copies, LiveWhole
-from ..replicated import exchange_batches
 from ..skeleton import convert_lazy
 
 
@@ -81,7 +81,7 @@ class LiveModel(LiveWhole):
 
             free_buffers = filling.swaps[0][0].nvme_swapper.available_swap_in_buffers()
             batches.extend(nvme.swap_batches(filling.swaps, free_buffers))
-        batches.extend(exchange_batches(filling.replicated, self._coordinator, self._chunk_bytes, self.device))
+        batches.extend(replica_batches(filling.replicated, self._coordinator, self._chunk_bytes))
         return [*batches, Batch([], finish=filling.copy_all)] if filling.has_copies else batches
 
     def allocate(self) -> None:
