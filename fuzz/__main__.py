@@ -31,8 +31,8 @@ with atheris.instrument_imports(
     import hf_zero_stream.plugins.remote.small_files  # noqa: F401
 
 
+from .corpus import unpack
 from .pickled import OF_PICKLED
-from .seeds import CORPUS
 from .server import OF_REMOTE
 from .targets import TARGETS
 
@@ -51,12 +51,14 @@ def main() -> None:
         "-timeout=10",  # seconds for one input
         "-rss_limit_mb=2048",
         "-print_final_stats=1",
-        f"-dict={CORPUS.parent / 'json.dict'}",
+        f"-dict={Path(__file__).parent / 'json.dict'}",
         f"-artifact_prefix={kept}-",
     ]
     kept.mkdir(parents=True, exist_ok=True)
     given = any(not argument.startswith("-") for argument in arguments)
-    folders = [] if given else [str(kept), str(CORPUS / name)]
+    unpacked = Path("build") / "fuzz" / "corpus" / name
+    unpack(name, unpacked)
+    folders = [] if given else [str(kept), str(unpacked)]
 
     def target(content: bytes) -> None:
         try:

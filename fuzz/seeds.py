@@ -1,4 +1,4 @@
-"""``python -m fuzz.seeds`` writes the inputs that fuzzing starts from into corpus/; each is a few hundred bytes."""
+"""Inputs that fuzzing starts from, made by hand; each is a few hundred bytes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import io
 import json
 import zipfile
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 
-__all__ = ["CORPUS", "files", "indexes", "torch_files", "zero_files"]
-
-CORPUS = Path(__file__).parent / "corpus"
+__all__ = ["files", "indexes", "seeds_of_targets", "torch_files", "zero_files"]
 
 
 def _file(header: Any, data: bytes = bytes(range(16))) -> bytes:
@@ -221,26 +218,19 @@ def _zero_descriptions() -> dict[str, bytes]:
     return found | {"calls-a-dict": b"\x01\x80\x02})R."}
 
 
-def main() -> None:
+def seeds_of_targets() -> dict[str, dict[str, bytes]]:
+    """A target -> its seeds, by their names."""
     from . import distributed, server  # their plug-ins may not be there for who wants seeds of the core
 
-    headers = {name: _unframe(content) for name, content in files().items()}
-    for target, seeds in (
-        ("file", files()),
-        ("header", headers),
-        ("index", indexes()),
-        ("names", NAMES),
-        ("torch", torch_files()),
-        ("pickle", _descriptions()),
-        ("zero", _zero_descriptions()),
-        ("distcp", distributed.seeds()),
-        ("server", server.seeds()),
-        ("store", server.seeds_of_store()),
-    ):
-        (CORPUS / target).mkdir(parents=True, exist_ok=True)
-        for name, content in seeds.items():
-            (CORPUS / target / name).write_bytes(content)
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        "file": files(),
+        "header": {name: _unframe(content) for name, content in files().items()},
+        "index": indexes(),
+        "names": NAMES,
+        "torch": torch_files(),
+        "pickle": _descriptions(),
+        "zero": _zero_descriptions(),
+        "distcp": distributed.seeds(),
+        "server": server.seeds(),
+        "store": server.seeds_of_store(),
+    }

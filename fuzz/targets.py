@@ -203,4 +203,4 @@ TARGETS: dict[str, Callable[[bytes], str]] = {
     "index": read_index,
     "names": lambda lines: read_index(build_index(lines)),
 }
-"""A name, of a folder in corpus/ too -> what reads one input, and says in a word what became of it."""
+"""A name, of inputs in corpus.zip too -> what reads one input, and says in a word what became of it."""
