@@ -1,20 +1,26 @@
 """Tests of hf_zero_stream.
 
+Folders that are the package's, with what users see of them:
+
 - ``core``: what a load is made of: lazy tensors, boxes, conversions, plans, settings, reports, and who imports whom
 - ``ports``: sources of bytes, formats of checkpoints and destinations: what each of them must do, and examples of them
 - ``loading``: what ``from_pretrained`` gives is what plain loading gives: arguments, odd models, live models
 - ``zero``: ZeRO-3 and the other stages: where partitions live, what training takes and gives, expert parallelism
 - ``sharded``: FSDP2, tensor parallelism and ``distributed_config``
-- ``quantised``: checkpoints that stay quantised, are dequantised, or are quantised while they are loaded
 - ``saving``: ``save_pretrained`` and its like; ``crash`` kills saves at each of their steps
 - ``state``: training states and how training goes on; ``crash`` kills their saves
-- ``stream``: weights that are sent to servers and to generators while training goes on
-- ``remote``: buckets, web servers, and the Hub
 - ``ranks``: how ranks find, wait for and read for each other
-- ``faults``: disks, ranks and networks that fail
-- ``hostile``: checkpoints that somebody packed to do harm, or oddly
 - ``bindings``: what is bent in other packages, other versions of them, and the frameworks above them
 - ``cli``: the command line
+
+Of plug-ins, each of which can be away: ``demo``, ``hosts``, ``packed``, ``pickled``, ``remote``, ``stream``, ``watch``;
+and ``plugins``, those of others.
+
+Topics across all of it:
+
+- ``faults``: disks, ranks and networks that fail
+- ``hostile``: checkpoints that somebody packed to do harm, or oddly
+- ``situations``: trainings, saves and resumes that are drawn, beside stock's (``make situations``)
 - ``docs``: documentation, examples and notebooks do what they say
 - ``paper_gpu``: GPUs that are not there, strict about streams and memory, and what runs on them
 - ``sweep``, ``peers``, ``drift``: programs of their own (``make sweep`` and so on), and samples of them

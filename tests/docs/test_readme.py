@@ -16,6 +16,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from typer.testing import CliRunner
 
 import hf_zero_stream
+import tests
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream import errors
 from hf_zero_stream.cli import app
@@ -280,3 +281,10 @@ def test_what_is_new_can_be_read_in_a_minute() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert len(changelog.split()) <= 600
     assert "### New for you" in changelog and "### You must change" in changelog
+
+
+def test_folders_of_tests_are_described() -> None:
+    """``tests/__init__.py`` names each of them, and none that is not there."""
+    named = set(re.findall(r"``([a-z]\w+)``", (tests.__doc__ or "").partition("``make test-all`` runs")[0]))
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
+    assert named - {"crash"} == folders
