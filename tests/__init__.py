@@ -13,8 +13,8 @@ Folders that are the package's, with what users see of them:
 - ``bindings``: what is bent in other packages, other versions of them, and the frameworks above them
 - ``cli``: the command line
 
-Of plug-ins, each of which can be away: ``demo``, ``hosts``, ``packed``, ``pickled``, ``remote``, ``stream``, ``watch``;
-and ``plugins``, those of others.
+Of plug-ins, each of which can be away: ``demo``, ``hosts``, ``packed``, ``pickled``, ``remote``, ``stream`` and
+``watch``; and ``plugins``, those of others.
 
 Topics across all of it:
 
