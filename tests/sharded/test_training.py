@@ -37,7 +37,7 @@ from tests.support.fsdp2 import announce, count_lazy, make_accelerator
 from tests.support.hosts import move_to_host
 from tests.support.messages import outcome_of
 from tests.support.parity import ds_config, whole_values
-from tests.support.sharded import Sizes, compare_sharded, even_inputs, even_model, load_sharded
+from tests.support.sharded import Sizes, compare_sharded, even_inputs, even_model, load_sharded, sharded_differences
 from tests.support.trainings import Training
 from tests.support.zoo import ZOO, Checkpoint
 from tests.sweep.loads import generators
@@ -273,30 +273,30 @@ def test_each_byte_is_read_once(cluster: None, mixture: Path) -> None:
         assert by_default.bytes_read == alone.bytes_read, "two ranks read the holes of local files faster"
 
 
-def bytes_read(name: str, folder: Path, of_sizes: list[Sizes], hosts: int) -> tuple[list[Any], list[float]]:
-    """The values that differ from a plain load's; and what all ranks read, for each byte of the checkpoint."""
-    move_to_host(f"host-{dist.get_rank() % hosts}")
-    found, auto_class = [], getattr(transformers, ZOO[name].auto_class)
-    differences = [each["differences"] for each in compare_sharded(ZOO[name].auto_class, folder, of_sizes)]
-    for sizes in of_sizes:
-        report = load_sharded(auto_class, folder, sizes).streaming_report
-        found.append(sum(rank.bytes_read for rank in report.ranks) / report.checkpoint_bytes)
-    return differences, found
-
-
 HSDP: Sizes = {"dp_replicate_size": 2, "fsdp_size": 2}
 FSDP_TP: Sizes = {"fsdp_size": 2, "tp_size": 2}
+DDP_TP: Sizes = {"dp_replicate_size": 2, "tp_size": 2}
+
+
+def bytes_read(folder: Path, of_sizes: list[Sizes], hosts: int) -> list[float]:
+    """What all ranks read for each byte of the checkpoint; values are a plain load's."""
+    move_to_host("127.0.0.1" if hosts == 1 else f"127.0.0.{1 + dist.get_rank() % hosts}")
+    found, plain = [], CAUSAL.from_pretrained(folder)
+    for sizes in of_sizes:
+        model = load_sharded(CAUSAL, folder, sizes)
+        assert not (differences := sharded_differences(model, plain)), differences
+        report = model.streaming_report
+        found.append(sum(rank.bytes_read for rank in report.ranks) / report.checkpoint_bytes)
+    return found
 
 
 def test_several_hosts_read_each_byte_once(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """Replicas, and what tensor parallelism leaves whole; on one host the page cache serves the replicas."""
-    of_sizes: list[Sizes] = [HSDP, FSDP_TP, {"dp_replicate_size": 2, "tp_size": 2}]
-    folder = zoo_checkpoint("llama")
-    for differences, found in run_ranks(4, bytes_read, "llama", folder, of_sizes, 2):
-        assert not any(differences), differences
-        assert found[0] == 1.0 and max(found) < 1.05, found  # holes between columns of tiny weights are read through
-    for differences, found in run_ranks(4, bytes_read, "llama", folder, [HSDP], 1):
-        assert not any(differences) and found == [2.0]
+    trials = (zoo_checkpoint("llama"), [HSDP, FSDP_TP, DDP_TP])
+    for several, one in zip(run_ranks(4, bytes_read, *trials, 2), run_ranks(4, bytes_read, *trials, 1), strict=True):
+        assert several[0] <= 1 and one[0] == pytest.approx(2 * several[0], rel=0.01)
+        # Each reads the holes between its columns, which in this model are too small for an exchange.
+        assert several[1] < one[1] < 1.25 and several[2] < 0.55 * one[2], (several, one)
 
 
 def load(folder: Path, *args: Any, **settings: Any) -> Any:
