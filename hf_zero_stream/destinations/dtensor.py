@@ -1,9 +1,6 @@
 """Parameters that DTensor shards: FSDP2, HSDP, tensor and expert parallelism. Each rank reads its own local shards.
 
-Each byte leaves the storage once. Ranks that hold the same shard (replicas) read it for each other (:mod:`.exchange`);
-but where all share one host and exchange through its memory, each reads it, because the page cache serves all but the
-first and is faster. Ranks that hold columns of the same rows read these together (:mod:`.columns`), because each alone
-would read nearly all of them.
+What several ranks hold, or hold columns of, they read for each other (:mod:`.sharing`).
 """
 
 from __future__ import annotations
@@ -16,11 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..accelerators import is_accelerator, serves
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import Node, View
+from ..checkpoint.nodes import Node
 from ..holdings import fsdp
-from ..holdings.fsdp import cuts_of, local_shard_of, ranks_at, replicated_dims
+from ..holdings.fsdp import local_shard_of
 from ..holdings.holding import LocalShard
 from ..holdings.introspection import is_packed, local_of, packed_weights
 from ..holdings.own_names import named_parameters
@@ -30,9 +26,8 @@ from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
 from ..registry import import_object
 from ..settings.config import StreamingConfig
-from . import columns
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
-from .exchange import Shared, exchange_batches
+from .sharing import Sharing
 from .whole import WholeParameters
 
 
@@ -102,52 +97,20 @@ class DTensors(Destination):
         )
         items: list[Item] = []
         joint: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
-        exchanged: list[Shared] = []
-        also = self._shares_reads and self._shares_replicas()
+        sharing = Sharing(self._coordinator, self.hints, self.trains_on, is_on=self._shares_reads)
         for name, (param, view) in parameters.items():
             local, shard = local_of(param), shards[name]
             if view.node.joint_batches:
                 joint.append((name, view.node, partial(_copy_own_part, local, shard.box)))
                 continue
-            shared = self._shared(name, param, view, shard, also) if self._shares_reads else None
-            if shared is not None:
-                exchanged.append(shared)
-            else:
-                items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), local.view(-1)))
+            flat, sharded = local.view(-1), self._sharded.get(name, param)
+            if not sharing.takes(name, flat, view, shard, sharded, self._managed.get(name)):
+                items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), flat))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
-        in_rounds = exchange_batches(exchanged, self._coordinator, columns.CHUNK_BYTES)
-        batches = [Batch([*items, *flat_items(buffers)]), *in_rounds]
+        batches = [Batch([*items, *flat_items(buffers)]), *sharing.batches()]
         if joint:
             batches += import_object(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
         return batches
-
-    def _shares_replicas(self) -> bool:
-        """Whether an exchange is faster than reading what another rank has read: the same on all ranks."""
-        coordinator, on_device = self._coordinator, is_accelerator(torch.device(self.trains_on))
-        if self.hints.reads_per_exchange <= 1 or (on_device and (coordinator.is_alone or serves(self.trains_on))):
-            return True
-        return not coordinator.is_alone and len(coordinator.topology.ranks_of_host) < coordinator.world_size
-
-    def _shared(self, name: str, param: nn.Parameter, view: View, shard: LocalShard, also: bool) -> Shared | None:
-        """How ranks read a parameter together; None if each reads its own part. With `also`, replicas do."""
-        local, sharded, managed = local_of(param), self._sharded.get(name), self._managed.get(name)
-        if sharded is None:
-            ranks, cuts = [*range(self._coordinator.world_size)], []
-        else:
-            dims, cuts = replicated_dims(sharded), cuts_of(name, sharded, managed)
-            inner = sharded if managed is None else fsdp.inner_spec(managed)
-            if inner is not None:  # FSDP2 is not alone in cutting it
-                found = columns.columns_of(name, local, view, shard, cuts, sharded, self.hints, dims if also else None)
-                if found is not None:
-                    return found
-            ranks = ranks_at(sharded.device_mesh, sharded.device_mesh.get_coordinate(), dims)
-        if not also or len(ranks) == 1:
-            return None
-        target = partial(shard._replace(copy=0, is_on_other_meshes=False).target, name, local.dtype)
-        most = ParameterBox.of_cuts(shard.box.shape, [cut._replace(part=0) for cut in cuts]).numel
-        return Shared.of_replicas(
-            name, local.view(-1), narrowed(view, shard.box), ranks, lambda *elements: target(elements), most
-        )
 
     def _new(
         self, name: str, sharded: Any, box: ParameterBox, old: torch.Tensor, device: torch.device

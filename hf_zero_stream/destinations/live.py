@@ -30,7 +30,7 @@ def live_destination(
     no memory.
     """
     if is_sharded(model):
-        return LiveShards(model, coordinator)
+        return LiveShards(model, coordinator, shares_reads=not config.compares_values)
     if without_memory := [name for name, param in model.named_parameters() if param.is_meta]:
         raise LoadError(
             f"load_into: the model's {without_memory[0]} is on the meta device, without memory. Call "
@@ -140,6 +140,8 @@ class Together(Destination):
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         assert isinstance(model, LazyParts)
+        for memory in self._memories:
+            memory.hints = self.hints
         pairs = zip(self._memories, model.parts, strict=True)
         return [*chain.from_iterable(memory.batches(*part, only_planned=only_planned) for memory, part in pairs)]
 

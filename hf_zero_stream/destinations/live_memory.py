@@ -24,6 +24,7 @@ from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, SourcedTensor, flat_items, item_of, narrowed, source_of
 from .exchange import replica_batches
 from .replicated import chunk_bytes
+from .sharing import Sharing
 
 
 class LiveWhole(Destination):
@@ -154,9 +155,10 @@ class LiveShards(Destination):
 
     into = "the shards of a model in use"
 
-    def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
+    def __init__(self, model: nn.Module, coordinator: Coordinator, *, shares_reads: bool) -> None:
         self._model = model
         self._coordinator = coordinator
+        self._shares_reads = shares_reads
         self.device = next(local_of(param).device for param in model.parameters())
         dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
         self.widest_dtype = reduce(torch.promote_types, dtypes, next(iter(dtypes)))
@@ -168,13 +170,17 @@ class LiveShards(Destination):
         """Batches that fill the live model with the values of the lazy `model`, which stays as it is."""
         sources = live_sources(self._model, model, missing)
         managed = records_by_id(self._model)
+        sharing = Sharing(self._coordinator, self.hints, self.device.type, is_on=self._shares_reads)
         items: list[Item] = []
         for name, (param, view) in sources.parameters.items():
-            shard, local = local_shard_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
+            record, local = managed.get(id(param)), local_of(param)
+            shard = local_shard_of(name, param, record, self._coordinator)
             flat = sources.copies.flat(name, local)
-            items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), flat))
+            if not sharing.takes(name, flat, view, shard, param, record):
+                items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), flat))
         again = [self._comparison(name, sourced, managed) for name, sourced in sources.repeated.items()]
-        return [Batch([*items, *flat_items(sources.buffers)], finish=sources.copies.copy), *again]
+        copied = Batch([], finish=sources.copies.copy)
+        return [Batch([*items, *flat_items(sources.buffers)]), *sharing.batches(), copied, *again]
 
     def _comparison(self, name: str, sourced: SourcedTensor, managed: Mapping[int, Managed]) -> Batch:
         """Read the other end of a tie into memory of its own, and compare it with what the parameter has by then."""

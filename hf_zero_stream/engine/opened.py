@@ -75,7 +75,7 @@ class OpenCheckpoint:
         """Folders that are to be mounted wherever these files are opened again."""
         self.retries = Retries(RETRIES)
         # What others use is not there for files, whatever the machine has. What is read twice stays.
-        reads_twice = config.verify in ("sample", "full")
+        reads_twice = config.compares_values
         self._cache_bytes = sys.maxsize if reads_twice else free_memory()
         local = LocalFiles(cache_bytes=self._cache_bytes, retries=self.retries)
         self.source = make_source() if make_source else FilesByPath(local, self.retries, _maker_at)

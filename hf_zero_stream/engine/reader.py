@@ -133,7 +133,7 @@ class Reader:
 
 def _verifier_of(checkpoint: OpenCheckpoint) -> Verifier | None:
     """The verifier that compares values with the files again, if the settings ask for it."""
-    if checkpoint.config.verify not in ("sample", "full"):
+    if not checkpoint.config.compares_values:
         return None
     from .verification import Verifier
 

@@ -180,14 +180,9 @@ def _load_sharded(
         coordinator,
         device,
         packing_unsupported_reason=packing_unsupported_reason,
-        shares_reads=shares_reads(settings),
+        shares_reads=not settings.compares_values,
     )
     return Load(settings, config_without_auto(ds_config), coordinator, shards)
-
-
-def shares_reads(settings: StreamingConfig) -> bool:
-    """Whether ranks may read shards for each other; not if each compares what it holds with files."""
-    return settings.verify in ("off", "sizes")
 
 
 def _load_replicated(ds_config: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:

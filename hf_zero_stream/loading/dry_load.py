@@ -37,7 +37,7 @@ from ..settings import scope
 from ..settings.config import StreamingConfig, buildable_config, config_without_auto, refuse_settings
 from ..settings.values import floating_dtype
 from .arguments import MODEL_FILES, prefetching
-from .choice import is_pipeline, refuse_sharding, settings_for, shares_reads, warn_of_open_dtype
+from .choice import is_pipeline, refuse_sharding, settings_for, warn_of_open_dtype
 from .integration import outside_zero_init
 
 
@@ -178,7 +178,7 @@ def _plan_of_shards(
     from .fake_group import fake_group
 
     settings = settings_for({}, None)
-    destination = DTensors(coordinator, torch.device("cpu"), **training, shares_reads=shares_reads(settings))
+    destination = DTensors(coordinator, torch.device("cpu"), **training, shares_reads=not settings.compares_values)
     load = Load(settings, {}, coordinator, destination)
     with fake_group(coordinator.rank, coordinator.world_size):
         return _forecast(path, load, arguments, lora)

@@ -166,6 +166,11 @@ class StreamingConfig:
             0 if device_type == "cpu" else 2 * min(DEVICE_REQUEST_BYTES, self.staging_on(device_type) // READS_STAGED)
         )
 
+    @property
+    def compares_values(self) -> bool:
+        """Whether each rank compares what it holds with the files again."""
+        return self.verify in ("sample", "full")
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)

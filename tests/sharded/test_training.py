@@ -24,9 +24,8 @@ from transformers.integrations import HfDeepSpeedConfig
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.destinations import columns
+from hf_zero_stream.destinations import sharing
 from hf_zero_stream.holdings.introspection import local_of
-from hf_zero_stream.loading import choice
 from hf_zero_stream.sources import local
 from tests import sampling
 from tests.faults import test_one_faulty_rank
@@ -193,8 +192,8 @@ def small_exchanges() -> Iterator[list[Any]]:
         return original(*args, **kwargs)
 
     with two_ranks_exchange(), pytest.MonkeyPatch.context() as patches:
-        patches.setattr(columns, "WORTH_BYTES", 1)
-        patches.setattr(columns, "CHUNK_BYTES", 2048)
+        patches.setattr(sharing, "WORTH_BYTES", 1)
+        patches.setattr(sharing, "CHUNK_BYTES", 2048)
         patches.setattr(dist, "all_to_all_single", counted)
         yield calls
 
@@ -236,8 +235,7 @@ def reports_of(folder: Path, sizes: Sizes) -> tuple[list[Any], Any]:
     found, values = [], []
 
     def load(settings: dict[str, Any], exchanges: bool = True) -> None:
-        by_settings = choice.shares_reads
-        shares = mock.patch.object(choice, "shares_reads", lambda each: exchanges and by_settings(each))
+        shares = nullcontext() if exchanges else mock.patch.object(sharing.Sharing, "takes", lambda *args: False)
         with hf_zero_stream.streaming(StreamingConfig(**settings)), shares:
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes)
         found.append(model.streaming_report.ranks[dist.get_rank()])
@@ -285,8 +283,12 @@ def bytes_read(folder: Path, of_sizes: list[Sizes], hosts: int) -> list[float]:
     for sizes in of_sizes:
         model = load_sharded(CAUSAL, folder, sizes)
         assert not (differences := sharded_differences(model, plain)), differences
-        report = model.streaming_report
-        found.append(sum(rank.bytes_read for rank in report.ranks) / report.checkpoint_bytes)
+        with torch.no_grad():
+            for param in model.parameters():
+                local_of(param).fill_(7)
+        for report in (model.streaming_report, hf_zero_stream.load_into(model, folder)):
+            found.append(sum(rank.bytes_read for rank in report.ranks) / report.checkpoint_bytes)
+        assert not (differences := sharded_differences(model, plain)), differences
     return found
 
 
@@ -294,9 +296,10 @@ def test_several_hosts_read_each_byte_once(cluster: None, zoo_checkpoint: Checkp
     """Replicas, and what tensor parallelism leaves whole; on one host the page cache serves the replicas."""
     trials = (zoo_checkpoint("llama"), [HSDP, FSDP_TP, DDP_TP])
     for several, one in zip(run_ranks(4, bytes_read, *trials, 2), run_ranks(4, bytes_read, *trials, 1), strict=True):
+        assert several[::2] == several[1::2] and one[::2] == one[1::2], "load_into reads as from_pretrained does"
         assert several[0] <= 1 and one[0] == pytest.approx(2 * several[0], rel=0.01)
         # Each reads the holes between its columns, which in this model are too small for an exchange.
-        assert several[1] < one[1] < 1.25 and several[2] < 0.55 * one[2], (several, one)
+        assert several[2] < one[2] < 1.25 and several[4] < 0.55 * one[4], (several, one)
 
 
 def load(folder: Path, *args: Any, **settings: Any) -> Any:
