@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from ..errors import LoadError
-from ..holdings.introspection import is_sharded
+from ..holdings.fsdp import Managed
+from ..holdings.holding import LocalShard
+from ..holdings.introspection import is_dtensor, is_sharded
 from ..holdings.slots import Slot, entry_name, memory_of
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, flat_items, narrowed, source_of
 from .live_memory import LiveShards, LiveWhole
+from .sharing import Sharing
 
 
 def live_destination(
@@ -49,17 +52,23 @@ class SlotMemory(Destination):
     Args:
         wanted: each slot, and the names of those of its states that are filled.
         whole: tensors that are filled as they are, by the names of lazy parameters of the same shapes.
+        records: FSDP2's records of parameters, by the ``id`` of each.
+        shares_reads: ranks read for each other what several hold.
     """
 
     def __init__(
         self,
         wanted: Sequence[tuple[Slot, Sequence[str]]],
         device: torch.device,
+        coordinator: Coordinator,
         *,
         whole: Mapping[str, torch.Tensor],
+        records: Mapping[int, Managed],
         hides_zero3: bool,
+        shares_reads: bool,
     ) -> None:
         self.device, self.hides_zero3, self._wanted, self._whole = device, hides_zero3, wanted, whole
+        self._coordinator, self._records, self._shares_reads = coordinator, records, shares_reads
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
@@ -74,13 +83,33 @@ class SlotMemory(Destination):
                 f"load_state: {key} of {len(names)} parameters that are trained are not there: "
                 f"{', '.join(names[:8])}. Copy the state again, or train the same parameters as when it was saved."
             )
-        items = [(slot, [item for key in keys for item in _items(slot, key, views)]) for slot, keys in self._wanted]
+        sharing = Sharing(self._coordinator, self.hints, self.device.type, is_on=self._shares_reads)
+        taken = {
+            (slot, key)
+            for slot, keys in self._wanted
+            for key in keys
+            if is_dtensor(slot.values) and self._is_taken(sharing, slot, key, views)
+        }
+        items = [
+            (slot, [item for key in keys if (slot, key) not in taken for item in _items(slot, key, views)])
+            for slot, keys in self._wanted
+        ]
         whole = {
             name: (value.view(-1), view) for name, value in self._whole.items() if (view := views[name]) is not None
         }
         opened = [item for slot, of_slot in items if not slot.is_swapped for item in of_slot]
         in_memory = Batch([*flat_items(whole), *opened])
-        return [in_memory, *(_batch_inside(slot, of_slot) for slot, of_slot in items if slot.is_swapped)]
+        swapped = [_batch_inside(slot, of_slot) for slot, of_slot in items if slot.is_swapped]
+        return [in_memory, *sharing.batches(), *swapped]
+
+    def _is_taken(self, sharing: Sharing, slot: Slot, key: str, views: Mapping[str, Any]) -> bool:
+        """Whether ranks read together the state of a DTensor, which is cut as that is."""
+        (member,) = slot.members
+        view, shard = views[entry_name(key, member.name)], LocalShard(member.box, 0, 1)
+        if view.sizes != member.box.shape:  # it is cut already
+            return False
+        memory, record = memory_of(slot, member, key), self._records.get(id(slot.values))
+        return sharing.takes(f"{member.name} ({key})", memory, view, shard, slot.values, record)
 
 
 def _items(slot: Slot, key: str, views: Mapping[str, Any]) -> Iterator[Item]:

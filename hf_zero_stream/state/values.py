@@ -19,6 +19,7 @@ from ..destinations.live import LazyParts, SlotMemory, Together, live_destinatio
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..engine.load import Load
 from ..errors import LoadError
+from ..holdings.fsdp import records_by_id
 from ..holdings.introspection import has_partition
 from ..holdings.slots import BUFFERS, VALUES, WHOLE, Slot, Training, entry_name
 from ..loading.into import make_ready
@@ -101,7 +102,8 @@ def _load(
             more += [WHOLE] if record.has_tensors_of_parts else []
             wanted, whole = wanted_of(training, record.keys, record.form_of), tensors_of(training, record)
         device = training.device if training is not None else memories[0].device
-        memories.append(SlotMemory(wanted, device, whole=whole, hides_zero3=_is_partitioned(model)))
+        how: Any = {"hides_zero3": _is_partitioned(model), "shares_reads": not config.compares_values}
+        memories.append(SlotMemory(wanted, device, coordinator, whole=whole, records=records_by_id(model), **how))
         load = Load(config, {}, coordinator, Together(memories))
         with closing(load), load.memory, load.clock("total"), torch.no_grad():
             states = of_keys(load, [*keys, *more])

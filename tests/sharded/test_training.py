@@ -276,8 +276,8 @@ FSDP_TP: Sizes = {"fsdp_size": 2, "tp_size": 2}
 DDP_TP: Sizes = {"dp_replicate_size": 2, "tp_size": 2}
 
 
-def bytes_read(folder: Path, of_sizes: list[Sizes], hosts: int) -> list[float]:
-    """What all ranks read for each byte of the checkpoint; values are a plain load's."""
+def bytes_read(folder: Path, of_sizes: list[Sizes], hosts: int, out: Path) -> list[float]:
+    """What all ranks read for each byte of the checkpoint, and then of a state; values are those that were saved."""
     move_to_host("127.0.0.1" if hosts == 1 else f"127.0.0.{1 + dist.get_rank() % hosts}")
     found, plain = [], CAUSAL.from_pretrained(folder)
     for sizes in of_sizes:
@@ -289,17 +289,42 @@ def bytes_read(folder: Path, of_sizes: list[Sizes], hosts: int) -> list[float]:
         for report in (model.streaming_report, hf_zero_stream.load_into(model, folder)):
             found.append(sum(rank.bytes_read for rank in report.ranks) / report.checkpoint_bytes)
         assert not (differences := sharded_differences(model, plain)), differences
-    return found
+    model = load_sharded(CAUSAL, folder, HSDP)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    hf_zero_stream.save_state(model, out, optimizer=optimizer, with_weights=False)
+
+    def trained() -> dict[tuple[str, str], torch.Tensor]:
+        of_names = {name: {"": param, **optimizer.state[param]} for name, param in model.named_parameters()}
+        return {(name, key): local_of(it.detach()) for name, kept in of_names.items() for key, it in kept.items()}
+
+    expected = {key: value.clone() for key, value in trained().items()}
+    for value in trained().values():
+        value.fill_(7)
+    resumed = hf_zero_stream.load_state(model, out, optimizer=optimizer)
+    assert [key for key, value in trained().items() if not torch.equal(value, expected[key])] == []
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, resumed.bytes_read)
+    return [*found, sum(of_ranks) / sum(path.stat().st_size for path in out.glob("*/*.safetensors"))]
 
 
-def test_several_hosts_read_each_byte_once(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+HSDP: Sizes = {"dp_replicate_size": 2, "fsdp_size": 2}
+FSDP_TP: Sizes = {"fsdp_size": 2, "tp_size": 2}
+DDP_TP: Sizes = {"dp_replicate_size": 2, "tp_size": 2}
+
+
+def test_several_hosts_read_each_byte_once(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Replicas, and what tensor parallelism leaves whole; on one host the page cache serves the replicas."""
     trials = (zoo_checkpoint("llama"), [HSDP, FSDP_TP, DDP_TP])
-    for several, one in zip(run_ranks(4, bytes_read, *trials, 2), run_ranks(4, bytes_read, *trials, 1), strict=True):
-        assert several[::2] == several[1::2] and one[::2] == one[1::2], "load_into reads as from_pretrained does"
+    of_several = run_ranks(4, bytes_read, *trials, 2, tmp_path / "2")
+    for several, one in zip(of_several, run_ranks(4, bytes_read, *trials, 1, tmp_path / "1"), strict=True):
+        assert several[:6:2] == several[1:6:2] and one[:6:2] == one[1:6:2], "load_into reads as from_pretrained does"
         assert several[0] <= 1 and one[0] == pytest.approx(2 * several[0], rel=0.01)
         # Each reads the holes between its columns, which in this model are too small for an exchange.
         assert several[2] < one[2] < 1.25 and several[4] < 0.55 * one[4], (several, one)
+        assert several[6] < 1.1 and one[6] > 1.8, (several, one)
 
 
 def load(folder: Path, *args: Any, **settings: Any) -> Any:
