@@ -17,7 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from hf_zero_stream.accelerators import collective_device
-from hf_zero_stream.destinations import columns
+from hf_zero_stream.destinations import sharing
 from hf_zero_stream.ranks.coordinator import meeting
 from hf_zero_stream.ranks.rendezvous import LOAD
 from hf_zero_stream.sources import local
@@ -51,7 +51,7 @@ def load_in_a_new_group(folder: Path, target: Path, arm: Callable[[], None]) -> 
 
 
 def load_by_columns(folder: Path, target: Path, arm: Callable[[], None]) -> None:
-    columns.WORTH_BYTES = 0  # the weights are tiny
+    sharing.WORTH_BYTES = 0  # the weights are tiny
     local.READS_PER_EXCHANGE = 1
     arm()
     sharded_model(folder, {"tp_size": 2}, {})
@@ -166,7 +166,7 @@ def outlive(folder: Path, target: Path, act: Any, places: list[tuple[str, str]],
 
 
 AGREEMENT = [("hf_zero_stream.ranks.coordinator", "all_gather")]
-EXCHANGE = [("hf_zero_stream.destinations.replicated", "all_gather")]
+EXCHANGE = [("hf_zero_stream.destinations.exchange", "all_gather")]
 COLUMNS = [("torch.distributed", "all_to_all_single")]
 BROADCAST = [("torch.distributed", "broadcast")]
 SUM = [("torch.distributed", "all_reduce")]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero_stream
-from hf_zero_stream.destinations import replicated
+from hf_zero_stream.destinations.exchange import replica_batches
 from hf_zero_stream.ranks import coordinator
 from tests.paper_gpu.trials import plain_model, sharded_model, zero_config, zero_model
 from tests.support.cluster import PAPER_GPUS, run_ranks
@@ -161,10 +161,9 @@ def where_collectives_go(backend: str) -> tuple[str, str]:
         made.append(torch.device(options.get("device", "cpu")).type)
         return empty(*sizes, **options)
 
-    device = torch.device("cuda", 0)
     tensors = {"a": (torch.nn.Parameter(empty(4)), object())}
     who = SimpleNamespace(is_alone=False, world_size=2, rank=0)
-    (batch,) = replicated.exchange_batches(tensors, who, 64, device)  # type: ignore[arg-type]
+    (batch,) = replica_batches(tensors, who, 64)  # type: ignore[arg-type]
     torch.empty = noted  # type: ignore[assignment]
     try:
         batch.items[0].memory()
