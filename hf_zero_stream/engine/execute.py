@@ -20,7 +20,7 @@ import torch
 from ..accelerators import is_accelerator, near_cores
 from ..planning.plan import BatchPlan, Read
 from ..sources.base import ByteSource
-from ..sources.local import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
+from ..sources.page_cache import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
 from .lanes import Lane, lane_for
 
 

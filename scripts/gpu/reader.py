@@ -63,7 +63,7 @@ def bus(setting: Setting) -> tuple[dict[str, Any], bool]:
 
 def _registering(nbytes: int) -> dict[str, float]:
     """GB/s of pinning memory that is there already, in huge pages: what ``pin_memory`` of torch does not do."""
-    from hf_zero_stream.sources.local import MADV_HUGEPAGE, MADV_POPULATE_WRITE, advise
+    from hf_zero_stream.sources.page_cache import MADV_HUGEPAGE, MADV_POPULATE_WRITE, advise
 
     memory = torch.empty(nbytes + 2**21, dtype=torch.uint8)
     address = -(-memory.data_ptr() // 2**21) * 2**21
