@@ -27,7 +27,7 @@ from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.planning.plan import Read, Target, plan_batch
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
-from hf_zero_stream.sources import page_cache
+from hf_zero_stream.sources import local, page_cache
 from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.sources.page_cache import WINDOW_BYTES, ReadAhead, drop_from_cache
 from tests.support.cluster import run_ranks
@@ -210,7 +210,7 @@ def test_only_where_it_is_of_use(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_on_host))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(page_cache, "is_on_network", lambda path: on_network)
+    monkeypatch.setattr(local, "is_on_network", lambda path: on_network)
     monkeypatch.setattr(opened, "free_memory", lambda: free_memory)
     coordinator = Coordinator(1, 4, alone=True)
     checkpoint = opened.OpenCheckpoint(StreamingConfig(**settings), coordinator)
