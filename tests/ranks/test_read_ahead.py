@@ -283,8 +283,9 @@ def test_not_for_a_part_of_the_files(cluster: None, zoo_checkpoint: Checkpoint) 
 def shard(folder: Path, config: dict[str, Any]) -> int:
     """How often a rank drops pages of files that do not fit into memory."""
     dropped: list[int] = []
-    real = os.posix_fadvise
-    os.posix_fadvise = lambda *args: dropped.append(1) or real(*args)  # type: ignore[func-returns-value]
+    advise, read = os.posix_fadvise, os.preadv
+    os.posix_fadvise = lambda *args: dropped.append(1) or advise(*args)  # type: ignore[func-returns-value]
+    os.preadv = lambda *args: dropped.extend(args[3:]) or read(*args)  # type: ignore[func-returns-value]
     opened.free_memory = lambda: 1
     distributed_config = transformers.distributed.DistributedConfig(**config)
     StreamingAutoModelForCausalLM.from_pretrained(folder, distributed_config=distributed_config)
