@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_zero_stream.sources.local import drop_from_cache
+from hf_zero_stream.sources.page_cache import drop_from_cache
 
 
 REQUEST_BYTES, REQUESTS = 2 * 2**20, 32

@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from benchmarks import machine
     from benchmarks.checkpoints import cached_checkpoint
-    from hf_zero_stream.sources.local import fill_cache
+    from hf_zero_stream.sources.page_cache import fill_cache
 
     checkpoint = cached_checkpoint("moe", settings.gigabytes)
     print(f"{checkpoint.nbytes / 1e9:.2f} GB, bf16\n{machine.in_words(machine.describe(checkpoint.folder))}")

@@ -17,7 +17,7 @@ from benchmarks.arms import ARMS, MODEL_ARMS, Task, Work, digest, owned_bytes
 from benchmarks.launch import write_figures
 from hf_zero_stream.holdings.introspection import is_streamed
 from hf_zero_stream.reports.measures import AnonymousMemory
-from hf_zero_stream.sources.local import drop_from_cache, fill_cache
+from hf_zero_stream.sources.page_cache import drop_from_cache, fill_cache
 
 
 T = TypeVar("T")

@@ -31,6 +31,7 @@ from ..settings.config import (
 )
 from ..sources.local import is_on_network, kind_of_file_system
 from . import frame
+from .needs import share_reads_advice
 from .versions import newer_than_tried
 
 
@@ -273,6 +274,8 @@ def _check_storage(path: Path) -> Iterator[Check]:
     """Tell the kind of file system of `path`, and measure how fast one thread reads the largest file there."""
     where = "on another machine: more and smaller reads at once" if is_on_network(str(path)) else "on this machine"
     yield Check("file system", "ok", f"{kind_of_file_system(str(path)) or 'unknown'}, {where}")
+    if advice := share_reads_advice(str(path)):
+        yield Check("share_reads", "note", advice)
     files = [entry for entry in (path, *path.glob("*")) if entry.is_file()]
     largest = max(files, key=os.path.getsize, default=None)
     if largest is None or not largest.stat().st_size:
@@ -308,7 +311,7 @@ def _check_settings(accelerate_config: str | None, ds_config: Mapping[str, Any] 
     """Check variables, accelerate's config file, what its launcher announces, and a DeepSpeed config."""
     yield from _check_environment()
     path = accelerate_config or _default_config()
-    yield Check("accelerate's config", *_accelerate_config(path, "problem" if accelerate_config else "no"))
+    yield from _check_accelerate_config(path, "problem" if accelerate_config else "no")
     if announces_zero3():
         found = ("ok", "true") if announces_zero3_init() else ("problem", f"not true: {_TURN_INIT_ON}")
         yield Check("ACCELERATE_DEEPSPEED_ZERO3_INIT", *found)
@@ -324,23 +327,31 @@ def _default_config() -> str:
     return accelerate_config_file()
 
 
-def _accelerate_config(path: str, if_missing: str) -> tuple[str, str]:
-    """(status, text) for accelerate's config file."""
+def _check_accelerate_config(path: str, if_missing: str) -> Iterator[Check]:
+    """Check accelerate's config file, and how its ranks read."""
     import yaml
 
+    what = "accelerate's config"
     if not os.path.isfile(path):
-        return if_missing, f"there is no {path}"
+        yield Check(what, if_missing, f"there is no {path}")
+        return
     try:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         section = config.get("deepspeed_config") or {}
         stage, flag = section.get("zero_stage"), section.get("zero3_init_flag")
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        return "problem", f"{path}: cannot be read: {error}"
-    if config.get("distributed_type") != "DEEPSPEED":
-        return "note", "it does not use DeepSpeed"
-    if stage == 3 and flag is not True:
-        return "problem", f"{path}: zero3_init_flag is off: {_TURN_INIT_ON}"
-    return "ok", f"DeepSpeed, zero_stage {stage}, zero3_init_flag {flag}"
+        kind, nodes = str(config.get("distributed_type")), int(config.get("num_machines") or 1)
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        yield Check(what, "problem", f"{path}: cannot be read: {error}")
+        return
+    if kind != "DEEPSPEED":
+        yield Check(what, "note", "it does not use DeepSpeed")
+    elif stage == 3 and flag is not True:
+        yield Check(what, "problem", f"{path}: zero3_init_flag is off: {_TURN_INIT_ON}")
+    else:
+        yield Check(what, "ok", f"DeepSpeed, zero_stage {stage}, zero3_init_flag {flag}")
+    is_whole = kind.startswith("MULTI_") or (kind == "DEEPSPEED" and stage in (0, 1, 2))
+    if is_whole and (advice := share_reads_advice(nodes=nodes)):
+        yield Check("share_reads", "note", advice)
 
 
 def _check_environment() -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""The memory that training needs on a device and on a host, and whether there is as much."""
+"""The memory that training needs on a device and on a host, whether there is as much, and when to share reads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..reports.text import bytes_text, count_text
+from ..sources.base import is_url
+from ..sources.local import is_on_network
 
 
 if TYPE_CHECKING:
@@ -68,3 +70,18 @@ def verdict(needs: Mapping[str, int], limits: Mapping[str, int], device: str) ->
             fits = "tight: fits" if trains and is_tight(needs[place], limit) else "fits"
             left = f", and leaves {bytes_text(limit - needs[place])} for them" if trains else ""
             yield f"{line}: {fits} into {bytes_text(limit)}{left}."
+
+
+def share_reads_advice(place: str = "", nodes: int = 1) -> str:
+    """A sentence on `share_reads` where ranks on `nodes` nodes do not read `place` from one page cache; else ""."""
+    reasons = {
+        f"there are {nodes} nodes": nodes > 1,
+        "the checkpoint is on another machine": bool(place) and (is_url(place) or is_on_network(place)),
+    }
+    because = " and ".join(reason for reason, holds in reasons.items() if holds)
+    if not because:
+        return ""
+    return (
+        f"Without ZeRO-3 (stages 0 to 2, DDP) ask for share_reads=True, because {because}: then each rank reads its "
+        "part of the checkpoint, not all of it."
+    )

@@ -13,25 +13,36 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import copy_context
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from ..accelerators import is_accelerator, near_cores
 from ..planning.plan import BatchPlan, Read
 from ..sources.base import ByteSource
-from ..sources.local import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
+from ..sources.page_cache import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
 from .lanes import Lane, lane_for
 
 
 Item = TypeVar("Item")
 
-PHASES = ("read", "convert", "copy")
-"""The phases of a thread: waiting for the source, copying out of staging buffers with a cast, and without."""
+TIMERS = ("buffer", "read", "convert", "copy")
+"""What a thread does: wait for a free staging buffer, and for the source; copy out with a cast, and without."""
 
 
 PROGRESS_INTERVAL_S = 0.01
 """Interval at which a thread reports progress: not after each read, because all threads need the GIL for it."""
+
+
+class Spent(NamedTuple):
+    """What it took to carry out reads."""
+
+    seconds: dict[str, float]
+    """Wall seconds, divided among "read" (also waiting for buffers), "convert" and "copy"."""
+    thread_seconds: dict[str, float]
+    """Seconds of all threads together; see :attr:`..reports.load.RankReport.thread_seconds`."""
+    staging_bytes: int
+    """Size of all staging buffers."""
 
 
 def execute_reads(
@@ -42,17 +53,15 @@ def execute_reads(
     threads: int,
     begin: float = 0.0,
     on_bytes: Callable[[int], None] | None = None,
-) -> tuple[dict[str, float], int]:
+) -> Spent:
     """Fill `destinations` by the reads of `plan`; each thread tells `on_bytes` how many bytes came, every 10 ms.
-
-    Returns the wall seconds that it took, divided among `PHASES`, and the size of all staging buffers.
 
     There is one flat destination for each target of the plan, of its dtype and at least ``stop - start`` long. `begin`
     is where in the reads to begin, in [0, 1): ranks of a host that begin at different places do not all wait for the
     same file.
     """
     if not plan.reads:
-        return {}, 0
+        return Spent({}, {}, 0)
     first = int(begin * len(plan.reads))
     executor = _ReadExecutor(plan, destinations, source, on_bytes)
     began = time.perf_counter()
@@ -61,10 +70,14 @@ def execute_reads(
     run_in_threads(chain(plan.reads[first:], plan.reads[:first]), executor.work, threads, cores)
     executor.pages.leave()
     wall = time.perf_counter() - began
-    total = {phase: sum(seconds[phase] for seconds, _ in executor.by_thread) for phase in PHASES}
+    total = {timer: sum(seconds[timer] for seconds, _ in executor.by_thread) for timer in TIMERS}
     factor = wall / (sum(total.values()) or 1.0)
-    staging_bytes = sum(nbytes for _, nbytes in executor.by_thread)
-    return {phase: factor * value for phase, value in total.items()}, staging_bytes
+    phases = {"read": total["buffer"] + total["read"], "convert": total["convert"], "copy": total["copy"]}
+    return Spent(
+        {phase: factor * value for phase, value in phases.items()},
+        {"buffer": total["buffer"], "read": total["read"], "submit": total["convert"] + total["copy"]},
+        sum(nbytes for _, nbytes in executor.by_thread),
+    )
 
 
 class _ReadExecutor:
@@ -84,11 +97,11 @@ class _ReadExecutor:
         ]
         self.pages = HugePages(destinations)
         self.by_thread: list[tuple[dict[str, float], int]] = []
-        """Seconds by phase, and bytes of staging buffers, of each thread that has ended."""
+        """Seconds by `TIMERS`, and bytes of staging buffers, of each thread that has ended."""
 
     def work(self, reads: Iterator[Read]) -> None:
         """Carry out `reads` in this thread, and report progress."""
-        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds = dict.fromkeys(TIMERS, 0.0)
         nbytes, reported_at = 0, time.perf_counter()
         with self._new_lane() as lane:
             for read in reads:
@@ -114,9 +127,11 @@ class _ReadExecutor:
             seconds["read"] += time.perf_counter() - began
             return
         staging = lane.buffer(read.length)
+        filling = time.perf_counter()
+        seconds["buffer"] += filling - began
         self._source.read_into(read.shard, read.start, [memoryview(staging.numpy())])
         before = time.perf_counter()
-        seconds["read"] += before - began
+        seconds["read"] += before - filling
         lane.copy(read, staging, self._destinations)
         has_casts = any(piece.casts for piece in read.pieces)
         seconds["convert" if has_casts else "copy"] += time.perf_counter() - before

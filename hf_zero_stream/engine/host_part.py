@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from ..destinations.base import Batch
 from ..planning.plan import BatchPlan, Read, plan_batch
 from ..sources.by_path import FilesByPath
-from ..sources.local import keeps_cached, populate
+from ..sources.page_cache import keeps_cached, populate
 from .execute import run_in_threads
 from .opened import OpenCheckpoint
 

@@ -309,6 +309,7 @@ class Load:
             verification=self._reader.verification,
             partition_bytes=plan.cost.target_bytes,
             staging_bytes=self._reader.staging_bytes,
+            thread_seconds=self._reader.thread_seconds,
             anonymous_growth_peak=self.memory.growth_peak,
             device_peak=self._device_peak(),
             device_reserved=reserved_bytes(self.destination.device),

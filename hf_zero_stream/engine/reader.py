@@ -35,6 +35,8 @@ class Reader:
         self.verification = Verification(how=checkpoint.config.verify)
         self.staging_bytes = 0
         """Most bytes of staging buffers that there were at one time."""
+        self.thread_seconds: dict[str, float] = {}
+        """See :attr:`..reports.load.RankReport.thread_seconds`."""
 
     def plan(self, batches: Sequence[Batch]) -> tuple[LoadPlan, Sequence[Sequence[Leaf]]]:
         """Plan how this rank fills `batches`; returns also the leaves of each, which placements refer to by number."""
@@ -103,11 +105,13 @@ class Reader:
                     end_exchange = None
                 batch.begin()
                 memory = [item.memory() for item in batch.items]
-                times, staging_bytes = execute_reads(
+                spent = execute_reads(
                     of_batch, memory, checkpoint.source, threads=threads, begin=begin, on_bytes=on_bytes
                 )
-                self.staging_bytes = max(self.staging_bytes, staging_bytes)
-                for phase, seconds in times.items():
+                self.staging_bytes = max(self.staging_bytes, spent.staging_bytes)
+                for timer, seconds in spent.thread_seconds.items():
+                    self.thread_seconds[timer] = self.thread_seconds.get(timer, 0.0) + seconds
+                for phase, seconds in spent.seconds.items():
                     self._clock.add(phase, seconds)
                 self._memory.sample()
                 if of_batch.placements:

@@ -50,6 +50,8 @@ class RankReport:
 
     Attributes:
         seconds: seconds per phase, one for each of `PHASES`.
+        thread_seconds: of all reader threads together: "buffer", waiting for a free staging buffer; "read", for the
+            files; "submit", copying out of buffers, or handing the copies to the device.
         bytes_needed: bytes of the checkpoint that end up in memory this rank owns.
         bytes_read: bytes read from files: those needed, holes read through, and sources read whole.
         partition_bytes: size of all destinations of this rank.
@@ -73,6 +75,7 @@ class RankReport:
     anonymous_growth_peak: int
     device_peak: int
     device_reserved: int = 0
+    thread_seconds: Mapping[str, float] = field(default_factory=dict)
     retries: int = 0
     verification: Verification = Verification(how="off")
     materialised: Mapping[str, str] = field(default_factory=dict)
@@ -162,6 +165,7 @@ def _table_of(report: LoadReport) -> str:
         [f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)", f"Into {report.into}."],
         ["Seconds:", table_of_ranks(report.ranks, _seconds, are_seconds=True)],
         ["Read from the files:", table_of_ranks(report.ranks, _reading)],
+        _thread_lines(report),
         ["Memory:", table_of_ranks(report.ranks, _memory)],
         _check_lines(report),
         _footprint_lines(report),
@@ -195,6 +199,18 @@ def _memory(rank: RankReport) -> dict[str, float]:
         "Device peak": rank.device_peak,
         "Reserved": rank.device_reserved,
     }
+
+
+def _thread_lines(report: LoadReport) -> list[str]:
+    """What reader threads did, where bytes went to a device: elsewhere they wait for no buffer."""
+    if not all(rank.thread_seconds and rank.device_peak for rank in report.ranks):
+        return []
+    table = table_of_ranks(report.ranks, lambda rank: _capitals(rank.thread_seconds), are_seconds=True)
+    return ["Seconds of all reader threads together:", table]
+
+
+def _capitals(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name.capitalize(): value for name, value in seconds.items()}
 
 
 def _check_lines(report: LoadReport) -> list[str]:

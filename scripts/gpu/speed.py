@@ -69,7 +69,7 @@ def zero3(setting: Setting) -> tuple[dict[str, Any], bool]:
         held = torch.cuda.memory_allocated() - before
         beyond.append(round((torch.cuda.max_memory_allocated() - before - held) / 2**20))
         rates.append(_rate(folder, seconds))
-        phases.append({phase: round(s, 2) for phase, s in model.streaming_report.ranks[0].seconds.items()})
+        phases.append(_seconds(model))
         del model
         gc.collect()
         torch.cuda.empty_cache()
@@ -144,8 +144,15 @@ def stock(setting: Setting) -> tuple[dict[str, Any], bool]:
     return {"ZeRO-3": _rate(folder, seconds)}, True
 
 
-def _load(folder: Path, **settings: Any) -> tuple[str, dict[str, float]]:
-    """One load under ZeRO-3, which is dropped: its rate, and seconds by phase."""
+def _seconds(model: Any) -> dict[str, Any]:
+    """Seconds of a load by phase, and of all its reader threads together."""
+    rank = model.streaming_report.ranks[0]
+    phases, threads = ({name: round(s, 2) for name, s in each.items()} for each in (rank.seconds, rank.thread_seconds))
+    return {**phases, "threads": threads}
+
+
+def _load(folder: Path, **settings: Any) -> tuple[str, dict[str, Any]]:
+    """One load under ZeRO-3, which is dropped: its rate, and :func:`_seconds`."""
     from transformers import AutoModelForCausalLM
 
     import hf_zero_stream
@@ -154,7 +161,7 @@ def _load(folder: Path, **settings: Any) -> tuple[str, dict[str, float]]:
     config = {**ds_config(torch.bfloat16), "hf_zero_stream": {"progress": False, **settings}}
     with hf_zero_stream.streaming():
         model, seconds = timed(lambda: AutoModelForCausalLM.from_pretrained(folder, ds_config=config))
-    phases = {phase: round(s, 2) for phase, s in model.streaming_report.ranks[0].seconds.items()}
+    phases = _seconds(model)
     del model
     gc.collect()
     torch.cuda.empty_cache()
@@ -184,8 +191,9 @@ def threads_and_streams(setting: Setting) -> tuple[dict[str, Any], bool]:
             accelerators.SIDE_STREAMS = streams
             accelerators.side_streams.cache_clear()
             own = {"reader_threads": threads, "staging_bytes": 2 * threads * REQUEST_BYTES}
-            rates = [_load(folder, **own)[0] for _ in range(3)]
-            figures[f"{threads} threads, {streams} streams"] = rates
+            loads = [_load(folder, **own) for _ in range(3)]
+            rates = [rate for rate, _ in loads]
+            figures[f"{threads} threads, {streams} streams"] = [*rates, loads[-1][1]["threads"]]
     return figures, True
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from hf_zero_stream.cli import doctor
+from hf_zero_stream.cli import doctor, needs
 from hf_zero_stream.cli.versions import TRIED
 from hf_zero_stream.errors import VersionError
 from hf_zero_stream.registry import OURS
@@ -308,6 +308,37 @@ def test_doctor_looks_at_accelerates_config(tmp_path: Path, text: str | None, st
     options = ["--accelerate-config", str(tmp_path / "default_config.yaml")]
     found = run_json("doctor", *options, code=int(status == PROBLEM))
     assert statuses(found["settings"])["accelerate's config"] == status
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        ("distributed_type: MULTI_GPU\nnum_machines: 4\n", True),
+        ("distributed_type: MULTI_GPU\nnum_machines: 1\n", False),
+        ("distributed_type: FSDP\nnum_machines: 4\n", False),
+        ("distributed_type: DEEPSPEED\nnum_machines: 4\ndeepspeed_config:\n  zero_stage: 2\n", True),
+        (
+            "distributed_type: DEEPSPEED\nnum_machines: 4\ndeepspeed_config:\n  zero_stage: 3\n  zero3_init_flag: on",
+            False,
+        ),
+    ],
+)
+def test_doctor_says_when_machines_should_share_reads(tmp_path: Path, text: str, is_told: bool) -> None:
+    """ZeRO-3 and FSDP2 need no such setting: there each rank reads what it holds."""
+    (tmp_path / "accelerate.yaml").write_text(text)
+    found = run_json("doctor", "--accelerate-config", str(tmp_path / "accelerate.yaml"))["settings"]
+    told = [check["text"] for check in found if check["what"] == "share_reads"]
+    assert len(told) == is_told and all("share_reads=True, because there are 4 nodes:" in line for line in told)
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_doctor_says_when_a_file_system_asks_for_shared_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str], is_remote: bool
+) -> None:
+    monkeypatch.setattr(needs, "is_on_network", lambda path: is_remote and path == str(tmp_path))
+    found = run_json("doctor", str(tmp_path), *no_accelerate)["storage"]
+    told = [check["text"] for check in found if check["what"] == "share_reads"]
+    assert len(told) == is_remote and all("because the checkpoint is on another machine:" in line for line in told)
 
 
 @pytest.mark.parametrize(

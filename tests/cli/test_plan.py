@@ -176,7 +176,17 @@ def test_plan_for_any_number_of_ranks(tiny_moe: str) -> None:
 
 @pytest.mark.plugin("demo")
 def test_the_smallest_without_a_number_of_ranks(tiny_moe: str) -> None:
-    assert run_json("plan", tiny_moe, "--suggest", "--device-memory", "80GiB")["suggested"]["ranks"] == 1
+    found = run_json("plan", tiny_moe, "--suggest", "--device-memory", "80GiB")
+    assert found["suggested"]["ranks"] == 1 and found["share_reads"] == ""
+
+
+@pytest.mark.plugin("demo")
+def test_a_suggestion_for_several_nodes_says_when_to_share_reads(tiny_moe: str) -> None:
+    """Two ranks are the smallest set-up that fits, and here each has a node of its own."""
+    limits = ["--suggest", "--device-memory", "1GiB", "--world-size", "8"]
+    text = "ask for share_reads=True, because there are 2 nodes:"
+    assert text in run("plan", tiny_moe, *limits, "--ranks-per-node", "1").stdout
+    assert "share_reads" not in run("plan", tiny_moe, *limits).stdout
 
 
 FOR_THEM = "activations not counted"

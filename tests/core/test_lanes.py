@@ -95,14 +95,40 @@ Checkpoint = tuple[BatchPlan, LocalFiles, list[torch.Tensor]]
 def test_late_copies_give_the_same_values(made: list[LateLane], checkpoint: Checkpoint, threads: int) -> None:
     plan, files, expected = checkpoint
     found = [torch.full((120,), float("nan"), dtype=target.dtype) for target in plan.targets]
-    _, staging_bytes = execute_reads(plan, found, files, threads=threads)
+    spent = execute_reads(plan, found, files, threads=threads)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     assert not any(lane.pending for lane in made)
     assert max(lane.allocated for lane in made) == 2
-    assert staging_bytes == REQUEST_BYTES * sum(lane.allocated for lane in made)
+    assert spent.staging_bytes == REQUEST_BYTES * sum(lane.allocated for lane in made)
     if threads == 1:
         # A buffer is waited for only when it comes round again, and once at the end.
         assert made[0].waits == len(plan.reads) - 2 + 1
+
+
+@pytest.mark.parametrize("slow", ["buffer", "read", "submit"])
+def test_seconds_say_what_threads_did(
+    made: list[LateLane], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """Each of the three is slowed down in turn, and shows in its own timer alone."""
+    plan, files, _ = checkpoint
+    owner, name = {
+        "buffer": (LateLane, "buffer"),
+        "read": (LocalFiles, "read_into"),
+        "submit": (LateLane, "copy"),
+    }[slow]
+    real = getattr(owner, name)
+
+    def slowed(*args: Any) -> Any:
+        time.sleep(0.01)
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, slowed)
+    found = [torch.empty(120, dtype=target.dtype) for target in plan.targets]
+    spent = execute_reads(plan, found, files, threads=1)
+    assert list(spent.thread_seconds) == ["buffer", "read", "submit"]
+    assert max(spent.thread_seconds, key=lambda timer: spent.thread_seconds[timer]) == slow
+    assert spent.thread_seconds[slow] >= 0.01 * len(plan.reads)
+    assert sum(spent.thread_seconds.values()) <= sum(spent.seconds.values()) + 0.01
 
 
 def test_after_an_error_no_copy_is_under_way(made: list[LateLane], checkpoint: Checkpoint) -> None:

@@ -68,6 +68,7 @@ def test_json_structure():
                 "anonymous_growth_peak": 2**40,
                 "device_peak": 0,
                 "device_reserved": 0,
+                "thread_seconds": {},
                 "retries": 0,
                 "verification": {
                     "how": "off",
@@ -113,6 +114,14 @@ def test_table_summarises_many_ranks():
     assert [row[:2] for row in rows(table)[:3]] == [["min", "0.00"], ["median", "4.00"], ["max", "8.00"]]
     assert [row[3] for row in rows(table)[3:6]] == ["0", "4", "8"]
     assert "9 ranks, slowest: rank 8, 8.00 s" in table
+
+
+def test_table_of_threads_where_there_is_a_device():
+    spent = {"thread_seconds": {"buffer": 0.5, "read": 2.0, "submit": 1.25}}
+    table = load_report(2, device_peak=1, **spent).table()
+    _, _, shown = table.partition("Seconds of all reader threads together:\n")
+    assert rows(shown)[:2] == [[rank, "0.50", "2.00", "1.25"] for rank in "01"]
+    assert "reader threads" not in load_report(2, **spent).table()
 
 
 def test_table_units_and_throughput():

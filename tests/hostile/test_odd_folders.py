@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 import hf_zero_stream
 from hf_zero_stream.checkpoint.formats import check_files, read_map
 from hf_zero_stream.errors import CheckpointError
-from hf_zero_stream.sources.local import LocalFiles, ReadAhead
+from hf_zero_stream.sources.local import LocalFiles
+from hf_zero_stream.sources.page_cache import ReadAhead
 from tests import sampling
 from tests.hostile.test_loads import INDEX, change_index
 from tests.support.cli import run, run_json

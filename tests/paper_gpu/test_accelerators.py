@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream import accelerators
@@ -141,6 +142,29 @@ def copies_in_an_agreement() -> int:
 def test_an_agreement_comes_to_the_host_in_one_copy(paper_gpus: None) -> None:
     """One for what is small, and one for what is not."""
     assert run_ranks(4, copies_in_an_agreement, on=PAPER_GPUS) == [2] * 4
+
+
+def devices_of_a_late_choice(folder: Path) -> tuple[list[int], list[int]]:
+    """The devices that this rank uses: after an agreement, and after it has chosen its own and loaded onto it."""
+    from tests.paper_gpu.cuda import paper
+
+    join_a_new_group()
+    coordinator = Coordinator.of_default_group()
+    with coordinator.watched():
+        coordinator.all_gather("x" * 10_000)
+    agreed = paper.contexts()
+    torch.cuda.set_device(dist.get_rank())
+    zero_model(folder, zero_config(3, {}), {})
+    return agreed, paper.contexts()
+
+
+def test_a_rank_uses_one_device_when_it_chooses_after_an_agreement(paper_gpus: None, even_checkpoint: Path) -> None:
+    """A context takes hundreds of megabytes of a device, by each rank that has touched it: threads begin on the first.
+
+    The group is bound to no device, and each process sees all of them.
+    """
+    found = run_ranks(2, devices_of_a_late_choice, even_checkpoint, on=PAPER_GPUS)
+    assert found == [([0], [0]), ([1], [1])]
 
 
 def run_example(folder: Path, sizes: list[str]) -> None:

@@ -72,6 +72,8 @@ class TestOnPaper:
         code, found, printed = day(tmp_path, call, SAMPLE[call])
         assert code == 0 and {each["step"] for each in found} == set(SAMPLE[call].split(",")), printed
         assert not list(tmp_path.glob("*.safetensors")) and len(list(tmp_path.iterdir())) == 1
+        for figures in (each["figures"] for each in found if each["step"] == "first load"):
+            assert list(figures["phases"]["threads"]) == ["buffer", "read", "submit"]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("call", CALLS)

@@ -5,6 +5,9 @@
 - What a load's reader counts.
 """
 
+import ctypes
+import errno
+import mmap
 import os
 import random
 import threading
@@ -30,6 +33,7 @@ from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources import local as source
 from hf_zero_stream.sources.base import Hints, SourceFile
 from hf_zero_stream.sources.local import LocalFiles, is_on_network, kind_of_file_system
+from hf_zero_stream.sources.page_cache import drop_from_cache, is_resident
 from tests.support.disk import disk
 from tests.support.memory_files import MemoryFiles
 
@@ -215,3 +219,44 @@ def test_reads_of_all_checkpoints_count(tmp_path: Path) -> None:
         assert torch.equal(read, number * values)
         assert (checkpoint.source.bytes_read, checkpoint.source.reads) == (number * values.nbytes, number)
     checkpoint.close()
+
+
+def cached_bytes(path: str) -> int:
+    """How much of a file is in the page cache, to the page."""
+    size = os.path.getsize(path)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as pages:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        return sum(mmap.PAGESIZE * is_resident(address + at, 1) for at in range(0, size, mmap.PAGESIZE))
+
+
+@pytest.mark.parametrize("takes_flag", [True, False], ids=["Linux drops it", "by advice"])
+def test_what_does_not_fit_leaves_the_page_cache(tmp_path: Path, takes_flag: bool) -> None:
+    """Advice alone leaves what goes beyond one read, so that one reads all here."""
+    path, flags = tmp_path / "x.safetensors", list[int]()
+    content = random.Random(0).randbytes(8 * MIB)
+    path.write_bytes(content)
+    drop_from_cache([path])
+
+    def noted(real: Callable[..., int], handle: int, buffers: list[memoryview], position: int, *flag: int) -> int:
+        flags.extend(flag)
+        if flag and not takes_flag:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(handle, buffers, position, *flag)
+
+    step = 2 * MIB if takes_flag else 8 * MIB
+    with closing(LocalFiles([SourceFile(str(path), 8 * MIB)], cache_bytes=0)) as files, disk(noted):
+        for start in range(0, 8 * MIB, step):
+            buffer = bytearray(step)
+            files.read_into(0, start, [memoryview(buffer)])
+            assert buffer == content[start : start + step]
+    assert cached_bytes(str(path)) <= MIB
+    assert flags[0] == source.RWF_DONTCACHE and (takes_flag or len(flags) == 1), "a refusal is asked for once"
+
+
+def test_what_fits_stays_in_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(bytes(MIB))
+    drop_from_cache([path])
+    with closing(LocalFiles([SourceFile(str(path), MIB)], cache_bytes=2 * MIB)) as files:
+        files.read_into(0, 0, [memoryview(bytearray(MIB))])
+    assert cached_bytes(str(path)) == MIB

@@ -27,8 +27,9 @@ from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.planning.plan import Read, Target, plan_batch
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
-from hf_zero_stream.sources import local
-from hf_zero_stream.sources.local import WINDOW_BYTES, LocalFiles, ReadAhead, drop_from_cache
+from hf_zero_stream.sources import local, page_cache
+from hf_zero_stream.sources.local import LocalFiles
+from hf_zero_stream.sources.page_cache import WINDOW_BYTES, ReadAhead, drop_from_cache
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.zoo import Checkpoint
@@ -97,7 +98,7 @@ def test_two_ranks_take_turns(cold_files: list[str]) -> None:
 
 
 def test_lead_is_bounded(cold_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "LEAD_BYTES", WINDOW_BYTES)
+    monkeypatch.setattr(page_cache, "LEAD_BYTES", WINDOW_BYTES)
     ahead = ReadAhead(cold_files, 0, 1)
     try:
         wait_until(lambda: is_cached(cold_files[0], WINDOW_BYTES + MIDDLE))
@@ -114,18 +115,18 @@ def test_what_is_cached_is_left_alone(cold_files: list[str], monkeypatch: pytest
     """Mapping it would cost a warm load a tenth of its time."""
     found: list[bool] = []
     populated: list[int] = []
-    ask, tell = local.is_resident, local.advise
+    ask, tell = page_cache.is_resident, page_cache.advise
 
     def is_resident(address: int, nbytes: int) -> bool:
         found.append(ask(address, nbytes))
         return found[-1]
 
     def advise(address: int, nbytes: int, advice: int) -> bool:
-        populated.extend([nbytes] * (advice == local.MADV_POPULATE_READ))
+        populated.extend([nbytes] * (advice == page_cache.MADV_POPULATE_READ))
         return tell(address, nbytes, advice)
 
-    monkeypatch.setattr(local, "is_resident", is_resident)
-    monkeypatch.setattr(local, "advise", advise)
+    monkeypatch.setattr(page_cache, "is_resident", is_resident)
+    monkeypatch.setattr(page_cache, "advise", advise)
     finish(ReadAhead(cold_files, 0, 1))
     assert not any(found[:3])
     assert len(found) == 5
@@ -133,7 +134,7 @@ def test_what_is_cached_is_left_alone(cold_files: list[str], monkeypatch: pytest
     wait_until(lambda: ask_again(cold_files, found))
     assert len(populated) == found.count(False)
     before, asked = len(populated), len(found)
-    monkeypatch.setattr(local, "_can_query_page_cache", lambda handle: False)  # a file of somebody else
+    monkeypatch.setattr(page_cache, "_can_query_page_cache", lambda handle: False)  # a file of somebody else
     finish(ReadAhead(cold_files, 0, 1))
     assert len(populated) == before + 5
     assert len(found) == asked
@@ -148,13 +149,13 @@ def ask_again(files: list[str], found: list[bool]) -> bool:
 def test_what_fails_is_left_to_the_reads(cold_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
-    monkeypatch.setattr(local, "LEAD_BYTES", 0)
+    monkeypatch.setattr(page_cache, "LEAD_BYTES", 0)
     ahead = ReadAhead(cold_files, 0, 1)
     os.truncate(cold_files[0], WINDOW_BYTES)
     os.remove(cold_files[1])
     ahead.set_progress(1.0)
     finish(ahead)
-    monkeypatch.setattr(local, "advise", lambda *args: False)
+    monkeypatch.setattr(page_cache, "advise", lambda *args: False)
     finish(ReadAhead(cold_files[:1], 0, 1))
     assert failures == []
 
@@ -282,8 +283,9 @@ def test_not_for_a_part_of_the_files(cluster: None, zoo_checkpoint: Checkpoint) 
 def shard(folder: Path, config: dict[str, Any]) -> int:
     """How often a rank drops pages of files that do not fit into memory."""
     dropped: list[int] = []
-    real = os.posix_fadvise
-    os.posix_fadvise = lambda *args: dropped.append(1) or real(*args)  # type: ignore[func-returns-value]
+    advise, read = os.posix_fadvise, os.preadv
+    os.posix_fadvise = lambda *args: dropped.append(1) or advise(*args)  # type: ignore[func-returns-value]
+    os.preadv = lambda *args: dropped.extend(args[3:]) or read(*args)  # type: ignore[func-returns-value]
     opened.free_memory = lambda: 1
     distributed_config = transformers.distributed.DistributedConfig(**config)
     StreamingAutoModelForCausalLM.from_pretrained(folder, distributed_config=distributed_config)
@@ -314,8 +316,8 @@ def test_memory_that_huge_pages_were_slow_for_may_have_them_later(
     monkeypatch.setattr(execute, "CREDIT_SECONDS", 1e-12)
     execute.execute_reads(plan, [memory], LocalFiles(found.shards), threads=2)
     assert torch.equal(memory, values)
-    given = [how for how in advice if how != local.MADV_POPULATE_WRITE]
-    assert given == [local.MADV_HUGEPAGE, local.MADV_NOHUGEPAGE, local.MADV_HUGEPAGE]
+    given = [how for how in advice if how != page_cache.MADV_POPULATE_WRITE]
+    assert given == [page_cache.MADV_HUGEPAGE, page_cache.MADV_NOHUGEPAGE, page_cache.MADV_HUGEPAGE]
 
 
 def test_ends_with_a_load_that_fails(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:

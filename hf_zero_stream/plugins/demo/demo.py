@@ -21,7 +21,7 @@ from ...cli import frame
 from ...dtypes import dtype_name
 from ...reports.text import bytes_text
 from ...settings.config import DISABLE
-from ...sources.local import drop_from_cache, fill_cache
+from ...sources.page_cache import drop_from_cache, fill_cache
 
 
 EXAMPLE = "hf-zero-stream demo --checkpoint Qwen/Qwen3-0.6B --nproc 2"

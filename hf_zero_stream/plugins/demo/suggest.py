@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...cli import frame
-from ...cli.needs import fit, needs_of_node, word_of_fit
+from ...cli.needs import fit, needs_of_node, share_reads_advice, word_of_fit
 from ...reports.text import bytes_text, count_text
 
 
@@ -55,6 +55,7 @@ def suggest(
             return needs_of_node(memory, how["device"], min(machines.ranks_per_node, ranks))
 
         setup, looked_at = smallest(needs, machines, dtype)
+        advice = share_reads_advice(place, -(-setup["ranks"] // ranks_per_node)) if setup else ""
     if write and setup:
         write_config(write, setup)
     data = {
@@ -63,6 +64,7 @@ def suggest(
         "device": how["device"],
         "looked_at": looked_at,
         "suggested": setup,
+        "share_reads": advice,
         "written": str(write) if write and setup else None,
     }
     frame.emit(data, _blocks(data), form, ok=setup is not None)
@@ -162,5 +164,7 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
         f"{setup['offload']}. For activations, which are not counted, a device has "
         f"{bytes_text(limits['device'] - setup['needs']['device'])} left."
     )
+    if data["share_reads"]:
+        yield data["share_reads"]
     if written := data["written"]:
         yield f"Start it: hf-zero-stream run accelerate launch --config_file {written} train.py"
