@@ -83,8 +83,6 @@ class PatchScope:
     REACHED: ClassVar[PatchScope]
     BLOCK: ClassVar[PatchScope]
     LOAD: ClassVar[PatchScope]
-    SHARDED: ClassVar[PatchScope]
-    HIDING: ClassVar[PatchScope]
     DEFERRED: ClassVar[PatchScope]
     LAYOUT: ClassVar[PatchScope]
     FLAT: ClassVar[PatchScope]
@@ -104,9 +102,9 @@ PatchScope.REACHED = PatchScope(
     "REACHED", "in a process that `hf-zero-stream run` has reached, and that has no ranks yet"
 )
 PatchScope.BLOCK = PatchScope("BLOCK", "while a thread is inside streaming()", PatchScope.MODELS)
-PatchScope.LOAD = PatchScope("LOAD", "during a load", PatchScope.BLOCK)
-PatchScope.SHARDED = PatchScope("SHARDED", "during a load by distributed_config", PatchScope.LOAD)
-PatchScope.HIDING = PatchScope("HIDING", "while ZeRO-3 is hidden from transformers")
+PatchScope.LOAD = PatchScope(
+    "LOAD", "during a load, and as long as ZeRO-3 is hidden from transformers", PatchScope.BLOCK
+)
 PatchScope.DEFERRED = PatchScope("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
 PatchScope.LAYOUT = PatchScope("LAYOUT", "while a save lays out its files")
 PatchScope.SNAPSHOT = PatchScope(

@@ -139,8 +139,9 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         ],
     ],
     PatchScope.LOAD: [
+        # ZeRO-3 is hidden from all of transformers for the whole load, also where others have put a function in place.
+        Row(f"{_MODELING}:is_deepspeed_zero3_enabled", ".seams.ds_config:is_enabled", weight=_ESSENTIAL),
         Row(f"{_MODELING}:get_hf_quantizer", ".seams.loading:get_hf_quantizer", weight=_ESSENTIAL),
-        Row(f"{_MODELING}:is_fsdp_enabled", ".seams.loading:is_fsdp_enabled", weight=_ESSENTIAL),
         Row(
             f"{_MODELING}:_get_resolved_checkpoint_files",
             ".seams.loading:get_resolved_checkpoint_files",
@@ -148,46 +149,30 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         ),
         Row(f"{_MODELING}:get_checkpoint_shard_files", ".seams.loading:get_checkpoint_shard_files", weight=_ESSENTIAL),
         Row(f"{_MODELING}:load_state_dict", ".seams.loading:load_state_dict", weight=_ESSENTIAL),
-        Row(f"{_MODEL}.get_init_context", ".seams.building:get_init_context", weight=_ESSENTIAL),
         Row(f"{_MODEL}._load_pretrained_model", ".seams.loading:load_pretrained_model", "load_config", _ESSENTIAL),
-        Row(
-            f"{_MODEL}._load_and_finalize_distributed_pretrained_model",
-            ".seams.loading:load_distributed_checkpoint",
-            feature="folders of save_pretrained(distributed_checkpoint=True)",
-            since="5.20",
-        ),
-        # For each tensor of the checkpoint: its converter, its values.
-        Row(f"{_LOADING}:deepcopy", ".seams.loading:copy_converter", weight=_SPEED),
-        Row(f"{_LOADING}:WeightConverter.convert", ".seams.loading:convert", weight=_ESSENTIAL),
-        # What the checkpoint lacks: from here on the lazy tensors have become the destination's.
-        Row(f"{_MODEL}._finalize_model_loading", ".seams.loading:finalize_model_loading", weight=_ESSENTIAL),
-        Row(f"{_MODEL}._initialize_weights", ".seams.loading:initialize_weights", weight=_ESSENTIAL),
         Row(
             f"{_MODELING}:_tied_params_are_equal",
             ".seams.loading:tied_params_are_equal",
             feature="tying anew",
             since="5.23",
         ),
-        # Of these some are set, some called, for a load or a save.
+        # Of these some are set on a model or a module, some called, for a load or a save.
         *[
             Row(of, "", weight=_ESSENTIAL)
             for of in (
                 f"{_MODEL}._move_missing_keys_from_meta_to_device",
+                f"{_MODEL}._initialize_missing_keys",
+                f"{_MODEL}._initialize_weights",
                 f"{_MODEL}._adjust_missing_and_unexpected_keys",
                 f"{_LOADING}:convert_and_load_state_dict_in_model",
+                f"{_LOADING}:WeightConverter.convert",
                 f"{_MODELING}:_add_variant",
-                f"{_MODELING}:set_zero3_state",
+                f"{_MODELING}:is_fsdp_enabled",
+                f"{_MODELING}:is_local_dist_rank_0",
                 "transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",
                 "transformers.integrations.deepspeed:set_hf_deepspeed_config",
             )
         ],
-    ],
-    PatchScope.SHARDED: [
-        Row(f"{_MODEL}.is_custom_code", ".seams.sharding:is_custom_code", feature="distributed_config", since="5.17"),
-        Row(f"{_LOADING}:is_dtensor", ".seams.sharding:is_dtensor", feature="distributed_config", since="5.17"),
-    ],
-    PatchScope.HIDING: [
-        Row(f"{_MODELING}:is_deepspeed_zero3_enabled", ".seams.ds_config:is_enabled", weight=_ESSENTIAL)
     ],
     PatchScope.LAYOUT: [
         Row(f"{_MODELING}:unwrap_model", ".seams.saving:unwrap_model", weight=_SPEED),
@@ -284,26 +269,29 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         ),
     ],
     PatchScope.CALLED: [
-        Row(f"deepspeed.{owner}.{name}", "", weight=_ESSENTIAL, feature=feature)
-        for feature, owner, names in (
-            (
-                "ZeRO-3",
-                "runtime.zero.partition_parameters:Init",
-                "_convert_to_deepspeed_param _convert_to_zero_parameters _aligned_size _partition_param",
-            ),
-            (
-                "load_into under ZeRO-3",
-                "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
-                "_swappable_optimizer_subgroup get_param_id",
-            ),
-            (
-                "offload_param to NVMe",
-                "runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper",
-                "get_buffer swappable_tensor swap_out_and_release synchronize_writes "
-                "remove_partition_and_release_buffers",
-            ),
-        )
-        for name in names.split()
+        Row(f"{_MODEL}.is_custom_code", "", weight=_ESSENTIAL, feature="distributed_config", since="5.17"),
+        *[
+            Row(f"deepspeed.{owner}.{name}", "", weight=_ESSENTIAL, feature=feature)
+            for feature, owner, names in (
+                (
+                    "ZeRO-3",
+                    "runtime.zero.partition_parameters:Init",
+                    "_convert_to_deepspeed_param _convert_to_zero_parameters _aligned_size _partition_param",
+                ),
+                (
+                    "load_into under ZeRO-3",
+                    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
+                    "_swappable_optimizer_subgroup get_param_id",
+                ),
+                (
+                    "offload_param to NVMe",
+                    "runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper",
+                    "get_buffer swappable_tensor swap_out_and_release synchronize_writes "
+                    "remove_partition_and_release_buffers",
+                ),
+            )
+            for name in names.split()
+        ],
     ],
     PatchScope.RECORDERS: [
         Row(

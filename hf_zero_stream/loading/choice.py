@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from transformers import modeling_utils
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
@@ -66,10 +67,16 @@ def choose(
         from ..destinations.deepspeed import zero3  # imports deepspeed, which takes seconds
 
         zero3.init_distributed()
+        with expected_at(LOAD):
+            refuse_pieces(path, kwargs)
         return Choice(LOAD, "", partial(_load_partitioned, ds_config, strict))
     from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed
 
     warn_of_late_config()
+    if pieces := _pieces_in(path, kwargs):
+        why = f"{pieces}, of which torch reads what each rank needs"
+        warn_of_stock_load(why)
+        return why
     with expected_at(LOAD):
         sharding = distributed_config_of(kwargs)
         if sharding is not None:
@@ -103,6 +110,22 @@ def choose(
     if settings.share_reads:
         return Choice(LOAD, subject, partial(_load_replicated, ds_config, settings))
     return "outside ZeRO-3 each rank has all of the model; with share_reads=True each reads a part of it for all"
+
+
+def refuse_pieces(path: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise an UnsupportedError for a folder that torch alone can read, into a model that is sharded already."""
+    if pieces := _pieces_in(path, kwargs):
+        raise UnsupportedError(
+            f"{pieces}, which are not read in parts. Save it with save_pretrained(distributed_checkpoint=False)."
+        )
+
+
+def _pieces_in(path: Any, kwargs: Mapping[str, Any]) -> str:
+    """A phrase for a folder that ``save_pretrained(distributed_checkpoint=True)`` wrote; "" for any other."""
+    find = getattr(modeling_utils, "get_distributed_checkpoint_dir", None)  # from transformers 5.20 on
+    others = (kwargs.get("subfolder") or "", kwargs.get("gguf_file"), kwargs.get("state_dict"))
+    folder = None if find is None or path is None else find(path, *others)
+    return f"{folder} holds a distributed checkpoint in pieces of safetensors, one for each rank" if folder else ""
 
 
 def _will_be_cut_by_autotp(ds_config: Mapping[str, Any]) -> bool:
