@@ -65,8 +65,6 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         # Ranks make contact as soon as there is a process group.
         Row(_DEFAULT_GROUP, ".ranks.presence:set_default_group"),
         _MPI,
-        # What waits for the lock of a process that compiles says so.
-        Row("torch.utils.file_baton:FileBaton.wait", ".extensions:wait", feature="warnings of locks nobody holds"),
         # A load: an Auto class, the model's class, and what lies beside a model.
         Row("transformers.models.auto.modeling_auto:*.from_pretrained", ".loading.entrance:auto_model_hook"),
         Row("transformers.models.auto.tokenization_auto:*.from_pretrained", ".loading.entrance:tokenizer_hook"),
