@@ -277,7 +277,7 @@ def lazily_loaded_like(model: Any, path: str, load: Load, *, dtype: torch.dtype,
     def load_into_skeleton(cls: Any, /, path: str, **kwargs: Any) -> Any:
         if quantized := _quantization_config(path, kwargs):
             kwargs["config"].quantization_config = quantized
-            dequantising = tool("a config that dequantises", "packed", f"{path}: its quantization_config")
+            dequantising = tool("dequantising", "packed", f"{path}: its quantization_config")
             kwargs["quantization_config"] = dequantising(quantized, kwargs.get("quantization_config"))
         return PreTrainedModel.from_pretrained.__func__(cls, path, **kwargs)
 

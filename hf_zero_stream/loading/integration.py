@@ -14,7 +14,6 @@ from transformers import modeling_utils
 from transformers.utils import logging
 
 from ..checkpoint.formats import has_unfinished
-from ..engine.load import Load
 from ..errors import PACKAGE
 from ..holdings.introspection import is_inside_zero_init
 from ..ranks.coordinator import Coordinator, expected_at, meeting
@@ -28,7 +27,7 @@ from ..settings import scope
 from ..settings.config import buildable_config
 from ..sources.by_path import mount_of, mounted_by_plugin
 from .arguments import MODEL_FILES, load_with_prefetch, model_of, url_of
-from .choice import Choice, choose, choose_for_one_rank, refuse_pieces, settings_for
+from .choice import Choice, Way, choose, for_one_rank, make_load, refuse_pieces
 
 
 logger = logging.get_logger(__name__)
@@ -129,25 +128,22 @@ def _load(
     """Stream, together with the other ranks; or leave the load to stock."""
     ds_config, is_zero3 = active_config(own_config)
     choice = choose(cls, path, kwargs, ds_config, strict, is_zero3=is_zero3 or is_inside_zero_init())
-    if isinstance(choice, Choice):
-        if choice.meeting_kind is None:
-            return _run_stock_with_seams(choice.make_load, Coordinator.of_this_rank(), stock, path, kwargs)
-        with meeting(choice.meeting_kind, choice.subject) as coordinator:
-            return _run_stock_with_seams(choice.make_load, coordinator, stock, path, kwargs)
-    if url_of(path, kwargs) or mount_of(path):  # which stock cannot read
-        make_load = choose_for_one_rank(path, kwargs, ds_config, strict)
-        return _run_stock_with_seams(make_load, Coordinator.of_this_rank(), stock, path, kwargs)
-    result = _stock_from_pretrained(stock, kwargs, settings_for(ds_config, strict).strict)
-    tell_of_stock(model_of(result), choice)
-    return result
+    if choice.way is Way.STOCK:
+        if not url_of(path, kwargs) and not mount_of(path):  # which stock cannot read
+            result = _stock_from_pretrained(stock, kwargs, choice.settings.strict)
+            tell_of_stock(model_of(result), choice.reason)
+            return result
+        choice = for_one_rank(choice, path, kwargs)
+    if not choice.is_joint:
+        return _stream(choice, Coordinator.of_this_rank(), stock, path, kwargs)
+    with meeting(LOAD, choice.subject) as coordinator:
+        return _stream(choice, coordinator, stock, path, kwargs)
 
 
 @collector_paused()
-def _run_stock_with_seams(
-    make_load: Callable[[Coordinator], Load], coordinator: Coordinator, stock: Stock, path: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Call stock's `from_pretrained` with our seams, which make it stream."""
-    load = make_load(coordinator)
+def _stream(choice: Choice, coordinator: Coordinator, stock: Stock, path: Any, kwargs: dict[str, Any]) -> Any:
+    """Call stock's `from_pretrained`, in which our seams make it stream."""
+    load = make_load(choice, coordinator)
     finish_saves_into(path, load.config.read_from, load.coordinator)
     hides_zero3 = load.destination.hides_zero3
     if hides_zero3:

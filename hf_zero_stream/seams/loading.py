@@ -51,7 +51,7 @@ def get_hf_quantizer(
     if file is None and all(each is None for each in configs):
         return original(config, quantization_config, *args, **kwargs)
     what = f"{getattr(config, 'name_or_path', '') or 'this checkpoint'}: {file or 'its quantization_config'}"
-    session.quantised = tool("a quantised checkpoint", "packed", what)(session)
+    session.quantised = tool("PackedLoad", "packed", what)(session)
     session.load.destination.stock_reader = ""  # of such a checkpoint every rank may read all
     return session.quantised.quantizer(original, config, quantization_config, *args, **kwargs)
 
@@ -238,7 +238,7 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     load = session.load
     if state_dict is not None:
         if not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
-            state_dict = tool("a GGUF file", "packed")(state_dict)
+            state_dict = tool("mapped_gguf_values", "packed", "a GGUF file")(state_dict)
         return load.open_values(state_dict)
     if not files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
