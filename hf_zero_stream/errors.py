@@ -164,10 +164,13 @@ def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = 
     )
 
 
-def require_names(package: str, owner: Any, *names: str) -> None:
-    """Raise a :class:`VersionError` if a module or a class of the installed `package` lacks names that we rely on."""
+def require_names(package: str, owner: Any, *names: str, purpose: str = "") -> None:
+    """Raise a :class:`VersionError` if a module or a class of the installed `package` lacks names that we rely on.
+
+    `purpose`: what needs them. ``tests/drift`` reads these calls, whose `owner` is imported by its name.
+    """
     missing = [name for name in names if not hasattr(owner, name)]
-    refuse_unknown_version(package, [f"{owner.__name__}.{name}" for name in missing])
+    refuse_unknown_version(package, [f"{owner.__name__}.{name}" for name in missing], purpose)
 
 
 def requirements() -> list[Requirement]:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from .errors import PACKAGE
-from .settings.config import announced_local_rank
-
-
-logger = logging.getLogger(PACKAGE)
 
 _RELEASE_S = 0.2
 """More than torch takes from closing a lock to removing it."""
@@ -64,16 +57,3 @@ def stale_lock_advice(lock: str | os.PathLike[str]) -> str:
         f"no process of this machine holds {lock}: most likely one that compiled {Path(lock).parent.name} was killed. "
         f"Whatever needs that extension waits for ever. If no other machine compiles there, remove it: rm {lock}"
     )
-
-
-def wait(original: Callable[..., Any], baton: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wait for another process that compiles an extension, and warn if there is none."""
-    lock = baton.lock_file_path
-    if announced_local_rank() == 0:
-        process = lock_owner(lock)
-        if process is None and _is_stale(lock):
-            logger.warning("This process waits for a lock, and %s", stale_lock_advice(lock))
-        elif process is not None:
-            name = Path(lock).parent.name
-            logger.warning("Waiting for process %d, which compiles %s: that takes minutes, once.", process, name)
-    return original(baton, *args, **kwargs)

@@ -1,7 +1,7 @@
 """The hook by which ``hf-zero-stream run COMMAND`` reaches every Python process that the command starts.
 
 A folder of ours is the first on their ``PYTHONPATH``. Python imports its ``sitecustomize`` when it starts, and that
-calls :func:`await_transformers`. Until the process imports transformers, nothing else happens in it.
+calls :func:`reach`. Until the process imports transformers, nothing else happens in it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from types import ModuleType
 
 from .bindings.install import ImportWatch
 from .errors import PACKAGE, ConfigError, requirements
@@ -22,38 +21,51 @@ VARIABLE = "HF_ZERO_STREAM_RUN"
 """The variable that, set to 0, leaves a process and its children as without us."""
 
 
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """A copy of `environ` by which Python and all its children are reached."""
+def environment(environ: Mapping[str, str], *, at_once: bool = False) -> dict[str, str]:
+    """A copy of `environ` by which Python and all its children are reached; this process itself `at_once`."""
     others = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
-    return {**environ, VARIABLE: "1", "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
+    value = _this_process() if at_once else "1"
+    return {**environ, VARIABLE: value, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
 
 
-def await_transformers() -> None:
+def _this_process() -> str:
+    return f"process {os.getpid()}"  # which stays when it becomes another program
+
+
+def reach() -> None:
     """Once this process has imported transformers, enter ``streaming()``, at the latest when it has other ranks.
 
-    If that fails, the process goes on as without us, and says so: it runs inside ``import transformers``. A setting
-    that is wrong is the user's to mend, and raises a ConfigError there.
+    What `python -m hf_zero_stream.run` has become enters at once. If that fails, the process goes on as without us,
+    and says so: it may run inside ``import transformers``. A setting that is wrong is the user's to mend, and raises a
+    ConfigError there.
     """
     if is_disabled():
         return
-    watch = ImportWatch({"transformers"}, lambda module: enter(module))
+    if os.environ.get(VARIABLE) == _this_process():
+        _enter("enter_for_process")
+        return
+    watch = ImportWatch({"transformers"}, lambda module: enter())
 
-    def enter(module: ModuleType) -> None:
+    def enter() -> None:
         watch.__exit__()
-        try:
-            if unsupported := _unsupported_version():
-                if announces_local_rank() and announced_local_rank() == 0:
-                    _warn(unsupported)
-                return
-            from .bindings.streaming import enter_with_ranks
-
-            enter_with_ranks()
-        except ConfigError:
-            raise
-        except Exception as error:
-            _warn(f"{type(error).__name__}: {error}")
+        _enter("enter_with_ranks")
 
     watch.__enter__()
+
+
+def _enter(how: str) -> None:
+    try:
+        if unsupported := _unsupported_version():
+            if announces_local_rank() and announced_local_rank() == 0:
+                _warn(unsupported)
+            return
+        from .bindings import streaming
+
+        getattr(streaming, how)()
+    except ConfigError:
+        raise
+    except Exception as error:
+        _warn(f"{type(error).__name__}: {error}")
 
 
 def _warn(why: str) -> None:

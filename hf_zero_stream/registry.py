@@ -80,43 +80,22 @@ class PatchScope:
     on_top_of: PatchScope | None = None
 
     MODELS: ClassVar[PatchScope]
-    REACHED: ClassVar[PatchScope]
     BLOCK: ClassVar[PatchScope]
     LOAD: ClassVar[PatchScope]
-    SHARDED: ClassVar[PatchScope]
-    HIDING: ClassVar[PatchScope]
-    DEFERRED: ClassVar[PatchScope]
-    LAYOUT: ClassVar[PatchScope]
-    FLAT: ClassVar[PatchScope]
-    WHOLE: ClassVar[PatchScope]
-    EXPERTS: ClassVar[PatchScope]
-    RECORDERS: ClassVar[PatchScope]
-    SNAPSHOT: ClassVar[PatchScope]
-    CALLED: ClassVar[PatchScope]
+    SAVE: ClassVar[PatchScope]
 
 
 PatchScope.MODELS = PatchScope(
     "MODELS",
-    "from the first packed or sharded model on, while a thread is inside streaming(), and while a save in the "
-    "background reads from the memory of a training",
-)
-PatchScope.REACHED = PatchScope(
-    "REACHED", "in a process that `hf-zero-stream run` has reached, and that has no ranks yet"
+    "from the first packed or sharded model on, while a thread is inside streaming(), and during a save",
 )
 PatchScope.BLOCK = PatchScope("BLOCK", "while a thread is inside streaming()", PatchScope.MODELS)
-PatchScope.LOAD = PatchScope("LOAD", "during a load", PatchScope.BLOCK)
-PatchScope.SHARDED = PatchScope("SHARDED", "during a load by distributed_config", PatchScope.LOAD)
-PatchScope.HIDING = PatchScope("HIDING", "while ZeRO-3 is hidden from transformers")
-PatchScope.DEFERRED = PatchScope("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
-PatchScope.LAYOUT = PatchScope("LAYOUT", "while a save lays out its files")
-PatchScope.SNAPSHOT = PatchScope(
-    "SNAPSHOT", "while a save in the background reads from the memory of a training", PatchScope.MODELS
+PatchScope.LOAD = PatchScope(
+    "LOAD", "during a load, and as long as ZeRO-3 is hidden from transformers", PatchScope.BLOCK
 )
-PatchScope.FLAT = PatchScope("FLAT", "while models live that stages 1 and 2 may flatten")
-PatchScope.WHOLE = PatchScope("WHOLE", "while models live that ranks have loaded whole")
-PatchScope.EXPERTS = PatchScope("EXPERTS", "from the first load of converted experts on")
-PatchScope.CALLED = PatchScope("CALLED", "never: they are only called")
-PatchScope.RECORDERS = PatchScope("RECORDERS", "while DeepSpeed converts experts")
+PatchScope.SAVE = PatchScope(
+    "SAVE", "while a save lays out its files, or reads from the memory of a training", PatchScope.MODELS
+)
 
 
 class Weight(enum.Enum):
@@ -221,6 +200,25 @@ class Row(NamedTuple):
         return ""
 
 
+def rows(
+    lines: str, of: str = "", ours: str = ".", *, feature: str = "", weight: Weight = Weight.FEATURE, when: str = ""
+) -> list[Row]:
+    """The rows that `lines` describe, a line for each.
+
+    It has a function of another library, with `of` before it; ours, with `ours` before it, unless the other is only
+    called; the names of parameters that the row relies on; and ``>=5.2``, the first version of the package that has
+    it, or ``<5.2``, the first that has it no more.
+    """
+    found = []
+    for name, *words in filter(None, map(str.split, lines.split("\n"))):
+        leads_to = next((f"{ours}{word}" for word in words if ":" in word), "")
+        since = next((word[2:] for word in words if word.startswith(">=")), "")
+        until = next((word[1:] for word in words if word.startswith("<")), "")
+        relies_on = " ".join(word for word in words if word.isidentifier())
+        found.append(Row(f"{of}{name}", leads_to, relies_on, weight, feature, when, since, until))
+    return found
+
+
 def _inside(owner: Any, step: str) -> list[Any]:
     if step == "*":
         own = [each for each in vars(owner).values() if isinstance(each, type) and each.__module__ == owner.__name__]
@@ -285,7 +283,7 @@ class Plugin:
         targets: scheme of URLs, in lower case -> a module with the functions of
             :class:`.saving.places.UrlPlaces`, by which checkpoints are saved to such URLs.
         tools: functions, or classes, that the core calls for an option of a command, or for what a load or a save
-            meets: name -> ``module:function``. Without one the name is the subject of the error.
+            meets: name, that of the function or of the option, -> ``module:function``.
         quantisers: ``quant_method`` as transformers knows it, of weights that can stay quantised -> the
             ``module:function`` that dequantises them, see :mod:`.plugins.packed.quantisers`.
         files: formats of files, told apart by the ends of their names.

@@ -10,6 +10,7 @@ import inspect
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -92,6 +93,11 @@ class Installation:
                 self._watch.__exit__()
             if self._below is not None:
                 self._below.__exit__()
+
+    def while_alive(self, owner: object) -> None:
+        """Have the rows in place as long as `owner` lives."""
+        self.__enter__()
+        weakref.finalize(owner, self.__exit__)
 
     def _install(self) -> None:
         """Replace what has been imported since the last time."""

@@ -23,7 +23,7 @@ from ..settings.config import (
 )
 from ..settings.log import NOTICE, follow_levels
 from .install import PatchScope
-from .table import installed
+from .table import REACHED, installed
 from .tracebacks import shorten
 
 
@@ -142,7 +142,7 @@ def enter_with_ranks() -> None:
     if announces_local_rank() or _has_group():
         enter_for_process()
     else:
-        installed(PatchScope.REACHED).__enter__()
+        installed(REACHED).__enter__()
 
 
 def enter_with_group(original: Callable[..., Any], group: Any) -> None:

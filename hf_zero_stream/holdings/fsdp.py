@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .. import accelerators
-from ..bindings.table import refuse_lacking
-from ..errors import UnsupportedError, refuse_unknown_version
+from ..errors import UnsupportedError, refuse_unknown_version, require_names
 from ..planning.boxes import Cut, ParameterBox
 from ..planning.footprint import HOST
 from ..planning.sharded_footprint import HeldShard
@@ -48,7 +47,7 @@ RELIED_ON = (
 
 
 @functools.cache
-def _param_class() -> Any:
+def param_class() -> Any:
     """The class of FSDP2's records. Looked for at first use: loads that FSDP2 has no part in need none.
 
     Raises a VersionError if this version of torch has another one.
@@ -58,7 +57,13 @@ def _param_class() -> Any:
     except ImportError:
         refuse_unknown_version("torch", ["FSDPParam"], "FSDP2")
         raise
-    refuse_lacking("FSDP2")
+    require_names(
+        "torch",
+        FSDPParam,
+        *("init_dtype_attrs", "reset_sharded_param", "to_sharded_dtensor", "_init_sharded_param"),
+        purpose="FSDP2",
+    )
+    require_names("torch", FSDPModule, "_get_fsdp_state", purpose="FSDP2")
     return FSDPParam
 
 
@@ -74,7 +79,7 @@ def no_byte_shards_reason() -> str:
     """Why parameters of bytes cannot be sharded by this version of torch; "" if they can."""
     record: Any = _OnlyBytes(sharded_param=torch.tensor([], dtype=torch.uint8))
     try:
-        _param_class().init_dtype_attrs(record, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        param_class().init_dtype_attrs(record, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     except Exception as error:  # a private function, which may ask for anything
         return f"it is not known how FSDP2 of torch {torch.__version__} treats packed bytes ({error})"
     if record.param_dtype is None:
@@ -110,7 +115,7 @@ def _groups(model: nn.Module) -> Iterator[Any]:
     seen = set()
     for module in modules(model):
         if isinstance(module, FSDPModule):
-            _param_class()
+            param_class()
             state: Any = module._get_fsdp_state()
             # Versions of torch without `_fsdp_param_groups` have one group for each module.
             groups = getattr(state, "_fsdp_param_groups", None)

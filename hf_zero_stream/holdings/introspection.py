@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
+from ..registry import tool
 from .own_names import modules, parameters
 
 
@@ -189,10 +190,6 @@ def whole_of(name: str, buffer: torch.Tensor) -> torch.Tensor:
     return local_of(buffer)
 
 
-FORGETS = "saving a model that was dequantised"
-"""The tool of plug-ins that takes off a model what a quantizer has left."""
-
-
 def is_streamed(model: Any) -> bool:
     """Whether a load of ours has made `model`."""
     return bool(getattr(getattr(model, "streaming_report", None), "streamed", False))
@@ -204,6 +201,12 @@ def is_dequantised(model: Any) -> bool:
         return False
     conversions = getattr(model, "_weight_conversions", None) or ()
     return vars(model).get("is_quantized") is False or any(map(ops_of_quantizer, conversions))
+
+
+def forget_quantizer(model: Any) -> None:
+    """Take off a dequantised `model` what a quantizer has left; a MissingPluginError if nothing here can."""
+    if is_dequantised(model):
+        tool("forget_quantizer", "packed", "saving a model that was dequantised")(model)
 
 
 def ops_of_quantizer(conversion: Any) -> list[Any]:

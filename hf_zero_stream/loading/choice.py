@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from transformers import modeling_utils
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
@@ -18,7 +19,7 @@ from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
-from ..ranks.rendezvous import LOAD, MeetingKind
+from ..ranks.rendezvous import LOAD
 from ..registry import broken_plugins, import_object, plugins
 from ..settings import scope
 from ..settings.config import (
@@ -35,86 +36,95 @@ from .whole import warn_of_late_config, warn_of_stock_load, warn_without_group
 logger = logging.get_logger(__name__)
 
 
-class Choice(NamedTuple):
-    """A load that streams.
+class Way(enum.Enum):
+    """The ways to load a model."""
+
+    STOCK = "transformers loads it"
+    PLUGIN = "into the destination of a plug-in"
+    PARTITIONS = "into ZeRO-3's partitions"
+    SHARDS = "into the shards of distributed_config"
+    FSDP2 = "lazily, until accelerate shards it by FSDP2"
+    AUTOTP = "lazily, until DeepSpeed cuts it by AutoTP"
+    WHOLE = "whole on every rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What becomes of a ``from_pretrained``.
 
     Attributes:
-        meeting_kind: the meeting of all ranks for this load; None: each makes the load at its own pace.
+        is_joint: all ranks meet for this load; else each makes it at its own pace.
         subject: what this rank loads; see :meth:`..ranks.coordinator.Coordinator.watched`.
-        make_load: called once the ranks are together.
+        reason: why it is left to stock.
+        device: of shards.
+        packing_unsupported_reason: why weights cannot be packed in shards; "" if they can.
     """
 
-    meeting_kind: MeetingKind | None
-    subject: str
-    make_load: Callable[[Coordinator], Load]
+    way: Way
+    settings: StreamingConfig
+    ds_config: Mapping[str, Any]
+    is_joint: bool = False
+    subject: str = ""
+    reason: str = ""
+    device: torch.device = torch.device("cpu")
+    packing_unsupported_reason: str = ""
 
 
 def choose(
     cls: Any, path: Any, kwargs: Mapping[str, Any], ds_config: dict[str, Any], strict: bool | None, *, is_zero3: bool
-) -> Choice | str:
+) -> Choice:
     """Choose the load into shards, ZeRO-3's partitions, models that FSDP2 (by accelerate) will shard or AutoTP cut, or
     whole models whose ranks share the reading; or else say why it is left to stock.
 
     `ds_config` may have any stage, and is empty if there is none, as there may be inside a ``zero.Init``, too; the
     other arguments are those of ``from_pretrained``.
     """
-    with suppress(ConfigError):  # raised below, where the other ranks are told
-        if (settings := settings_for(ds_config, strict)).destination:
-            meeting_kind = LOAD if is_one_of_several() else None
-            return Choice(meeting_kind, "", partial(_load_by_plugin, ds_config, settings))
     if is_zero3:
         from ..destinations.deepspeed import zero3  # imports deepspeed, which takes seconds
 
         zero3.init_distributed()
-        return Choice(LOAD, "", partial(_load_partitioned, ds_config, strict))
-    from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed
-
-    warn_of_late_config()
+    else:
+        warn_of_late_config()
     with expected_at(LOAD):
-        sharding = distributed_config_of(kwargs)
-        if sharding is not None:
+        chosen = partial(Choice, settings=(settings := settings_for(ds_config, strict)), ds_config=ds_config)
+        if settings.destination:
+            return chosen(way=Way.PLUGIN, is_joint=is_one_of_several())
+        if is_zero3:
+            refuse_pieces(path, kwargs)
+            return chosen(way=Way.PARTITIONS, is_joint=True)
+        if reason := _reason_of_folder(path, kwargs):
+            return chosen(way=Way.STOCK, reason=reason)
+        from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed
+
+        if (sharding := distributed_config_of(kwargs)) is not None:
             if is_pipeline(sharding):
-                why = f"with pp_size={sharding.pp_size} ranks hold different models"
-                warn_of_stock_load(why)
-                return why
-            because = cuts_matrices(sharding)
-            return Choice(LOAD, "", partial(_load_sharded, ds_config, strict, init_distributed(), because))
+                reason = f"with pp_size={sharding.pp_size} ranks hold different models"
+                warn_of_stock_load(reason)
+                return chosen(way=Way.STOCK, reason=reason)
+            shards = chosen(way=Way.SHARDS, is_joint=True, packing_unsupported_reason=cuts_matrices(sharding))
+            return replace(shards, device=init_distributed())
     subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
     will_be_cut = _will_be_cut_by_autotp(ds_config)
     if (will_be_cut or (not ds_config and shards_by_fsdp2())) and not _placement_argument(kwargs):
-        from .deferral import Deferral  # imports torch's FSDP2
-
-        reader = "the first rank of each node" if is_fsdp_enabled() else "each rank"
-        with expected_at(LOAD):
-            settings = settings_for(ds_config, strict)
         # Ranks meet when the model is sharded. Until then they only need each other where one reads for others.
-        meeting_kind = LOAD if mount_of(path) or settings.read_from != "all" else None
-        load = Deferral.load_for_autotp if will_be_cut else partial(Deferral.load, stock_reader=reader)
-        return Choice(meeting_kind, subject, partial(load, settings))
+        is_joint = bool(mount_of(path)) or settings.read_from != "all"
+        return chosen(way=Way.AUTOTP if will_be_cut else Way.FSDP2, is_joint=is_joint, subject=subject)
     has_group = is_one_of_several()
-    if (has_group or announced_ranks() > 1) and (why := _stock_reason(kwargs)):
-        warn_of_stock_load(why)
-        return why
+    if (has_group or announced_ranks() > 1) and (reason := _stock_reason(kwargs)):
+        warn_of_stock_load(reason)
+        return chosen(way=Way.STOCK, reason=reason)
     if not has_group:
         warn_without_group(path)
-        return ALONE if announced_ranks() <= 1 else "its ranks had no process group yet"
-    with expected_at(LOAD):
-        settings = settings_for(ds_config, strict)
+        reason = ALONE if announced_ranks() <= 1 else "its ranks had no process group yet"
+        return chosen(way=Way.STOCK, reason=reason)
     if settings.share_reads:
-        return Choice(LOAD, subject, partial(_load_replicated, ds_config, settings))
-    return "outside ZeRO-3 each rank has all of the model; with share_reads=True each reads a part of it for all"
+        return chosen(way=Way.WHOLE, is_joint=True, subject=subject)
+    reason = "outside ZeRO-3 each rank has all of the model; with share_reads=True each reads a part of it for all"
+    return chosen(way=Way.STOCK, reason=reason)
 
 
-def _will_be_cut_by_autotp(ds_config: Mapping[str, Any]) -> bool:
-    """Whether ``deepspeed.initialize`` with `ds_config`, not of ZeRO-3, cuts whole models, and converts no experts."""
-    size = (ds_config.get("tensor_parallel") or {}).get("autotp_size", 0)
-    return isinstance(size, int) and size > 1 and not (ds_config.get("expert_parallel") or {}).get("enabled")
-
-
-def choose_for_one_rank(
-    path: Any, kwargs: Mapping[str, Any], ds_config: dict[str, Any], strict: bool | None
-) -> Callable[[Coordinator], Load]:
-    """Return the function that loads without other ranks what stock cannot: a whole model from a URL.
+def for_one_rank(choice: Choice, path: Any, kwargs: Mapping[str, Any]) -> Choice:
+    """In place of a `choice` that leaves to stock what it cannot read: a whole model, without other ranks.
 
     Raises an UnsupportedError if the call asks for more than a whole model in host memory.
     """
@@ -123,33 +133,94 @@ def choose_for_one_rank(
             f"{path}: with {what} this load is left to transformers, which cannot read weights from a URL. Leave it "
             "out and move the model afterwards, or download the checkpoint."
         )
-    return partial(_load_replicated, ds_config, settings_for(ds_config, strict))
+    return replace(choice, way=Way.WHOLE, is_joint=False, subject="")
 
 
-def _load_by_plugin(ds_config: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
-    """A load into a destination that a plug-in brings."""
-    places = {name: place for plugin in plugins() for name, place in plugin.destinations.items()}
-    if settings.destination not in places:
-        raise ConfigError(
-            f"destination: expected one that a plug-in brings ({', '.join(sorted(places)) or 'none is installed'}); "
-            f"got {settings.destination!r}. {broken_plugins()}".rstrip()
+def make_load(choice: Choice, coordinator: Coordinator) -> Load:
+    """The load that was chosen; called once the ranks are together, if they meet for it."""
+    settings, ds_config = choice.settings, choice.ds_config
+    match choice.way:
+        case Way.PLUGIN:
+            return Load(settings, config_without_auto(ds_config), coordinator, _of_plugin(choice, coordinator))
+        case Way.PARTITIONS:
+            return _load_partitioned(choice, coordinator)
+        case Way.SHARDS:
+            from ..destinations.dtensor import DTensors  # imports torch's FSDP2
+
+            shards = DTensors(
+                coordinator,
+                choice.device,
+                packing_unsupported_reason=choice.packing_unsupported_reason,
+                shares_reads=not settings.compares_values,
+            )
+            return Load(settings, config_without_auto(ds_config), coordinator, shards)
+        case Way.FSDP2:
+            from .deferral import Deferral
+
+            reader = "the first rank of each node" if is_fsdp_enabled() else "each rank"
+            return Deferral.load(settings, coordinator, stock_reader=reader)
+        case Way.AUTOTP:
+            from .deferral import Deferral
+
+            return Deferral.load_for_autotp(settings, coordinator)
+        case _:
+            return _load_whole(choice, coordinator)
+
+
+def refuse_pieces(path: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise an UnsupportedError for a folder that torch alone can read, into a model that is sharded already."""
+    if pieces := _pieces_in(path, kwargs):
+        raise UnsupportedError(
+            f"{pieces}, which are not read in parts. Save it with save_pretrained(distributed_checkpoint=False)."
         )
-    make: Callable[..., Destination] = import_object(places[settings.destination])
-    return Load(settings, config_without_auto(ds_config), coordinator, make(coordinator, settings, ds_config))
 
 
-def _load_partitioned(ds_config: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:
+def _reason_of_folder(path: Any, kwargs: Mapping[str, Any]) -> str:
+    """Why what is in a folder is left to stock, with a warning; "" if it is not."""
+    if not (pieces := _pieces_in(path, kwargs)):
+        return ""
+    reason = f"{pieces}, of which torch reads what each rank needs"
+    warn_of_stock_load(reason)
+    return reason
+
+
+def _pieces_in(path: Any, kwargs: Mapping[str, Any]) -> str:
+    """A phrase for a folder that ``save_pretrained(distributed_checkpoint=True)`` wrote; "" for any other."""
+    find = getattr(modeling_utils, "get_distributed_checkpoint_dir", None)  # from transformers 5.20 on
+    others = (kwargs.get("subfolder") or "", kwargs.get("gguf_file"), kwargs.get("state_dict"))
+    folder = None if find is None or path is None else find(path, *others)
+    return f"{folder} holds a distributed checkpoint in pieces of safetensors, one for each rank" if folder else ""
+
+
+def _will_be_cut_by_autotp(ds_config: Mapping[str, Any]) -> bool:
+    """Whether ``deepspeed.initialize`` with `ds_config`, not of ZeRO-3, cuts whole models, and converts no experts."""
+    size = (ds_config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    return isinstance(size, int) and size > 1 and not (ds_config.get("expert_parallel") or {}).get("enabled")
+
+
+def _of_plugin(choice: Choice, coordinator: Coordinator) -> Destination:
+    """The destination that a plug-in brings under the name in the settings."""
+    found = {name: function for plugin in plugins() for name, function in plugin.destinations.items()}
+    name = choice.settings.destination
+    if name not in found:
+        raise ConfigError(
+            f"destination: expected one that a plug-in brings ({', '.join(sorted(found)) or 'none is installed'}); "
+            f"got {name!r}. {broken_plugins()}".rstrip()
+        )
+    make: Callable[..., Destination] = import_object(found[name])
+    return make(coordinator, choice.settings, choice.ds_config)
+
+
+def _load_partitioned(choice: Choice, coordinator: Coordinator) -> Load:
     from ..destinations.deepspeed import partitioned, zero3
 
     refuse_unsafe_partitions()
-    settings, around, full_config = (
-        settings_for(ds_config, strict),
-        partitioned.open_init(),
-        config_without_auto(ds_config),
-    )
+    ds_config, around = choice.ds_config, partitioned.open_init()
+    full_config = config_without_auto(ds_config)
     if around is not None:
         full_config = partitioned.config_of(around, full_config if ds_config else {})
-    load = Load(settings, full_config, coordinator, partitioned.Partitioned(full_config, coordinator, around=around))
+    partitions = partitioned.Partitioned(full_config, coordinator, around=around)
+    load = Load(choice.settings, full_config, coordinator, partitions)
     zero3.refuse_unsupported(full_config)
     if _builds_without_memory():
         raise UnsupportedError(
@@ -166,39 +237,20 @@ def is_pipeline(distributed_config: Any) -> bool:
     return getattr(distributed_config, "pp_size", 1) not in (None, 1)
 
 
-def _load_sharded(
-    ds_config: dict[str, Any],
-    strict: bool | None,
-    device: torch.device,
-    packing_unsupported_reason: str,
-    coordinator: Coordinator,
-) -> Load:
-    from ..destinations.dtensor import DTensors  # imports torch's FSDP2
-
-    settings = settings_for(ds_config, strict)
-    shards = DTensors(
-        coordinator,
-        device,
-        packing_unsupported_reason=packing_unsupported_reason,
-        shares_reads=not settings.compares_values,
-    )
-    return Load(settings, config_without_auto(ds_config), coordinator, shards)
-
-
-def _load_replicated(ds_config: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
-    full_config = config_without_auto(ds_config)
+def _load_whole(choice: Choice, coordinator: Coordinator) -> Load:
+    full_config = config_without_auto(choice.ds_config)
     replicas: Destination
-    if ds_config:
+    if choice.ds_config:
         from ..destinations.deepspeed.flat import EngineReplicas
 
-        replicas = EngineReplicas(full_config, coordinator, settings)
+        replicas = EngineReplicas(full_config, coordinator, choice.settings)
     else:
         from ..destinations.replicated import Replicated
 
         kind = accelerators.kind()
         device = (kind and accelerators.device_of_rank(kind, announced_local_rank())) or torch.device("cpu")
-        replicas = Replicated(coordinator, settings, device)
-    return Load(settings, full_config, coordinator, replicas)
+        replicas = Replicated(coordinator, choice.settings, device)
+    return Load(choice.settings, full_config, coordinator, replicas)
 
 
 def settings_for(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:

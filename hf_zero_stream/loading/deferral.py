@@ -14,7 +14,6 @@ reads what is kept of each, and ranks read for each other what DeepSpeed has lef
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
@@ -26,7 +25,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..accelerators import collective_device
-from ..bindings.table import installed
+from ..bindings.table import DEFERRED, installed
 from ..checkpoint.lazy import LazyTensor, materialise_written
 from ..checkpoint.nodes import View
 from ..destinations.base import Destination, fill_whole
@@ -40,7 +39,6 @@ from ..holdings.fsdp import local_shard_of
 from ..holdings.holding import LocalShard
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
-from ..registry import PatchScope
 from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig
@@ -77,6 +75,7 @@ class Deferral:
     @classmethod
     def load(cls, config: StreamingConfig, coordinator: Coordinator, stock_reader: str) -> Load:
         """A load that leaves a model's parameters lazy, until accelerate shards it; `stock_reader` as in reports."""
+        fsdp.param_class()  # raises a VersionError for one that is not known
         return cls(config, stock_reader)._load(coordinator, fsdp.no_byte_shards_reason())
 
     @classmethod
@@ -123,8 +122,7 @@ class Deferral:
                 module.register_forward_pre_hook(self.fill_whole)
                 module.register_state_dict_pre_hook(self.fill_whole)
                 module.register_load_state_dict_pre_hook(self.fill_whole)
-        installed(PatchScope.DEFERRED).__enter__()
-        weakref.finalize(self, installed(PatchScope.DEFERRED).__exit__)
+        installed(DEFERRED).while_alive(self)
 
     def detach(self, model: nn.Module) -> list[nn.Module]:
         """Undo what was done to `model` for the time until it is prepared; returns what has been loaded in it."""
@@ -209,7 +207,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
             replacement = MetaReplacement(model, lazy, accelerator, coordinator)
             with set_in_context(_is_sharding, True):
                 model = original(accelerator, model)
-            destination = replacement.put_back(model)
+            destination = replacement.put_back(model, shares_reads=not first.config.compares_values)
             destination.stock_reader = first._stock_reader
             report: Any = first.fill(model, coordinator, destination)
             for owner in owners:

@@ -16,7 +16,6 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..bindings.table import installed
 from ..destinations.base import Batch, Destination
 from ..destinations.skeleton import skeleton_of
 from ..engine.load import Load
@@ -37,7 +36,7 @@ from ..settings import scope
 from ..settings.config import StreamingConfig, buildable_config, config_without_auto, refuse_settings
 from ..settings.values import floating_dtype
 from .arguments import MODEL_FILES, prefetching
-from .choice import is_pipeline, refuse_sharding, settings_for, warn_of_open_dtype
+from .choice import is_pipeline, refuse_pieces, refuse_sharding, settings_for, warn_of_open_dtype
 from .integration import outside_zero_init
 
 
@@ -250,10 +249,11 @@ def lazily_loaded(
         optional=optional,
         rename=rename,
     )
-    with installed(session.patch_scope), scope.inside(), prefetching(path, kwargs, MODEL_FILES), outside_zero_init():
+    with zero3_hidden(), scope.inside(), prefetching(path, kwargs, MODEL_FILES), outside_zero_init():
+        refuse_pieces(path, kwargs)
         cls = model_class or model_class_of(path, kwargs)
         try:
-            with zero3_hidden(), collector_paused(), session:
+            with collector_paused(), session:
                 cls.from_pretrained(path, **{"dtype": "auto", **kwargs})
         except Stopped as stopped:
             return stopped.lazy_model
@@ -277,7 +277,7 @@ def lazily_loaded_like(model: Any, path: str, load: Load, *, dtype: torch.dtype,
     def load_into_skeleton(cls: Any, /, path: str, **kwargs: Any) -> Any:
         if quantized := _quantization_config(path, kwargs):
             kwargs["config"].quantization_config = quantized
-            dequantising = tool("a config that dequantises", "packed", f"{path}: its quantization_config")
+            dequantising = tool("dequantising", "packed", f"{path}: its quantization_config")
             kwargs["quantization_config"] = dequantising(quantized, kwargs.get("quantization_config"))
         return PreTrainedModel.from_pretrained.__func__(cls, path, **kwargs)
 

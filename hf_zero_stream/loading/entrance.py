@@ -13,14 +13,13 @@ from functools import partial
 from typing import Any
 
 from ..holdings.introspection import (
-    FORGETS,
     LOADED_FROM,
     LOADED_SHAPES,
     accelerator_state,
-    is_dequantised,
+    forget_quantizer,
     whole_shape,
 )
-from ..registry import has_tool, tool
+from ..registry import has_tool
 from ..reports.closing import tell_of_stock
 from ..seams.ds_config import active_config
 from ..settings import scope
@@ -68,8 +67,8 @@ def from_pretrained_hook(original: StockFunction, cls: Any, *args: Any, **kwargs
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     note_source(model, path, kwargs)
     expect_zero3(model, path)
-    if is_dequantised(model) and has_tool(FORGETS):  # without one, the save of it is an error
-        tool(FORGETS, "packed")(model)
+    if has_tool("forget_quantizer"):  # without one, the save of it is an error
+        forget_quantizer(model)
     return result
 
 
@@ -95,11 +94,12 @@ def _is_stock_load(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
 
     Raises a ConfigError, as every load, if settings are wrong.
     """
-    settings = StreamingConfig.resolve(scope.current_config(), {})
     path = kwargs.get("pretrained_model_name_or_path", path)
-    asks = settings.strict or bool(settings.destination) or not _OURS.isdisjoint(kwargs) or may_be_at_url(path)
-    asks = asks or announced_ranks() > 1
-    return not (asks or _may_stream() or announces_zero3() or shards_by_fsdp2() or active_config()[0])
+    asks = not _OURS.isdisjoint(kwargs) or may_be_at_url(path) or announced_ranks() > 1
+    if asks or _may_stream() or announces_zero3() or shards_by_fsdp2() or active_config()[0]:
+        return False
+    settings = StreamingConfig.resolve(scope.current_config(), {})
+    return not settings.strict and not settings.destination
 
 
 def _may_stream() -> bool:

@@ -10,25 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import modeling_utils
 from transformers.utils import logging
 
-from ..bindings.table import installed
 from ..checkpoint.formats import has_unfinished
-from ..engine.load import Load
 from ..errors import PACKAGE
 from ..holdings.introspection import is_inside_zero_init
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.closing import tell_of_stock
 from ..reports.measures import collector_paused
-from ..seams.ds_config import ModelsConfig, active_config
+from ..seams.ds_config import ModelsConfig, active_config, zero3_hidden
 from ..seams.loading import raise_if_misfit
 from ..seams.session import Original, Session
 from ..settings import scope
 from ..settings.config import buildable_config
 from ..sources.by_path import mount_of, mounted_by_plugin
 from .arguments import MODEL_FILES, load_with_prefetch, model_of, url_of
-from .choice import Choice, choose, choose_for_one_rank, settings_for
+from .choice import Choice, Way, choose, for_one_rank, make_load, refuse_pieces
 
 
 logger = logging.get_logger(__name__)
@@ -40,7 +39,7 @@ Stock = Callable[..., Any]
 def from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``PreTrainedModel.from_pretrained``, perhaps in the ``__init__`` of a model that is being loaded."""
     around = Session.current()
-    if not scope.active_configs() or (around is not None and not around.building):
+    if not scope.active_configs() or (around is not None and not around.is_building):
         return original(cls, *args, **kwargs)
     stock = functools.partial(load_with_prefetch, MODEL_FILES, original, cls, *args)
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
@@ -103,13 +102,24 @@ def _nested(around: Session, stock: Stock, path: Any, kwargs: dict[str, Any], st
     if around.stock_reason or not is_lazy:
         return _stock_from_pretrained(stock, kwargs, strict)
     around.has_nested = True
-    if kwargs.get("device_map") is not None:
-        raise ValueError("DeepSpeed Zero-3 is not compatible with passing a `device_map`.")  # transformers' words
+    _refuse_device_map(kwargs)
+    refuse_pieces(path, kwargs)
     # Without one transformers takes the context in which the model is built, the meta device, for a mistake.
     kwargs["device_map"] = torch.device("cpu")
     with Session(around.load, inside=around, strict=strict):
         finish_saves_into(path, around.load.config.read_from, around.load.coordinator)
         return stock(**kwargs)
+
+
+def _refuse_device_map(kwargs: Mapping[str, Any]) -> None:
+    """Raise what stock raises for a `device_map`, which transformers also makes for a model that it shards."""
+    is_refused = kwargs.get("device_map") is not None
+    if any(kwargs.get(name) is not None for name in ("distributed_config", "tp_plan", "tp_size")):
+        from ..seams.sharding import distributed_config_of
+
+        is_refused = is_refused or distributed_config_of(kwargs) is not None
+    if is_refused:
+        raise ValueError("DeepSpeed Zero-3 is not compatible with passing a `device_map`.")  # transformers' words
 
 
 def _load(
@@ -118,26 +128,26 @@ def _load(
     """Stream, together with the other ranks; or leave the load to stock."""
     ds_config, is_zero3 = active_config(own_config)
     choice = choose(cls, path, kwargs, ds_config, strict, is_zero3=is_zero3 or is_inside_zero_init())
-    if isinstance(choice, Choice):
-        if choice.meeting_kind is None:
-            return _run_stock_with_seams(choice.make_load, Coordinator.of_this_rank(), stock, path, kwargs)
-        with meeting(choice.meeting_kind, choice.subject) as coordinator:
-            return _run_stock_with_seams(choice.make_load, coordinator, stock, path, kwargs)
-    if url_of(path, kwargs) or mount_of(path):  # which stock cannot read
-        make_load = choose_for_one_rank(path, kwargs, ds_config, strict)
-        return _run_stock_with_seams(make_load, Coordinator.of_this_rank(), stock, path, kwargs)
-    result = _stock_from_pretrained(stock, kwargs, settings_for(ds_config, strict).strict)
-    tell_of_stock(model_of(result), choice)
-    return result
+    if choice.way is Way.STOCK:
+        if not url_of(path, kwargs) and not mount_of(path):  # which stock cannot read
+            result = _stock_from_pretrained(stock, kwargs, choice.settings.strict)
+            tell_of_stock(model_of(result), choice.reason)
+            return result
+        choice = for_one_rank(choice, path, kwargs)
+    if not choice.is_joint:
+        return _stream(choice, Coordinator.of_this_rank(), stock, path, kwargs)
+    with meeting(LOAD, choice.subject) as coordinator:
+        return _stream(choice, coordinator, stock, path, kwargs)
 
 
 @collector_paused()
-def _run_stock_with_seams(
-    make_load: Callable[[Coordinator], Load], coordinator: Coordinator, stock: Stock, path: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Call stock's `from_pretrained` with our seams, which make it stream."""
-    load = make_load(coordinator)
+def _stream(choice: Choice, coordinator: Coordinator, stock: Stock, path: Any, kwargs: dict[str, Any]) -> Any:
+    """Call stock's `from_pretrained`, in which our seams make it stream."""
+    load = make_load(choice, coordinator)
     finish_saves_into(path, load.config.read_from, load.coordinator)
+    hides_zero3 = load.destination.hides_zero3
+    if hides_zero3:
+        _refuse_device_map(kwargs)
     # A context with the host as torch's default device would slow every function of torch.
     on_the_host = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     session = Session(load, strict=load.config.strict)
@@ -145,7 +155,7 @@ def _run_stock_with_seams(
     with (
         closing(load),
         mounted_by_plugin(path, coordinator),
-        installed(session.patch_scope),  # another thread may leave streaming() while this one loads
+        zero3_hidden(),
         outside_zero_init(),
         session,
         load.memory,
@@ -153,6 +163,13 @@ def _run_stock_with_seams(
         torch.inference_mode(False),
         on_the_host,
     ):
+        if hides_zero3:
+            # transformers' own tests look for this line, which it logs where it finds ZeRO-3.
+            modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
+            if load.config.random_numbers == "stock":
+                from ..seams.building import drawing_as_stock
+
+                session.while_building.enter_context(drawing_as_stock(load.destination.device))
         result = stock(**kwargs)
     if session.stock_reason:
         load.coordinator.require_same("stock")

@@ -76,11 +76,11 @@ class MetaReplacement:
         self._coordinator.run(dist.broadcast, everyones, 0)
         return everyones.cpu()
 
-    def put_back(self, model: nn.Module) -> DTensors:
-        """Put lazy values and buffers into the sharded `model`; returns its destination."""
+    def put_back(self, model: nn.Module, *, shares_reads: bool) -> DTensors:
+        """Put lazy values and buffers into the sharded `model`; returns its destination (see that for the rest)."""
         for (module, key), buffer in self._buffers:
             module._buffers[key] = buffer.to(self._device)
-        destination = DTensors(self._coordinator, self._device)
+        destination = DTensors(self._coordinator, self._device, shares_reads=shares_reads)
         destination.observe(model)
         for values, places in self._sources:
             module, key = places[0]

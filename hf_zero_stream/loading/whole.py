@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers.utils import logging
 
-from ..bindings.table import installed
+from ..bindings.table import WHOLE, installed
 from ..bindings.tracebacks import callers_line
-from ..registry import PatchScope
 from ..seams.ds_config import active_config
 from ..settings.config import (
     announced_local_rank,
@@ -76,8 +75,7 @@ def expect_zero3(model: Any, path: Any) -> None:
     if not is_one_of_several() or announces_zero3() or active_config()[1]:
         return  # there is one, or all has been said
     _lines[model] = f"{path} has been loaded whole by every rank ({callers_line()})"
-    installed(PatchScope.WHOLE).__enter__()
-    weakref.finalize(model, installed(PatchScope.WHOLE).__exit__)
+    installed(WHOLE).while_alive(model)
 
 
 def partition(original: Callable[..., Any], self: Any, ds_config: Any, module: nn.Module, *args: Any) -> Any:

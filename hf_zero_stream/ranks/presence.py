@@ -65,7 +65,7 @@ class Presence:
             server = server.underlying_store
         # Of stores other than TCP stores: this host's own name.
         towards = getattr(server, "host", socket.gethostname())
-        self.watch: Watch | None = tool("watch", "watch")(self, towards) if has_tool("watch") else None
+        self.watch: Watch | None = tool("HostWatch", "watch")(self, towards) if has_tool("HostWatch") else None
         self.location = Location.here(*(self.watch.ports if self.watch else ()))
         # Before the interpreter is gone: a thread that is inside torch then would abort the process.
         self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=10)

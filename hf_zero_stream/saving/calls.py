@@ -24,9 +24,8 @@ from ..bindings.tracebacks import shortening
 from ..checkpoint.lazy import LazyTensor
 from ..errors import PeerError, SaveError, UnsupportedError
 from ..holdings.introspection import (
-    FORGETS,
+    forget_quantizer,
     has_partition,
-    is_dequantised,
     is_gathered_whole,
     is_packed,
     is_sharded,
@@ -35,7 +34,7 @@ from ..holdings.introspection import (
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.presence import Presence, is_alone
 from ..ranks.rendezvous import SAVE, DoneAlone, pass_by
-from ..registry import PatchScope, tool
+from ..registry import PatchScope
 from ..reports.save import SaveReport
 from ..seams.saving import is_laying_out
 from ..seams.wrappers import unwrapped
@@ -102,8 +101,8 @@ def save_pretrained(
 
 def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """``PreTrainedModel.save_pretrained``."""
-    if active_configs() and is_dequantised(self):  # it may have been loaded outside
-        tool(FORGETS, "packed")(self)
+    if active_configs():
+        forget_quantizer(self)  # it may have been loaded outside
     bound = SIGNATURE.bind(self, *args, **kwargs)
     arguments = bound.arguments
     if not _is_ours(arguments):

@@ -109,7 +109,7 @@ class Snapshot:
         handle = register_optimizer_step_pre_hook(uncompiled(self._before_step))
         self._watching.callback(handle.remove)
         self._watching.enter_context(edits_call(self.secure, self._steps.editors))
-        self._watching.enter_context(installed(PatchScope.SNAPSHOT))
+        self._watching.enter_context(installed(PatchScope.SAVE))
 
     def take_what_passes(self, plan: WritePlan, threads: int) -> None:
         """Copy values in memory that does not last, such as buffers, or write them where there is no room."""

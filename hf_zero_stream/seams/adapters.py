@@ -62,7 +62,7 @@ def inject_adapter(
         return original(self, model, adapter_name, *args, **kwargs)
     _refuse_replicas(model)
     if is_packed(model):
-        original = partial(tool("adapters on packed weights", "packed"), original)
+        original = partial(tool("inject_adapter", "packed", "adapters on packed weights"), original)
     result = original(self, model, adapter_name, *args, **kwargs)
     _keep_alike(model, adapter_name)
     return result

@@ -86,7 +86,7 @@ def zero3_hidden() -> Iterator[None]:
     """Inside, transformers and its models find no DeepSpeed config in this thread."""
     _update_reference(hiding=1)
     try:
-        with set_in_context(_hidden, True), installed(PatchScope.HIDING):
+        with set_in_context(_hidden, True), installed(PatchScope.LOAD):
             yield
     finally:
         _update_reference(hiding=-1)

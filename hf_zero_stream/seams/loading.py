@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import core_model_loading, modeling_utils
+from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
 from ..bindings.install import override_methods
@@ -32,6 +32,7 @@ from ..holdings.introspection import has_partition, keeping_groups
 from ..ranks.coordinator import Coordinator
 from ..registry import tool
 from ..sources.base import is_url
+from .converters import lazy_converters
 from .ds_config import zero3_hidden
 from .session import Original, Session, Stopped, bars_hidden, in_session, without_threads
 
@@ -44,13 +45,13 @@ def get_hf_quantizer(
     session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Leave quantised loads to a plug-in; versions that pass no `gguf_file` here make values of such a file."""
-    session.quantised, file = None, kwargs.get("gguf_file")
+    session.knows_config, session.quantised, file = True, None, kwargs.get("gguf_file")
     holders = [config, config.get_text_config(decoder=True)]
     configs = [quantization_config, *(getattr(each, "quantization_config", None) for each in holders)]
     if file is None and all(each is None for each in configs):
         return original(config, quantization_config, *args, **kwargs)
     what = f"{getattr(config, 'name_or_path', '') or 'this checkpoint'}: {file or 'its quantization_config'}"
-    session.quantised = tool("a quantised checkpoint", "packed", what)(session)
+    session.quantised = tool("PackedLoad", "packed", what)(session)
     session.load.destination.stock_reader = ""  # of such a checkpoint every rank may read all
     return session.quantised.quantizer(original, config, quantization_config, *args, **kwargs)
 
@@ -66,10 +67,9 @@ def load_pretrained_model(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run transformers' function on a state dict of lazy tensors."""
-    session.refuse_uncalled("get_init_context")
-    load, is_part = session.load, session.inside is not None
-    quantised = session.quantised
+    """Run transformers' function on a state dict of lazy tensors; the methods that it calls next are ours."""
+    session.while_building.close()
+    load, is_part, quantised = session.load, session.inside is not None, session.quantised
     if session.model is None and quantised is not None:
         quantised.leave_to_stock(checkpoint_files, load_config)
     if session.model is not None or session.stock_reason:
@@ -78,15 +78,13 @@ def load_pretrained_model(
         whose = f"from_pretrained of {type(model).__name__}"
         refuse_wrapped(model.named_parameters(), whose, "Load it without streaming().")
     session.model = model
-    if load.destination.hides_zero3 and not is_part:
-        session.built = dict(model.named_parameters(remove_duplicate=False))
     load.clock.add_rest("model")
     load.destination.observe(model)
     slices = _open(session, state_dict, checkpoint_files, load_config)
     if session.rename is not None:
         slices = {session.rename(name): piece for name, piece in slices.items()}
     converting = nullcontext() if quantised is None else quantised.converting(load_config.hf_quantizer)
-    with load.clock("plan"), zero3_hidden(), converting, keeping_groups(model):
+    with load.clock("plan"), converting, keeping_groups(model), lazy_converters(load_config.weight_mapping or ()):
         # Of a model inside another the dtype does not count: that of the outer one does.
         dtype = load.destination.dtype(None if is_part else load_config.dtype)
         if dtype is not None:
@@ -96,39 +94,87 @@ def load_pretrained_model(
             # Parameters take DeepSpeed's dtype, as in stock, by a single cast from the file's.
             load_config = replace(load_config, dtype=dtype)
         if load.destination.takes_dtensors:  # transformers would allocate as much as the whole model takes
+            from .sharding import unshard
+
             load_config = replace(load_config, device_map=None)
+            unshard(model)
         try:
             with bars_hidden(), without_threads():  # that loop loads nothing, and our own bar counts bytes
-                result = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
+                info, *rest = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
         except Exception:
             load.refuse_absent()  # an absent tensor may be why
             raise
         load.refuse_absent()
-        result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
-        return result
+        info.unexpected_keys.difference_update(load.absent)  # they are in no shard
+    if quantised is not None and not session.has_nested:  # else files are numbered in another way
+        with load.clock("plan"):
+            quantised.pack(model, load.destination.dtype(load_config.dtype), info)
+    _plant(session, model, load_config, info)
+    return info, *rest
+
+
+def _plant(session: Session, model: Any, load_config: Any, loading_info: Any) -> None:
+    """Give `model` own methods in place of those of its class that transformers calls next, each once."""
+    move_missing = model._move_missing_keys_from_meta_to_device
+    new: dict[str, tuple[torch.Tensor, int]] = {}
+    """By the name of each buffer that the load has made, and filled with zeros: it, and its version then."""
+
+    def place(missing: Any, device_map: Any, device_mesh: Any, hf_quantizer: Any) -> None:
+        session.called.add("_move_missing_keys_from_meta_to_device")
+        del model._move_missing_keys_from_meta_to_device
+        empty = {name for name, it in model.named_buffers() if it.is_meta and not isinstance(it, LazyTensor)}
+        _place(session, model, load_config, loading_info)
+        if session.inside is None and not session.load.destination.fills_missing:
+            # With the environment variable by which FSDP loads on rank 0 alone, others would get nothing here, unless
+            # their model is quantised: that is all that transformers takes from its quantizer.
+            move_missing(missing, device_map, device_mesh, hf_quantizer or True)
+        for name, buffer in model.named_buffers():
+            if name in empty and not buffer.is_meta:
+                new[name] = buffer.zero_(), 0 if buffer.is_inference() else buffer._version
+        if any(isinstance(param, DTensor) for param in model.parameters()):
+            install_model_rows()
+
+    def initialise_missing(*_: Any) -> None:
+        del model._initialize_missing_keys
+        if session.inside is None:  # else the outer model's load does it
+            with session.load.clock("finalise"):
+                _initialise(session, model)
+            if session.load.coordinator.is_main:
+                _say_what_is_zero(model, new)
+
+    vars(model).update(_move_missing_keys_from_meta_to_device=place, _initialize_missing_keys=initialise_missing)
+
+
+def _initialise(session: Session, model: Any) -> None:
+    """Have transformers initialise what the checkpoint lacks, with the values that it touches in memory."""
+
+    def initialise(part: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        session.called.add("_initialize_weights")
+        own = partial(type(part)._initialize_weights, part, module, *args, **kwargs)
+        session.load.destination.initialise(own, module)
+
+    # Where FSDP loads on the first rank of a host, the others draw no random numbers in stock's load: what their
+    # programs draw next is what it is there.
+    draws_apart = modeling_utils.is_fsdp_enabled() and not modeling_utils.is_local_dist_rank_0()
+    callers_state = random_state() if draws_apart else None
+    with ExitStack() as stack:
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                methods = {"_initialize_weights": partial(initialise, part)}
+                if session.load.destination.takes_dtensors:
+                    from .sharding import class_of_model
+
+                    methods["is_custom_code"] = class_of_model(part).is_custom_code
+                stack.enter_context(override_methods(part, **methods))
+        model.initialize_weights()
+    if callers_state is not None:
+        set_random_state(callers_state)
 
 
 def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
     """For ``load_adapter``: an adapter is not partitioned, and under ZeRO-3 stock would fill it on rank 0 alone."""
     with zero3_hidden():
         return type(model)._load_pretrained_model(model, *args, **kwargs)
-
-
-@in_session
-def load_distributed_checkpoint(session: Session, original: Original, self: Any, folder: Any, *args: Any) -> Any:
-    """Leave to stock what ``save_pretrained(distributed_checkpoint=True)`` wrote, which it reads into shards.
-
-    Under ZeRO-3 it cannot; and nobody can have a lazy model of it.
-    """
-    pieces = f"{folder} holds a distributed checkpoint in pieces of safetensors, one for each rank"
-    if session.is_dry or session.inside is not None or session.load.destination.hides_zero3:
-        raise UnsupportedError(
-            f"{pieces}, which are not read in parts. Save it with save_pretrained(distributed_checkpoint=False)."
-        )
-    session.stock_reason = f"{pieces}, of which torch reads what each rank needs"
-    if session.load.coordinator.is_main:
-        logger.warning_once(f"hf_zero_stream leaves this load to transformers, because {session.stock_reason}.")
-    return original(self, folder, *args)
 
 
 @in_session
@@ -192,7 +238,7 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     load = session.load
     if state_dict is not None:
         if not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
-            state_dict = tool("a GGUF file", "packed")(state_dict)
+            state_dict = tool("mapped_gguf_values", "packed", "a GGUF file")(state_dict)
         return load.open_values(state_dict)
     if not files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
@@ -215,45 +261,6 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     return load.open_values(values)
 
 
-@in_session
-def finalize_model_loading(
-    session: Session, original: Original, model: Any, load_config: Any, loading_info: Any
-) -> Any:
-    """Have the model's ``_move_missing_keys_from_meta_to_device``, which transformers calls next, place values."""
-    if session.model is None or session.model is not model:
-        return original(model, load_config, loading_info)
-    move_missing = model._move_missing_keys_from_meta_to_device
-
-    new: dict[str, tuple[torch.Tensor, int]] = {}
-    """By the name of each buffer that the load has made, and filled with zeros: it, and its version then."""
-
-    def place(*args: Any, **kwargs: Any) -> None:
-        session.called.add("_move_missing_keys_from_meta_to_device")
-        empty = {name for name, it in model.named_buffers() if it.is_meta and not isinstance(it, LazyTensor)}
-        _place(session, model, load_config, loading_info)
-        if session.inside is None and not session.load.destination.fills_missing:
-            move_missing(*args, **kwargs)
-        for name, buffer in model.named_buffers():
-            if name in empty and not buffer.is_meta:
-                new[name] = buffer.zero_(), 0 if buffer.is_inference() else buffer._version
-
-    dtype = session.load.destination.dtype(load_config.dtype)
-    if session.quantised is not None and not session.has_nested:  # else files are numbered in another way
-        with session.load.clock("plan"):
-            session.quantised.pack(model, dtype, loading_info)
-    clock, inside = session.load.clock, ("plan", "wait", "read", "convert", "copy")
-    with zero3_hidden(), clock("finalise"):
-        before = sum(clock.seconds[phase] for phase in inside)
-        with override_methods(model, _move_missing_keys_from_meta_to_device=place):
-            result = original(model, load_config, loading_info)
-        if session.load.coordinator.is_main:
-            _say_what_is_zero(model, new)
-        clock.add("finalise", before - sum(clock.seconds[phase] for phase in inside))  # they count as themselves
-        if any(isinstance(param, DTensor) for param in session.model.parameters()):
-            install_model_rows()
-        return result
-
-
 def _say_what_is_zero(model: Any, new: Mapping[str, tuple[torch.Tensor, int]]) -> None:
     """Warn of those `new` buffers, which were zeros, that nothing has written to since; in stock they have any values.
 
@@ -274,11 +281,6 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
         if not session.load.checkpoint.reads_itself:
             session.load.coordinator.check()  # the reason may be that the rank that reads for this one died
         raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
-    by_hand = session.built_by_hand
-    if by_hand:
-        from .building import keep_attributes, keep_shared, keep_values
-
-        keep_shared(session, model, loading_info)
     if session.strict:
         lacking, unexpected, mismatched = _misfits(model, loading_info)
         raise_if_misfit(lacking.difference(session.optional), unexpected, mismatched)
@@ -297,12 +299,7 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
             loading_info.unexpected_keys.clear()
         raise Stopped((model, missing, tied))
     session.lacks = bool(missing - tied)
-    if by_hand:
-        missing = keep_values(session, model, missing - tied) | tied
     session.load.place(model, missing, tied)
-    if by_hand:
-        keep_attributes(session, model)
-    session.built = {}
     if session.load.destination.hides_zero3:
         vars(model)["_load_pretrained_model"] = _load_adapter
 
@@ -329,42 +326,6 @@ def _misfits(model: Any, loading_info: Any) -> tuple[set[str], set[str], set[Any
     return final.missing_keys, final.unexpected_keys, final.mismatched_keys
 
 
-@in_session
-def initialize_weights(
-    session: Session, original: Original, self: Any, module: Any, *args: Any, **kwargs: Any
-) -> None:
-    if session.building:
-        if not session.builds_values:  # the parameters are on the meta device still
-            original(self, module, *args, **kwargs)
-    elif session.inside is None:  # else the outer model's load initialises it
-        with _keeping_caller_rng(session) if session.keeps_caller_rng else nullcontext():
-            session.load.destination.initialise(lambda: original(self, module, *args, **kwargs), module)
-
-
-@contextmanager
-def _keeping_caller_rng(session: Session) -> Iterator[None]:
-    """Inside, random numbers go on from those of the session; the caller's stay what they are."""
-    callers_state = random_state()
-    if session.random_state is not None:
-        set_random_state(session.random_state)
-    try:
-        yield
-    finally:
-        session.random_state = random_state()
-        set_random_state(callers_state)
-
-
-@in_session
-def is_fsdp_enabled(session: Session, original: Original) -> bool:
-    """Ignore the environment variable by which FSDP loads on rank 0 alone: this load streams.
-
-    By it, other ranks of a host draw no random numbers in stock's load. Here they initialise what the checkpoint
-    lacks, so they draw apart: what their programs draw next is what it is in stock.
-    """
-    session.keeps_caller_rng = session.keeps_caller_rng or (original() and not modeling_utils.is_local_dist_rank_0())
-    return False
-
-
 def tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:
     """Compare partitions; transformers also asks for loaded models, whose weights it ties anew."""
     if not has_partition(source) or not has_partition(target):
@@ -374,34 +335,3 @@ def tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:
     session = Session.current()
     coordinator = Coordinator.of_default_group() if session is None else session.load.coordinator
     return partitions_equal(source, target, coordinator)
-
-
-@in_session
-def copy_converter(session: Session, original: Original, value: Any, *args: Any) -> Any:
-    """transformers copies a converter for each checkpoint key, and throws away all copies but a target's first.
-
-    So the same copy is returned until it has collected a tensor. For the 45,000 tensors of DeepSeek-V3, the copies
-    would take more than half of the planning time.
-    """
-    if not isinstance(value, core_model_loading.WeightConverter):
-        return original(value, *args)
-    template, spare = session.spares.get(id(value), (value, None))
-    if spare is None or spare.collected_tensors:
-        spare = original(value, *args)
-        session.spares[id(value)] = (template, spare)
-    return spare
-
-
-@in_session
-def convert(session: Session, original: Original, self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Run a converter again on real tensors if one of its ops (``numpy()``) cannot work on lazy ones."""
-    collected = {pattern: list(tensors) for pattern, tensors in self.collected_tensors.items()}
-    try:
-        return original(self, layer_name, *args, **kwargs)
-    except core_model_loading.SkipParameters:
-        for pattern, tensors in collected.items():
-            # A converter collects functions that return tensors, or tensors.
-            values = (tensor() if callable(tensor) else tensor for tensor in tensors)
-            self.collected_tensors[pattern] = [it.materialise() if isinstance(it, LazyTensor) else it for it in values]
-        kwargs["loading_info"].conversion_errors.pop(layer_name, None)
-        return original(self, layer_name, *args, **kwargs)

@@ -28,7 +28,7 @@ from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
 from ..dtypes import dtype_name
-from ..holdings.introspection import FORGETS, has_partition, is_dequantised, is_packed
+from ..holdings.introspection import forget_quantizer, has_partition, is_packed
 from ..registry import PatchScope, tool
 from ..settings.scope import set_in_context
 
@@ -105,7 +105,7 @@ def lay_out_pretrained(
             parameters[name] if name in parameters else type(model).get_parameter(model, name)
         ),
     }
-    with set_in_context(_current_layout, layout), override_methods(model, **methods), installed(PatchScope.LAYOUT):
+    with set_in_context(_current_layout, layout), override_methods(model, **methods), installed(PatchScope.SAVE):
         save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
         save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     if dtype is not None:
@@ -118,11 +118,10 @@ def _take_packed(model: PreTrainedModel, state_dict: dict[str, Any]) -> Mapping[
 
     Of a dequantised model, take off the attributes that a quantizer has left.
     """
-    if is_dequantised(model):
-        tool(FORGETS, "packed")(model)
+    forget_quantizer(model)
     taken: Mapping[str, tuple[TensorEntry, LazyTensor]] = {}
     if is_packed(model):
-        taken = tool("saving packed weights", "packed")(model, state_dict)
+        taken = tool("take_packed", "packed", "saving packed weights")(model, state_dict)
     return taken
 
 

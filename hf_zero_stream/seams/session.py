@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,11 +16,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..bindings.install import Replacement
-from ..bindings.table import TABLE
-from ..destinations.base import RandomState
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError
-from ..registry import PatchScope
 
 
 Original = Callable[..., Any]
@@ -35,7 +32,6 @@ def in_session(function: Callable[..., Any]) -> Replacement:
         session = _session.get()
         if session is None or session.stock_reason:
             return original(*args, **kwargs)
-        session.called.add(function.__name__)
         return function(session, original, *args, **kwargs)
 
     return inside
@@ -108,15 +104,11 @@ class Session:
         has_nested: whether the model's ``__init__`` called ``from_pretrained``.
         stock_reason: why the load is left to stock; empty while it streams.
         quantised: what a plug-in does for a checkpoint, or a call, with a quantization config; None: there is none.
-        builds_values: the model is being built by code that may look at values of tensors, not on the meta device.
-        built: the parameters that the model's ``__init__`` has made, by name, under ZeRO-3.
-        model: the lazy model, once transformers loads its weights.
-        called: the names of the functions that transformers has called: of ours, each in place of its own, and that of
-            the model's method that places the values.
+        knows_config: whether transformers has read the config, and builds the model next.
+        while_building: contexts that are left when the model has been built.
+        model: the lazy model, once it has been built and transformers loads its weights.
+        called: the names of the model's methods that transformers has called, of those that are ours by then.
         lacks: whether its checkpoint lacks parameters or buffers, which transformers initialises.
-        keeps_caller_rng: whether this rank draws no random numbers in stock's load, where it initialises nothing.
-        random_state: those that it initialises from then, once it has begun.
-        spares: a cache of :mod:`.keys`.
     """
 
     load: Load
@@ -129,54 +121,36 @@ class Session:
     has_nested: bool = field(default=False, init=False)
     stock_reason: str = field(default="", init=False)
     quantised: QuantisedLoad | None = field(default=None, init=False)
-    building: bool = field(default=False, init=False)
-    builds_values: bool = field(default=False, init=False)
-    built: dict[str, Any] = field(default_factory=dict, init=False)
+    knows_config: bool = field(default=False, init=False)
+    while_building: ExitStack = field(default_factory=ExitStack, init=False)
     model: PreTrainedModel | None = field(default=None, init=False)
     called: set[str] = field(default_factory=set, init=False)
     lacks: bool = field(default=False, init=False)
-    keeps_caller_rng: bool = field(default=False, init=False)
-    random_state: RandomState | None = field(default=None, init=False)
-    spares: dict[int, tuple[Any, Any]] = field(default_factory=dict, init=False)
 
     def __enter__(self) -> Session:
         self._token = _session.set(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.while_building.close()
         _session.reset(self._token)
 
-    @property
-    def patch_scope(self) -> PatchScope:
-        """The patch_scope whose rows are installed while the load goes on."""
-        return PatchScope.SHARDED if self.load.destination.takes_dtensors else PatchScope.LOAD
-
-    def refuse_uncalled(self, *names: str) -> None:
-        """Raise a VersionError if transformers has not called functions of ours, without which values are others."""
-        found = (*TABLE[PatchScope.LOAD], *TABLE[PatchScope.SHARDED])
-        rows = {row.leads_to.partition(":")[2] or row.of.rpartition(".")[2]: row for row in found}
-        if uncalled := [rows[name].name for name in names if name not in self.called]:
+    def refuse_incomplete(self) -> None:
+        """Raise a VersionError if transformers has returned the model without calling what gives it its values."""
+        called = {*self.called, *(("_load_pretrained_model",) if self.model is not None else ())}
+        needed = ["_load_pretrained_model", "_move_missing_keys_from_meta_to_device"]
+        if self.lacks:
+            needed.append("_initialize_weights")
+        if uncalled := [f"modeling_utils.PreTrainedModel.{name}" for name in needed if name not in called]:
             raise VersionError(
                 f"transformers {transformers.__version__} has loaded a model without calling {', '.join(uncalled)}, "
                 f"by which {PACKAGE} gives it its values: this version is not known, or another package has put "
                 f"functions of its own in their place. Load without streaming(), or install a newer {PACKAGE}."
             )
 
-    def refuse_incomplete(self) -> None:
-        """Raise as :meth:`refuse_uncalled`, when transformers has returned the model."""
-        names = ["load_pretrained_model", "finalize_model_loading", "_move_missing_keys_from_meta_to_device"]
-        if self.lacks:
-            names.append("initialize_weights")
-        if self.load.destination.takes_dtensors and "convert" in self.called:
-            names.append("is_dtensor")  # of each tensor transformers asks whether to cut it, and then converts it
-        self.refuse_uncalled(*names)
-
     @property
-    def built_by_hand(self) -> bool:
-        """Whether ``__init__`` has given the parameters more than their shapes."""
-        params = self.built.values()
-        marked = any(vars(param).keys() - {"_is_hf_initialized"} or param._backward_hooks for param in params)
-        return bool(params) and (marked or is_user_class(type(self.model)))
+    def is_building(self) -> bool:
+        return self.knows_config and self.model is None
 
     @staticmethod
     def current() -> Session | None:
@@ -196,8 +170,3 @@ class Stopped(BaseException):
 
     def __init__(self, lazy_model: LazyModel) -> None:
         self.lazy_model = lazy_model
-
-
-def is_user_class(cls: type) -> bool:
-    """Whether a model class is not transformers' own."""
-    return not cls.__module__.startswith("transformers.")

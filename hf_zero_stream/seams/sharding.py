@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from .. import accelerators
 from ..bindings.table import refuse_lacking
 from ..errors import VersionError
 from ..settings.config import announced_local_rank
-from .session import Original, Session, in_session
 
 
 _SINCE = "5.17"
@@ -37,7 +38,7 @@ def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
     """Return the config by which these arguments of ``from_pretrained`` shard the model; None if they do not.
 
     Raises what transformers raises if they contradict each other, and a VersionError if this version of transformers
-    lacks what the seams here replace: stock gives some types other values then.
+    lacks what the seams here call.
     """
     config = kwargs.get("distributed_config")
     if not is_known():
@@ -88,17 +89,21 @@ def device_type() -> str:
     return accelerators.kind() or "cpu"
 
 
-@in_session
-def is_dtensor(session: Session, original: Original, tensor: Any) -> bool:
-    """Have whole tensors converted, and put in place of sharded parameters."""
-    return False
+def unshard(model: nn.Module) -> None:
+    """Put whole parameters on the meta device in the place of sharded ones, so that whole tensors are converted."""
+    whole: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if isinstance(param, DTensor):
+                empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                made = nn.Parameter(empty, requires_grad=param.requires_grad)
+                module._parameters[key] = whole.setdefault(id(param), made)
 
 
-@in_session
-def is_custom_code(session: Session, original: Original, cls: Any) -> Any:
-    """Ask the model's own class, not the one of torch's that ``fully_shard`` has put in its place.
+def class_of_model(model: nn.Module) -> Any:
+    """The model's own class, not the one of torch's that ``fully_shard`` has put in its place.
 
-    transformers skips initialisation code of custom models, and with it buffers that only the code of a whole model
-    fills.
+    transformers takes that for custom code, of which it skips initialisation code, and with it buffers that only the
+    code of a whole model fills.
     """
-    return original(next(base for base in cls.__mro__ if not base.__module__.startswith("torch.")))
+    return next(base for base in type(model).__mro__ if not base.__module__.startswith("torch."))

@@ -13,12 +13,12 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_type_hints
 
 from ..errors import ConfigError
 from .log import LOG_VARIABLE, follow_levels, level_in
-from .values import expected_instead, parse
+from .values import Size, value_of
 
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class StreamingConfig:
         ConfigError: a value has the wrong type or lies outside its range.
     """
 
-    staging_bytes: int | str = 0
+    staging_bytes: Size = 0
     """Bound, in bytes or as in `"64MiB"`, of all staging buffers of one rank together; a single read takes an eighth
     of it at most.
 
@@ -133,7 +133,7 @@ class StreamingConfig:
     asynchronous_save: bool = False
     """Have these states written in the background, while training goes on (`save_state(asynchronous=True)`)."""
 
-    snapshot_bytes: int | str = 0
+    snapshot_bytes: Size | Literal["all"] = 0
     """The most host memory that copies for such a state take on each rank; 0: 1/8 of what the rank writes.
 
     Only what a step is about to change is copied; without room the step waits. `"all"`: copy everything at the call.
@@ -172,13 +172,8 @@ class StreamingConfig:
         return self.verify in ("sample", "full")
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_bytes") and isinstance(value, str):
-                value = parse(type(self), field.name, value, field.default, field.name)
-                object.__setattr__(self, field.name, value)
-            if allowed := expected_instead(type(self), field.name, value, field.default):
-                raise ConfigError(f"{field.name}: expected {allowed}; got {value!r}")
+        for name, annotation in _annotations().items():
+            object.__setattr__(self, name, value_of(annotation, getattr(self, name), name, is_written=False))
 
     @classmethod
     def resolve(
@@ -209,11 +204,10 @@ class StreamingConfig:
         section = {} if ds_config is None else ds_config.get(_SECTION, {})
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{_SECTION}" in the DeepSpeed config: expected a mapping; got {section!r}')
-        defaults = {field.name: field.default for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in section.items():
-            _check_known(name, defaults, f'key of "{_SECTION}" in the DeepSpeed config')
-            values[name] = parse(cls, name, value, defaults[name], f'"{_SECTION}.{name}" in the DeepSpeed config')
+            _check_known(name, _annotations(), f'key of "{_SECTION}" in the DeepSpeed config')
+            values[name] = value_of(_annotations()[name], value, f'"{_SECTION}.{name}" in the DeepSpeed config')
         return cls(**{**values, **values_in(environ)})
 
 
@@ -224,23 +218,23 @@ def values_in(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         ConfigError: a value cannot be understood or lies outside its range; the message names the variable.
     """
     level_in(environ)
-    defaults = {field.name: field.default for field in fields(StreamingConfig)}
     return {
-        name: parse(StreamingConfig, name, environ[variable], defaults[name], f"environment variable {variable}")
-        for variable, name in _variables().items()
-        if variable in environ
+        name: value_of(annotation, environ[variable], f"environment variable {variable}")
+        for name, annotation in _annotations().items()
+        if (variable := _PREFIX + name.upper()) in environ
     }
 
 
 def is_disabled() -> bool:
     """Whether :data:`DISABLE` is set in the environment; raises a ConfigError if its value is no boolean."""
     text = os.environ.get(DISABLE)
-    return text is not None and bool(parse(StreamingConfig, "", text, False, f"environment variable {DISABLE}"))
+    return text is not None and bool(value_of(bool, text, f"environment variable {DISABLE}"))
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment variables that look like settings and are none, each with the nearest name, or ""."""
-    known = {variable.removeprefix(_PREFIX): variable for variable in (*_variables(), *_OF_PROCESSES)}
+    known = {name.upper(): _PREFIX + name.upper() for name in _annotations()}
+    known |= {variable.removeprefix(_PREFIX): variable for variable in _OF_PROCESSES}
     strange = [name for each in environ if (name := each.removeprefix(_PREFIX)) != each and name not in known]
     return {_PREFIX + name: known.get(_nearest(name.upper(), known), "") for name in strange}
 
@@ -260,17 +254,16 @@ def _warn_of_variable(variable: str, near: str) -> None:
         logger.warning(f"The environment variable {variable} is no setting of hf_zero_stream, and is ignored.{hint}")
 
 
-@functools.cache
-def _variables() -> dict[str, str]:
-    """Environment variable -> field."""
-    return {_PREFIX + field.name.upper(): field.name for field in fields(StreamingConfig)}
+@functools.cache  # looking them up takes longer than the rest of `StreamingConfig()`
+def _annotations() -> dict[str, Any]:
+    """The annotation of each field, by its name."""
+    return get_type_hints(StreamingConfig, include_extras=True)
 
 
 def refuse_settings(arguments: Mapping[str, Any]) -> None:
     """Raise a ConfigError if one of a function's further `arguments` is a setting of ours."""
-    known = {field.name for field in fields(StreamingConfig)}
     for name, value in arguments.items():
-        if name in known or isinstance(value, StreamingConfig):
+        if name in _annotations() or isinstance(value, StreamingConfig):
             config = "config" if isinstance(value, StreamingConfig) else f"{name}={value!r}"
             raise ConfigError(
                 f"{name}: expected an argument of this function; got a setting. Call it inside "
@@ -282,7 +275,7 @@ def with_settings(config: StreamingConfig | None, settings: Mapping[str, Any]) -
     """`config`, or the default settings, with these ones changed; a ConfigError if one is not known or not allowed."""
     config = config or StreamingConfig()
     for name in settings:
-        _check_known(name, [field.name for field in fields(config)], "setting")
+        _check_known(name, _annotations(), "setting")
     return replace(config, **settings)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -124,8 +124,8 @@ def decorated(what: Any, make_context: MakeContext, decorator: str) -> Any:
     """`what`, a function or method of any kind, such that each call or step of a generator runs in a new context.
 
     The code that consumes a generator does not. A coroutine that waits stays in the context, with the tasks and
-    threads that it waits for. Raises :class:`ConfigError`, which names the `decorator`, if `what` is a class, or no
-    function at all.
+    threads that it waits for. Raises :class:`ConfigError`, which names the `decorator`, if `what` is a class, no
+    function at all, or an async generator.
     """
     if isinstance(what, (staticmethod, classmethod)):
         return type(what)(decorated(what.__func__, make_context, decorator))
@@ -135,10 +135,14 @@ def decorated(what: Any, make_context: MakeContext, decorator: str) -> Any:
         )
     # An object may be called like a function; inspect looks at functions, methods and functools.partial.
     body = what if inspect.isroutine(what) or isinstance(what, functools.partial) else type(what).__call__
-    for is_suspended, _, decorate in _SUSPENDED:
-        if is_suspended(body):
-            return decorate(what, make_context)
-    return _function(what, make_context)
+    if inspect.isasyncgenfunction(body):
+        raise ConfigError(
+            f"@{decorator}: expected a function, a coroutine or a generator; got {what!r}, an async generator. Write "
+            f"`with {decorator}:` around the loads and saves in it."
+        )
+    if inspect.iscoroutinefunction(body):
+        return _coroutine_function(what, make_context)
+    return (_generator_function if inspect.isgeneratorfunction(body) else _function)(what, make_context)
 
 
 def _function(function: Function, make_context: MakeContext) -> Function:
@@ -146,11 +150,10 @@ def _function(function: Function, make_context: MakeContext) -> Function:
     def inner(*args: Any, **kwargs: Any) -> Any:
         with make_context():
             result = function(*args, **kwargs)
-        # Another decorator may have made an `async def` look like a function: its body has not run yet.
-        for _, is_result, decorate in _SUSPENDED:
-            if is_result(result):
-                return decorate(lambda: result, make_context)()
-        return result
+        # Another decorator may have made a coroutine, or a generator, look like a function: its body has not run yet.
+        if inspect.iscoroutine(result):
+            return _coroutine_function(lambda: result, make_context)()
+        return _generator_function(lambda: result, make_context)() if inspect.isgenerator(result) else result
 
     return inner
 
@@ -181,30 +184,3 @@ def _generator_function(function: Function, make_context: MakeContext) -> Functi
                 step, argument = generator.throw, error
 
     return inner
-
-
-def _async_generator_function(function: Function, make_context: MakeContext) -> Function:
-    @functools.wraps(function)
-    async def inner(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        generator = function(*args, **kwargs)
-        step, argument = generator.asend, None
-        while True:
-            try:
-                with make_context():
-                    value = await step(argument)
-            except StopAsyncIteration:
-                return
-            try:
-                step, argument = generator.asend, (yield value)
-            except BaseException as error:
-                step, argument = generator.athrow, error
-
-    return inner
-
-
-_SUSPENDED: tuple[tuple[Callable[[Any], bool], Callable[[Any], bool], Callable[..., Function]], ...] = (
-    (inspect.iscoroutinefunction, inspect.iscoroutine, _coroutine_function),
-    (inspect.isgeneratorfunction, inspect.isgenerator, _generator_function),
-    (inspect.isasyncgenfunction, inspect.isasyncgen, _async_generator_function),
-)
-"""Tests and decorator of each kind of function that is suspended: is it one, is this the result of one, decorate."""

@@ -1,11 +1,12 @@
-"""The values that fields of settings allow, and how they are read from text."""
+"""The values that the annotations of settings allow, and how they are read from text."""
 
 from __future__ import annotations
 
-import functools
 import re
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from ..dtypes import dtype_name, dtype_named, is_dtype_name
 from ..errors import ConfigError
@@ -22,55 +23,54 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)")
 
-_OR_AUTO = ("keep_quantized",)
-"""Booleans that may also be "auto"."""
-
-_OR_ALL = ("snapshot_bytes",)
-"""Sizes in bytes that may also be "all"."""
-
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
+Size = Annotated[int | str, "bytes"]
+"""The annotation of a size: a number of bytes, or a text such as `"64MiB"`, which becomes one."""
 
-def expected_instead(settings: type, name: str, value: Any, default: Any) -> str:
-    """The values that the field `name` of the class `settings` allows, if `value` is none of them; else ""."""
-    if name in _OR_AUTO:
-        return "" if isinstance(value, bool) or value == "auto" else "True, False or 'auto'"
-    if name in _OR_ALL and value == "all":
-        return ""
-    # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
-    if type(value) is not type(default):
-        return type(default).__name__ + (" or 'all'" if name in _OR_ALL else "")
-    if isinstance(value, str):
-        choices = _choices(settings, name)  # none: any string
-        return "" if not choices or value in choices else f"one of {', '.join(choices)}"
-    return "at least 0" if value < 0 else ""
+_EXPECTED: Mapping[Any, str] = {
+    bool: "a boolean (1, 0, true, false, yes, no)",
+    int: "a whole number",
+    str: "a text",
+    Size: 'a whole number of bytes, or a size such as "64MiB" or "64MB"',
+}
 
 
-@functools.cache  # looking up all annotations takes longer than the rest of `StreamingConfig()`
-def _choices(settings: type, name: str) -> tuple[str, ...]:
-    return get_args(get_type_hints(settings)[name])
+def value_of(annotation: Any, value: Any, origin: str, *, is_written: bool = True) -> Any:
+    """The value of a field with this `annotation`, of one that is given; a ConfigError names the `origin` of another.
+
+    What `is_written` in a file or the environment may be text in place of a boolean or a number. Sizes may be text
+    everywhere.
+    """
+    choices = [choice for kind in _kinds(annotation) for choice in get_args(kind) if get_origin(kind) is Literal]
+    for kind in (kind for kind in _kinds(annotation) if kind in _EXPECTED):
+        if (found := _read(kind, value, is_written)) is not None:
+            return found
+    text = value.strip().lower() if is_written and isinstance(value, str) else value
+    if isinstance(text, str) and text in choices:
+        return text
+    texts = _EXPECTED if is_written else {**_EXPECTED, bool: "True or False"}
+    expected = [texts[kind] for kind in _kinds(annotation) if kind in texts]
+    if choices:
+        expected.append(f"one of {', '.join(choices)}" if not expected else " or ".join(f'"{it}"' for it in choices))
+    raise ConfigError(f"{origin}: expected {' or '.join(expected)}; got {value!r}")
 
 
-def parse(settings: type, name: str, value: Any, default: Any, origin: str) -> Any:
-    """Convert a value of a JSON file or an environment variable to the type of the field `name` of `settings`."""
-    is_boolean = isinstance(default, bool) or (name in _OR_AUTO and value != "auto")
-    parsed: Any
-    if isinstance(default, str) and not is_boolean:
-        parsed, expected = value, ""
-    elif is_boolean:
-        parsed, expected = _BOOLEANS.get(str(value).strip().lower()), "a boolean (1, 0, true, false, yes, no)"
-        expected += ' or "auto"' if name in _OR_AUTO else ""
-    elif name in _OR_ALL and str(value).strip().lower() == "all":
-        parsed, expected = "all", ""
-    elif name.endswith("_bytes"):
-        parsed, expected = parse_size(value), 'a whole number of bytes, or a size such as "64MiB" or "64MB"'
-    else:
-        parsed, expected = parse_size(value, units=False), "a whole number"
-    if parsed is None:
-        raise ConfigError(f"{origin}: expected {expected}; got {value!r}")
-    if allowed := expected_instead(settings, name, parsed, default):
-        raise ConfigError(f"{origin}: expected {allowed}; got {value!r}")
-    return parsed
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    """The annotations of a union, or the one that is no union."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _read(kind: Any, value: Any, is_written: bool) -> Any:
+    """What `value` is as one of this kind; None if it is none."""
+    if kind is str:
+        return value if isinstance(value, str) else None
+    if kind is bool:
+        written = _BOOLEANS.get(str(value).strip().lower()) if is_written else None
+        return value if isinstance(value, bool) else written
+    if is_written or (kind is Size and isinstance(value, str)):
+        return parse_size(value, units=kind is Size)
+    return value if type(value) is int and value >= 0 else None  # a bool is an int, but `staging_bytes=True` a mistake
 
 
 def torch_name(dtype: Any) -> str:

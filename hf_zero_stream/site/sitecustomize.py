@@ -13,9 +13,9 @@ sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _folder]
 
 if sys.version_info >= (3, 11) and os.environ.get("HF_ZERO_STREAM_RUN") != "0":
     try:
-        from hf_zero_stream.prefix import await_transformers
+        from hf_zero_stream.prefix import reach
 
-        await_transformers()
+        reach()
     except Exception:  # the package is not there, or not whole: what this Python does is as without us
         pass
 

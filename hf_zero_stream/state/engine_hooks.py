@@ -107,7 +107,7 @@ def load_checkpoint(
             takes_all = with_optimizer and custom_load_fn is None
             found = coordinator.broadcast(partial(_look, self, Path(load_dir), tag, takes_all))
             if (settings := _host_settings()) is not None and tag is None and takes_all:
-                state_of_engine = tool("engine's state", "hosts", "the setting host_states_every")
+                state_of_engine = tool("state_of_engine", "hosts", "the setting host_states_every")
                 on_hosts = state_of_engine(self, Path(load_dir), found, settings, coordinator)
                 found = found if on_hosts is None else (on_hosts, None)
             if found is not None and custom_load_fn is not None:
@@ -151,7 +151,8 @@ def _host_settings() -> StreamingConfig | None:
 def _save_on_hosts(engine: Any, folder: Path, client_state: Any) -> None:
     """If the settings ask for it, have the engine save on its hosts too, from now on (all ranks)."""
     if (settings := _host_settings()) is not None:
-        tool("engine's next states", "hosts", "the setting host_states_every")(engine, folder, settings, client_state)
+        save_between_steps = tool("save_between_steps", "hosts", "the setting host_states_every")
+        save_between_steps(engine, folder, settings, client_state)
 
 
 def _load_all(engine: Any, folder: Path, name: str | None, coordinator: Coordinator, with_schedulers: bool) -> Any:

@@ -110,7 +110,7 @@ def trainer_train(
     note_trainer(self)
     if (settings := settings_in_force()).host_states_every:
         with expected_at(LOAD):
-            checkpoint_by_settings = tool("trainer's checkpoint", "hosts", "the setting host_states_every")
+            checkpoint_by_settings = tool("checkpoint_by_settings", "hosts", "the setting host_states_every")
         resume_from_checkpoint = checkpoint_by_settings(self, resume_from_checkpoint, settings)
     if resume_from_checkpoint is True:
         resume_from_checkpoint = _last_checkpoint(self.args.output_dir)

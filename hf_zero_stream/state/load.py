@@ -140,7 +140,7 @@ def load_state(
         with _place_of_state(folder) as place:
             return load(place)
     with operation(LOAD):
-        newest_on_hosts = tool("newest on hosts", "hosts", "load_state(hosts=True)")
+        newest_on_hosts = tool("newest_on_hosts", "hosts", "load_state(hosts=True)")
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, Coordinator.of_default_group())
         with meeting_of_ranks(LOAD) as coordinator:
             return load(newest_on_hosts(Path(folder), coordinator, training), meeting=coordinator)

@@ -278,7 +278,7 @@ def _host_place(
     kwargs: dict[str, Any],
 ) -> Place:
     """The folders of the hosts' own; takes what only they are given out of `kwargs`."""
-    host_place = tool("host place", "hosts", "save_state(hosts=True)")
+    host_place = tool("HostPlace", "hosts", "save_state(hosts=True)")
     if not with_weights:
         raise ConfigError("with_weights=False: a state on hosts has its weights; leave it out")
     own = {name: kwargs.pop(name, None) for name in HOST_ARGUMENTS}

@@ -90,17 +90,17 @@ def test_what_a_version_may_lack(library: Any) -> None:
 def test_a_feature_goes_as_a_whole_and_with_a_word(
     library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(TABLE, PatchScope.LAYOUT, [ESSENTIAL, *FEATURES])  # type: ignore[arg-type]
+    monkeypatch.setitem(TABLE, PatchScope.SAVE, [ESSENTIAL, *FEATURES])  # type: ignore[arg-type]
     act = library.Own.act
-    with Installation(PatchScope.LAYOUT, TABLE) as installation:
+    with Installation(PatchScope.SAVE, TABLE) as installation:
         assert installation and library.Own.act is act and library.act is not None
     assert "of_tests 3.1 has no gone; left to it: acts" in caplog.text and not installation
 
 
 def test_an_essential_function_that_is_gone_is_an_error(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE, PatchScope.LAYOUT, [FEATURES[0], ESSENTIAL._replace(of="of_tests:gone")])  # type: ignore[arg-type]
+    monkeypatch.setitem(TABLE, PatchScope.SAVE, [FEATURES[0], ESSENTIAL._replace(of="of_tests:gone")])  # type: ignore[arg-type]
     act = library.Own.act
-    with pytest.raises(VersionError, match=r"of_tests .* has no gone"), Installation(PatchScope.LAYOUT, TABLE):
+    with pytest.raises(VersionError, match=r"of_tests .* has no gone"), Installation(PatchScope.SAVE, TABLE):
         pass
     assert library.Own.act is act
 
@@ -127,7 +127,7 @@ def test_two_rows_of_one_function(library: Any) -> None:
     library.say = stock = lambda: "stock"
     rows = [Row("of_tests:say", f"{__name__}:{name}") for name in ("first", "second")]
     for _ in range(2):
-        with Installation(PatchScope.LAYOUT, {PatchScope.LAYOUT: rows}):
+        with Installation(PatchScope.SAVE, {PatchScope.SAVE: rows}):
             assert library.say() == "second, first, stock"
         assert library.say is stock
 

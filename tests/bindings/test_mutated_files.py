@@ -128,13 +128,12 @@ def test_from_urls(address: str, expected: dict[str, Any], mutation: Mutation) -
 
 SCRIPT = """
 import os, sys
-from hf_zero_stream.registry import PatchScope
-from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.bindings.table import REACHED, TABLE
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 folder, file, mutation = sys.argv[1:]
-((row,), scope) = TABLE[PatchScope.REACHED], PatchScope.REACHED
+(row, _), scope = TABLE[REACHED], REACHED
 if mutation:
     TABLE[scope] = [row._replace(of=row.of + "_")]
 if mutation == "uncalled":

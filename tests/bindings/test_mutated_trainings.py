@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hf_zero_stream.bindings.table import DEFERRED, EXPERTS, FLAT
 from hf_zero_stream.registry import PatchScope
 from tests.drift import smoke
 from tests.state.test_trainer import train
@@ -63,7 +64,7 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    "mutation", mutations((*OF_TRAINER, "deepspeed.runtime."), PatchScope.BLOCK, PatchScope.MODELS, PatchScope.LAYOUT)
+    "mutation", mutations((*OF_TRAINER, "deepspeed.runtime."), PatchScope.BLOCK, PatchScope.MODELS, PatchScope.SAVE)
 )
 def test_trainer_under_zero_3(
     expected: Callable[[bool], list[float]], zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation
@@ -74,7 +75,7 @@ def test_trainer_under_zero_3(
 
 @pytest.mark.parametrize(
     "mutation",
-    mutations((*OF_TRAINER, "torch."), PatchScope.BLOCK, PatchScope.MODELS, PatchScope.LAYOUT, PatchScope.DEFERRED),
+    mutations((*OF_TRAINER, "torch."), PatchScope.BLOCK, PatchScope.MODELS, PatchScope.SAVE, DEFERRED),
 )
 def test_trainer_under_fsdp2(
     expected: Callable[[bool], list[float]], zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation
@@ -85,7 +86,7 @@ def test_trainer_under_fsdp2(
 
 @pytest.mark.parametrize("home", ["ZeRO-3", "ZeRO-2"])
 @pytest.mark.parametrize(
-    "mutation", mutations(("deepspeed.runtime.", "deepspeed.accelerator:"), PatchScope.BLOCK, PatchScope.FLAT)
+    "mutation", mutations(("deepspeed.runtime.", "deepspeed.accelerator:"), PatchScope.BLOCK, FLAT)
 )
 def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, mutation: Mutation) -> None:
     how, folder = smoke.HOMES[home], zoo_checkpoint("qwen3_moe")
@@ -98,9 +99,7 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home:
     assert isinstance(again, str) or again == {"none": {"losses": losses, "wrong": []}}, (again, losses)
 
 
-@pytest.mark.parametrize(
-    "mutation", mutations(("deepspeed.module_inject.",), PatchScope.EXPERTS, PatchScope.RECORDERS)
-)
+@pytest.mark.parametrize("mutation", mutations(("deepspeed.module_inject.",), EXPERTS))
 def test_expert_parallelism(of_experts: Callable[..., Any], mutation: Mutation) -> None:
     expected, outcome = of_experts(None), of_experts(mutation)
     assert isinstance(expected, list) and (isinstance(outcome, str) or outcome == expected), outcome

@@ -112,7 +112,7 @@ def test_doctor_finds_libraries_that_are_not_known(monkeypatch: pytest.MonkeyPat
     ("owner", "name", "status", "means"),
     [
         ("accelerate.accelerator", "save_fsdp_model", "note", "training states of accelerate: left to stock"),
-        ("transformers.core_model_loading", "deepcopy", "note", "loads are slower"),
+        ("transformers.modeling_utils", "unwrap_model", "note", "loads are slower"),
         ("transformers.modeling_utils", "get_checkpoint_shard_files", PROBLEM, "ends in a VersionError"),
     ],
 )

@@ -5,10 +5,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.moe_checkpoint import make_moe_checkpoint
+from hf_zero_stream.run import main
 from tests.support.cluster import ROOT
 from tests.support.commands import command_environment, losses, run_command
 from tests.support.zoo import Checkpoint
@@ -130,6 +132,25 @@ def test_the_traceback_of_a_load_has_the_scripts_lines(scripts: Path) -> None:
         '    BertModel.from_pretrained("/absent/folder")',
     ]
     assert "absent_model.py" in last[2] and last[-1].startswith("OSError")
+
+
+def test_options_of_python_stay(scripts: Path) -> None:
+    (scripts / "flags.py").write_text("import sys; print(sys.flags, sys._xoptions, sys.stdout.line_buffering)")
+    options = ("-u", "-B", "-X", "utf8=0", "-W", "error")
+    assert python(*options, "-m", "hf_zero_stream.run", "flags.py", folder=scripts) == python(
+        *options, "flags.py", folder=scripts
+    )
+
+
+@pytest.mark.parametrize("flag", ["ignore_environment", "no_site"])
+def test_a_python_that_would_not_look_for_us(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    flags = {"ignore_environment": 0, "no_site": 0, flag: 1}
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(**flags))
+    with pytest.raises(SystemExit, match="2"):
+        main(["train.py"])
+    assert "leave -E, -I and -S out" in capsys.readouterr().err
 
 
 def test_the_option_of_deepspeeds_launcher_is_the_scripts(scripts: Path) -> None:

@@ -290,8 +290,6 @@ HOMES = {
     "torch.testing._internal.distributed.fake_pg": ("hf_zero_stream.loading.fake_group",),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("hf_zero_stream.holdings.fsdp",),
     "torch.distributed.tensor._dtensor_spec": ("hf_zero_stream.holdings.fsdp",),
-    # register_module_parameter_registration_hook, which torch documents
-    "torch.nn.modules.module": ("hf_zero_stream.seams.building",),
     "torch.multiprocessing.reductions": ("hf_zero_stream.plugins.stream.reads",),  # StorageWeakRef
 }
 """Other modules, or names, and who may import them."""

@@ -6,6 +6,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -27,7 +28,7 @@ PYTHON_OF_TORCH = (
 ATTRIBUTES = {"torch": ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", fsdp.RELIED_ON)}
 """By package: a class of a module, and what we read of its objects; with "|" between names one is enough."""
 
-FOLDER = Path(".drift") / "sources"
+OURS, FOLDER = Path("hf_zero_stream"), Path(".drift") / "sources"
 
 
 def released(package: str, allowed: SpecifierSet) -> list[str]:
@@ -140,14 +141,30 @@ def without_attributes(sources: Sources, module: str, name: str, wanted: Sequenc
     return [f"{name}.{each}" for each in wanted if known.isdisjoint(each.split("|"))]
 
 
+def required(module: str) -> Iterator[Row]:
+    """The names that the text of a module of ours requires of classes, which it imports by their names."""
+    tree = ast.parse(module)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0]
+    homes = {alias.asname or alias.name: (node.module, alias.name) for node in imports for alias in node.names}
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "require_names":
+            home, owner = homes.get(getattr(call.args[1], "id", ""), ("", ""))
+            texts = [each.value for arg in call.args[2:] for each in ast.walk(arg) if isinstance(each, ast.Constant)]
+            if home and owner[0].isupper():  # a class
+                yield from (Row(f"{home}:{owner}.{name}", "", weight=Weight.ESSENTIAL) for name in texts)
+
+
+def required_names() -> list[Row]:
+    return [row for path in OURS.rglob("*.py") for row in required(path.read_text()) if "." in row.module]
+
+
 def faults(package: str, version: str) -> dict[Weight, list[str]]:
-    """What a version lacks that the table says it has, by what that means."""
+    """What a version lacks that the table, or a module of ours, says it has, by what that means."""
     sources = Sources(source_of(package, version))
     found: dict[Weight, list[str]] = {}
-    for rows in TABLE.values():
-        for row in rows:
-            if row.package == package and row.exists_in(version) and (what := lacking(sources, row)):
-                found.setdefault(row.weight, []).append(what)
+    for row in chain(*TABLE.values(), required_names()):
+        if row.package == package and row.exists_in(version) and (what := lacking(sources, row)):
+            found.setdefault(row.weight, []).append(what)
     if package in ATTRIBUTES and (names := without_attributes(sources, *ATTRIBUTES[package])):
         found.setdefault(Weight.ESSENTIAL, []).extend(names)
     return found

@@ -53,6 +53,19 @@ def test_lacking(sources: contracts.Sources, of: str, relies_on: str, lacking: s
     assert contracts.lacking(sources, Row(f"library.part:{of}", "", relies_on)) == lacking
 
 
+def test_names_that_a_module_of_ours_requires() -> None:
+    text = """
+from library.part import Own as Taken
+from .near import Other
+require_names("library", Taken, "method", *("gone", "more"), purpose="what it does")
+require_names("library", Other, "method")
+"""
+    of = [row.of for row in contracts.required(text)]
+    assert of == [f"library.part:Own.{name}" for name in ("method", "gone", "more")]
+    names = {row.of.partition(":")[2] for row in contracts.required_names()}
+    assert {"Init._aligned_size", "FSDPParam.init_dtype_attrs"} < names
+
+
 def test_a_module_that_is_gone(sources: contracts.Sources) -> None:
     assert contracts.lacking(sources, Row("library.absent:act", "", weight=Weight.SPEED)) == "absent.act"
 

@@ -284,10 +284,9 @@ OF_OWN = ("scale", "table", "counted")
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_buffers_that_nothing_initialises(cluster: None, zoo_checkpoint: Checkpoint, stage: int | None) -> None:
-    """They are zeros, and are named; under ZeRO-3 they have the values of the class, as in stock."""
+    """They are zeros, and are named."""
     config = None if stage is None else {**ds_config(), "zero_optimization": {"stage": stage}}
     for rank, (said, found) in enumerate(run_ranks(2, load_of_own, zoo_checkpoint("llama"), config)):
-        value = 3.0 if stage == 3 else 0.0
-        assert found == {"scale": [value] * 8, "table": [value] * 8, "counted": [0.0] * 8}
-        assert len(said) == (stage != 3 and rank == 0)
+        assert found == dict.fromkeys(OF_OWN, [0.0] * 8)
+        assert len(said) == (rank == 0)
         assert all("OfOwn: 2 buffer(s) are zeros: scale, table" in it for it in said), said

@@ -64,12 +64,6 @@ def load_each(folder: Path) -> Iterator[Any]:
         yield load(folder)
 
 
-@streaming()
-async def load_each_async(folder: Path) -> AsyncIterator[Any]:
-    await asyncio.sleep(0)
-    yield load(folder)
-
-
 def load_while_it_is_left(folder: Path) -> Any:
     """As `asyncio.wait_for(asyncio.to_thread(load), ...)` does that runs out of time: the thread goes on."""
     loads, left = threading.Event(), threading.Event()
@@ -92,14 +86,10 @@ def load_while_it_is_left(folder: Path) -> Any:
 
 
 def load_in_all_ways(folder: Path) -> dict[str, Any]:
-    async def first(models: AsyncIterator[Any]) -> Any:
-        return await anext(models)
-
     models = {
         "async": asyncio.run(load_async(folder)),
         "thread": asyncio.run(load_in_a_thread(folder)),
         "generator": list(load_each(folder))[-1],
-        "async generator": asyncio.run(first(load_each_async(folder))),
         "left": load_while_it_is_left(folder),
     }
     assert is_as_before()
@@ -111,7 +101,7 @@ def load_in_all_ways(folder: Path) -> dict[str, Any]:
 
 def test_loads_stream(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for found in run_ranks(2, load_in_all_ways, zoo_checkpoint("llama")):
-        assert found == dict.fromkeys(("async", "thread", "generator", "async generator", "left"), True)
+        assert found == dict.fromkeys(("async", "thread", "generator", "left"), True)
 
 
 # --------------------------------------------------------------------------------------------------------- functions
@@ -149,9 +139,6 @@ def test_functions_of_every_kind_stay_what_they_are() -> None:
     def generator() -> Iterator[bool]:
         yield streams()
 
-    async def async_generator() -> AsyncIterator[bool]:
-        yield streams()
-
     @functools.wraps(coroutine)
     def not_async_itself() -> Any:
         return coroutine()
@@ -163,20 +150,19 @@ def test_functions_of_every_kind_stay_what_they_are() -> None:
     assert asyncio.run(Methods.of_class_async())
     assert inspect.iscoroutinefunction(decorate(coroutine)) and decorate(coroutine).__name__ == "coroutine"
     assert inspect.isgeneratorfunction(decorate(generator))
-    assert inspect.isasyncgenfunction(decorate(async_generator))
     assert list(decorate(generator)()) == [True] and list(decorate(lambda: generator())()) == [True]
-
-    async def collect(values: AsyncIterator[bool]) -> list[bool]:
-        return [value async for value in values]
-
-    assert asyncio.run(collect(decorate(async_generator)())) == [True]
-    assert asyncio.run(collect(decorate(lambda: async_generator())())) == [True]
 
 
 def test_misuse_is_an_error() -> None:
     for what in (Methods, 3, property(streams)):
         with pytest.raises(ConfigError, match="expected a function or a method"):
             streaming()(what)
+
+    async def steps() -> AsyncIterator[bool]:
+        yield streams()
+
+    with pytest.raises(ConfigError, match="an async generator. Write `with streaming"):
+        streaming()(steps)
     with pytest.raises(ConfigError, match=r"is written @streaming\(\)"):
         streaming(streams)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="more often than it was entered"):
@@ -228,52 +214,6 @@ def test_a_generator_that_nobody_finishes(end: str) -> None:
     del running
     assert is_as_before()
     assert log == ([] if end == "never begun" else [True, ("finally", True)])
-
-
-@streaming()
-async def async_steps(log: list[Any]) -> AsyncIterator[Any]:
-    try:
-        received = None
-        while True:
-            try:
-                await asyncio.sleep(0)
-                log.append(streams())
-                received = yield received
-            except ValueError as error:
-                received = str(error)
-    finally:
-        await asyncio.sleep(0)
-        log.append(("finally", streams()))
-
-
-@pytest.mark.parametrize("end", ["aclose", "throw", "cancel", "collect"])
-def test_an_async_generator_streams_only_while_it_runs(end: str) -> None:
-    log: list[Any] = []
-
-    async def consume() -> None:
-        running: Any = async_steps(log)
-        assert await anext(running) is None and is_as_before()
-        assert await running.asend("sent") == "sent" and is_as_before()
-        assert await running.athrow(ValueError("thrown")) == "thrown" and is_as_before()
-        if end == "aclose":
-            await running.aclose()
-        elif end == "throw":
-            with pytest.raises(KeyError):
-                await running.athrow(KeyError())
-        elif end == "cancel":
-            task = asyncio.create_task(anext(running))
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        del running  # if it has not ended, the event loop closes it, in a context of the loop's own
-        gc.collect()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert is_as_before()
-
-    asyncio.run(consume())
-    assert log == [True, True, True, ("finally", True)]
 
 
 # -------------------------------------------------------------------------------------------------------- coroutines

@@ -28,11 +28,10 @@ from torch import Tensor, nn
 
 from ...accelerators import all_gather, free_bytes, is_accelerator, kind
 from ...bindings.install import override_methods
-from ...bindings.table import installed
+from ...bindings.table import FLAT, installed
 from ...checkpoint.lazy import LazyTensor
 from ...holdings.deepspeed import partitions
 from ...ranks.coordinator import Coordinator
-from ...registry import PatchScope
 from ...settings.config import StreamingConfig
 from ..base import Batch
 from ..replicated import Replicated
@@ -66,9 +65,7 @@ class EngineReplicas(Replicated):
 def flatten_sharded(model: nn.Module) -> None:
     """Make the optimizers of stages 1 and 2 that train `model` flatten its parameters in parts, one on each rank."""
     _models.add(model)
-    replaced = installed(PatchScope.FLAT)
-    replaced.__enter__()
-    weakref.finalize(model, replaced.__exit__)
+    installed(FLAT).while_alive(model)
 
 
 def construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,6 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch import nn
 
-from ...bindings.table import refuse_lacking
 from ...checkpoint.nodes import Computed, View
 from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
@@ -28,9 +27,6 @@ from ..base import Batch, Item, SourcedTensor, flat_items, item_of, narrowed
 from ..exchange import replica_batches
 from ..live_memory import Copies, LiveWhole
 from ..skeleton import convert_lazy
-
-
-refuse_lacking("load_into under ZeRO-3")
 
 
 class LiveModel(LiveWhole):

@@ -18,13 +18,18 @@ from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
-from ...bindings.table import refuse_lacking
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError, UnsupportedError, require_names
 from ...planning.plan import Target
 from ..base import Batch, Item
 
 
-refuse_lacking("offload_param to NVMe")
+require_names(
+    "deepspeed",
+    AsyncPartitionedParameterSwapper,
+    *("get_buffer", "swappable_tensor", "swap_out_and_release", "synchronize_writes"),
+    "remove_partition_and_release_buffers",
+    purpose="offload_param to NVMe",
+)
 
 Swap = tuple[Any, Item | torch.Tensor | None]
 """A parameter whose partition goes to a swap file, and the item or the values that fill it; None: zeros."""

@@ -27,8 +27,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ... import accelerators
-from ...bindings.table import refuse_lacking
-from ...errors import UnsupportedError, refuse_unknown_version
+from ...errors import UnsupportedError, refuse_unknown_version, require_names
 from ...holdings.deepspeed.partitions import own_range
 from ..base import allocating
 
@@ -37,7 +36,12 @@ _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.flo
 _TRUE = ("true", "1", "on", "t", "y", "yes")  # to pydantic, with which DeepSpeed parses its config
 
 
-refuse_lacking("ZeRO-3")
+require_names(
+    "deepspeed",
+    Init,
+    *("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param"),
+    purpose="ZeRO-3",
+)
 
 
 def offloads(ds_config: Mapping[str, Any]) -> bool:

@@ -32,7 +32,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ...errors import UnsupportedError, refuse_unknown_version
+from ...errors import UnsupportedError, refuse_unknown_version, require_names
 from ...ranks.coordinator import Coordinator
 from ..holding import Holding, open_flat
 from ..introspection import instances_of
@@ -43,6 +43,13 @@ from .autotp_shards import autotp_shard_of, is_empty_on_any_rank, is_empty_shard
 
 
 logger = logging.getLogger(__name__)
+
+require_names(
+    "deepspeed",
+    DeepSpeedZeroOptimizer_Stage3,
+    *("_swappable_optimizer_subgroup", "get_param_id"),
+    purpose="load_into under ZeRO-3",
+)
 
 _STAGE_3 = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
 _STAGES_1_2 = ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "real_dp_process_group")

@@ -9,10 +9,10 @@ PLUGIN = Plugin(
     "hosts",
     mounts={"host_state.json": f"{__name__}.load:pieces_mounted"},
     tools={
-        "host place": f"{__name__}.save:HostPlace",
-        "newest on hosts": f"{__name__}.load:newest_on_hosts",
-        "trainer's checkpoint": f"{__name__}.states:checkpoint_by_settings",
-        "engine's state": f"{__name__}.states:state_of_engine",
-        "engine's next states": f"{__name__}.states:save_between_steps",
+        "HostPlace": f"{__name__}.save:HostPlace",
+        "newest_on_hosts": f"{__name__}.load:newest_on_hosts",
+        "checkpoint_by_settings": f"{__name__}.states:checkpoint_by_settings",
+        "state_of_engine": f"{__name__}.states:state_of_engine",
+        "save_between_steps": f"{__name__}.states:save_between_steps",
     },
 )

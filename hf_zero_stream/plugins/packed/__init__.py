@@ -7,7 +7,7 @@ and modules that dequantise in the forward pass (:mod:`.modules`). :mod:`.quanti
 
 from __future__ import annotations
 
-from ...registry import PatchScope, Plugin, Row, Weight
+from ...registry import PatchScope, Plugin, Weight, rows
 
 
 COMPRESSED = PatchScope("COMPRESSED", "while compressed-tensors dequantises lazy tensors")
@@ -17,12 +17,12 @@ _HERE = __name__
 PLUGIN = Plugin(
     "packed",
     tools={
-        "a quantised checkpoint": f"{_HERE}.load:PackedLoad",
-        "a GGUF file": f"{_HERE}.quantised:mapped_gguf_values",
-        "a config that dequantises": f"{_HERE}.dequantised:dequantising",
-        "saving a model that was dequantised": f"{_HERE}.dequantised:forget_quantizer",
-        "saving packed weights": f"{_HERE}.packing:take_packed",
-        "adapters on packed weights": f"{_HERE}.adapters:inject_adapter",
+        "PackedLoad": f"{_HERE}.load:PackedLoad",
+        "mapped_gguf_values": f"{_HERE}.quantised:mapped_gguf_values",
+        "dequantising": f"{_HERE}.dequantised:dequantising",
+        "forget_quantizer": f"{_HERE}.dequantised:forget_quantizer",
+        "take_packed": f"{_HERE}.packing:take_packed",
+        "inject_adapter": f"{_HERE}.adapters:inject_adapter",
     },
     quantisers={
         "fp8": f"{_HERE}.quantisers:by_transformers",
@@ -31,41 +31,39 @@ PLUGIN = Plugin(
         "bitsandbytes": f"{_HERE}.quantisers:of_bitsandbytes",
     },
     rows={
-        PatchScope.MODELS: [
-            Row(
-                "peft.tuners.tuners_utils:BaseTuner._inject_parameters",
-                f"{_HERE}.adapters:inject_parameters",
-                "peft_config model",
-                feature="adapters on models of ours",
-                since="0.17",
-            ),
-        ],
+        PatchScope.MODELS: rows(
+            "_inject_parameters adapters:inject_parameters peft_config model >=0.17",
+            "peft.tuners.tuners_utils:BaseTuner.",
+            f"{_HERE}.",
+            feature="adapters on models of ours",
+        ),
         PatchScope.LOAD: [
-            *[
-                Row(f"transformers.integrations.{of}", f"{_HERE}.quantised:{to}", feature="dequantising", since=since)
-                for of, to, since in (
-                    ("mxfp4:convert_moe_packed_tensors", "convert_moe_packed_tensors", ""),
-                    ("finegrained_fp8:Fp8Dequantize._dequantize_one", "dequantize_one", "5.8"),
-                    ("compressed_tensors:CompressedTensorsDequantize.convert", "merge_dequantised_experts", "5.21"),
-                    ("gguf.gguf_conversion_mapping:dequantize_blocks", "dequantize_blocks", "5.17"),
-                )
-            ],
-            Row(
-                "transformers.quantizers.base:HfQuantizer.remove_quantization_config",
-                f"{_HERE}.load:remove_quantization_config",
+            *rows(
+                """
+                mxfp4:convert_moe_packed_tensors                        quantised:convert_moe_packed_tensors
+                finegrained_fp8:Fp8Dequantize._dequantize_one           quantised:dequantize_one             >=5.8
+                compressed_tensors:CompressedTensorsDequantize.convert  quantised:merge_dequantised_experts  >=5.21
+                gguf.gguf_conversion_mapping:dequantize_blocks          quantised:dequantize_blocks          >=5.17
+                """,
+                "transformers.integrations.",
+                f"{_HERE}.",
+                feature="dequantising",
+            ),
+            *rows(
+                "remove_quantization_config load:remove_quantization_config",
+                "transformers.quantizers.base:HfQuantizer.",
+                f"{_HERE}.",
                 feature="weights that stay quantised",
             ),
         ],
-        COMPRESSED: [
-            Row(
-                f"compressed_tensors.compressors.pack_quantized.base:{of}",
-                f"{_HERE}.quantised:{leads_to}",
-                weight=Weight.ESSENTIAL,
-            )
-            for of, leads_to in (
-                ("unpack_from_int32", "unpack_from_int32"),
-                ("PackedQuantizationCompressor.decompress", "decompress_packed"),
-            )
-        ],
+        COMPRESSED: rows(
+            """
+            unpack_from_int32                       quantised:unpack_from_int32
+            PackedQuantizationCompressor.decompress quantised:decompress_packed
+            """,
+            "compressed_tensors.compressors.pack_quantized.base:",
+            f"{_HERE}.",
+            weight=Weight.ESSENTIAL,
+        ),
     },
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...registry import PatchScope, Plugin, Row, Source
+from ...registry import PatchScope, Plugin, Source, rows
 
 
 _FORMS = {
@@ -14,7 +14,7 @@ _FORMS = {
     "http": "host/path",
 }
 
-_FEATURE, _WHEN = "loads from URLs", ".sources.base:has_url_argument"
+_FEATURE = "loads from URLs"
 
 PLUGIN = Plugin(
     "remote",
@@ -23,17 +23,20 @@ PLUGIN = Plugin(
     rows={
         PatchScope.BLOCK: [
             # Where transformers looks for any file of a checkpoint that is in no folder; modules among them.
-            *[
-                Row(f"transformers.{of}", f"{__name__}.seams:{leads_to}", feature=_FEATURE, when=_WHEN)
-                for of, leads_to in (
-                    ("utils.hub:cached_files", "cached_files"),
-                    ("tokenization_utils_base:list_repo_templates", "list_repo_templates"),
-                    ("processing_utils:list_repo_templates", "list_repo_templates"),
-                    ("modeling_utils:has_file", "has_file"),
-                    ("dynamic_module_utils:get_cached_module_file", "get_cached_module_file"),
-                )
-            ],
-            Row("transformers.dynamic_module_utils:get_relative_imports", "", feature=_FEATURE),
+            *rows(
+                """
+                utils.hub:cached_files                       seams:cached_files
+                tokenization_utils_base:list_repo_templates  seams:list_repo_templates
+                processing_utils:list_repo_templates         seams:list_repo_templates
+                modeling_utils:has_file                      seams:has_file
+                dynamic_module_utils:get_cached_module_file  seams:get_cached_module_file
+                """,
+                "transformers.",
+                f"{__name__}.",
+                feature=_FEATURE,
+                when=".sources.base:has_url_argument",
+            ),
+            *rows("transformers.dynamic_module_utils:get_relative_imports", feature=_FEATURE),
         ],
     },
 )

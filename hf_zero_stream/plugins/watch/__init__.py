@@ -5,4 +5,4 @@ from __future__ import annotations
 from ...registry import Plugin
 
 
-PLUGIN = Plugin("watch", tools={"watch": f"{__name__}.watch:HostWatch"})
+PLUGIN = Plugin("watch", tools={"HostWatch": f"{__name__}.watch:HostWatch"})
