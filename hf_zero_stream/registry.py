@@ -245,7 +245,8 @@ GROUP = "hf_zero_stream.plugins"
 
 OURS: Mapping[str, str] = {
     "hosts": "states on the hosts' own disks or in their memory",
-    "demo": "hf-zero-stream demo, plan --suggest, --plot and --html, doctor --bundle",
+    "demo": "hf-zero-stream demo, doctor --bundle",
+    "forecast": "plan(), hf-zero-stream plan, and the memory that reports say training will need",
     "remote": "checkpoints at s3://, gs://, az://, https:// and hf:// URLs",
     "packed": "quantised checkpoints: weights that stay quantised, dequantising and quantising while loading",
     "pickled": "checkpoints of torch.save, torch.distributed.checkpoint and DeepSpeed, and hf-zero-stream convert",

@@ -19,11 +19,11 @@ from ..reports.text import printable
 from .frame import has_colours
 
 
-OURS = ("run", "inspect", "plan", "verify", "doctor")
+OURS = ("run", "inspect", "verify", "doctor")
 """Commands of the core; plug-ins bring others."""
 
 
-OF_PLUGINS = {"convert": "pickled", "demo": "demo"}
+OF_PLUGINS = {"convert": "pickled", "demo": "demo", "plan": "forecast"}
 """Commands of this package's own plug-ins, for the error where the plug-in is not there."""
 
 

@@ -24,10 +24,10 @@ from ..settings.config import (
     StreamingConfig,
     announces_zero3,
     announces_zero3_init,
+    config_without_auto,
     is_disabled,
     unknown_variables,
     values_in,
-    without_own_section,
 )
 from ..sources.local import is_on_network, kind_of_file_system
 from . import frame
@@ -374,7 +374,7 @@ def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("ZeRO stage", "note", f"{what}: only stage 3 partitions parameters")
     try:
         StreamingConfig.resolve(None, config, {})
-        zero3.refuse_unsupported(without_own_section(config))
+        zero3.refuse_unsupported(config_without_auto(config))
         yield Check("settings", "ok", "known and supported")
     except (ConfigError, UnsupportedError) as error:
         yield Check("settings", "problem", str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,22 +20,17 @@ from ...holdings.deepspeed import partitions
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ...registry import import_object
-from ...settings.config import StreamingConfig
 from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_touched_parameters
 from . import zero3
 
 
-if TYPE_CHECKING:
-    from ...planning.footprint import AdamW, MemoryFootprint
-
-
 class Partitioned(Destination):
-    """The partitions of a model that is built under ZeRO-3; a plan may be for another device, and without a config.
+    """The partitions of a model that is built under ZeRO-3; a plan may be without a config.
 
     If the caller is in a ``zero.Init``, that is `around`, and `ds_config` agrees with it.
     """
 
-    into = "ZeRO-3 partitions"
+    into, trained_by = "ZeRO-3 partitions", "deepspeed"
 
     hides_zero3 = True
     takes_packed = True
@@ -45,18 +40,14 @@ class Partitioned(Destination):
         self,
         ds_config: Mapping[str, Any],
         coordinator: Coordinator,
-        trains_on: str | None = None,
-        adamw: AdamW | None = None,
         around: Init | None = None,
     ) -> None:
         self.device = partitions.local_device()
-        self._adamw = adamw
         self._around = around
         self.stock_reader = "rank 0" if around is None else ""
         self._ds_config = ds_config
         self.fills_device = not zero3.offloads(ds_config)
         self._coordinator = coordinator
-        self._trains_on = trains_on or self.device.type
         self._dtype = zero3.partition_dtype(ds_config) if ds_config else None
         self._model: nn.Module | None = None
         self._swapped: list[nn.Parameter] = []
@@ -117,14 +108,6 @@ class Partitioned(Destination):
         dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
         requires_grad = param.requires_grad if isinstance(param, LazyTensor) else param.is_floating_point()
         return zero3.placeholder(name, param.shape, dtype, self.device, requires_grad)
-
-    def footprint(self, model: nn.Module, tied: set[str], config: StreamingConfig) -> MemoryFootprint:
-        from . import engine_memory
-
-        world_size = self._coordinator.world_size
-        return engine_memory.model_footprint(
-            model, self._ds_config, tied, world_size, config, self._trains_on, self._adamw
-        )
 
     def check(self, targets: Sequence[Target]) -> None:
         if zero3.uses_nvme(self._ds_config):

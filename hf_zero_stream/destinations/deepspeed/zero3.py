@@ -15,7 +15,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import (
     Init,
@@ -28,7 +30,7 @@ from torch import nn
 
 from ... import accelerators
 from ...bindings.table import refuse_lacking
-from ...errors import UnsupportedError, refuse_unknown_version
+from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ...holdings.deepspeed.partitions import own_range
 from ..base import allocating
 
@@ -232,9 +234,20 @@ def refuse_packed(ds_config: Mapping[str, Any]) -> None:
             )
 
 
+def parsed(zero: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    """The section ``zero_optimization`` of a DeepSpeed config; a ConfigError says what DeepSpeed does not take."""
+    try:
+        # Where DeepSpeed itself says what has become of a setting that is gone.
+        getattr(deepspeed_config, "_reject_removed_config_keys", bool)({"zero_optimization": zero})
+        return DeepSpeedZeroConfig(**zero)
+    except (deepspeed_config.DeepSpeedConfigError, ValueError) as error:  # pydantic's is a ValueError
+        raise ConfigError(f"zero_optimization: DeepSpeed does not take this section of its config: {error}") from error
+
+
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
-    """Refuse settings under which DeepSpeed itself fails, or would give wrong partitions."""
+    """Refuse settings that DeepSpeed does not take, under which it fails, or would give wrong partitions."""
     zero = ds_config.get("zero_optimization", {})
+    parsed({name: value for name, value in zero.items() if value != "auto"})  # the model fills that in
     quantised = [name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if zero.get(name)]
     if quantised:
         try:

@@ -1,4 +1,4 @@
-"""The demonstration, and what commands draw, suggest and bundle."""
+"""The demonstration, and the bundle of ``doctor``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ PLUGIN = Plugin(
     "demo",
     commands={"demo": f"{__name__}.demo"},
     tools={
-        "plan --suggest": f"{__name__}.suggest:suggest",
-        "plan --plot": f"{__name__}.picture:draw",
-        "plan --html": f"{__name__}.picture:as_svg",
         "doctor --bundle": f"{__name__}.bundle:write_bundle",
     },
 )

@@ -145,7 +145,7 @@ def run(
     verdict = "\n".join(f"{'✓' if passed else '✗'} {what}" for passed, what in checks)
     if html and not any("error" in found for found in arms.values()):
         from ...cli.page import write_page
-        from .picture import memory_as_svg
+        from .curves import memory_as_svg
 
         partition = max(arms["streaming"]["partition_bytes"])
         picture = memory_as_svg({arm: found["curves"] for arm, found in arms.items()}, partition)

@@ -229,7 +229,7 @@ def _model_of_config(
     beside: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool
 ) -> _ModelTensors:
     """The model that the config describes, with the values of `contents`."""
-    from ...loading.dry_load import described_model, fitting
+    from .described import described_model, fitting
 
     if not (beside / CONFIG).exists():
         raise ConfigError(f"{beside / CONFIG}: layout: a config is needed for another layout. Pass config=FOLDER.")

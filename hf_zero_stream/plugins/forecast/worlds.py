@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from ..reports.text import bytes_text
-from . import frame
+from ...cli import frame
+from ...reports.text import bytes_text
 from .needs import HOST, fit, needs_of_node, word_of_fit
 
 
@@ -24,12 +24,12 @@ def show_worlds(
 ) -> None:
     """Print what the ranks of each of :data:`WORLDS` read and need; exit code 1 if it fits into `limits` in none.
 
-    `checkpoint` is that of :func:`.checkpoints.loadable`; `how` has the arguments of :func:`hf_zero_stream.plan` that
-    are the same for all. `limits` has the bytes of a "device" and of a node's "host", or less than that.
+    `checkpoint` is that of :func:`...cli.checkpoints.loadable`; `how` has the arguments of :func:`.plan.plan` that are
+    the same for all. `limits` has the bytes of a "device" and of a node's "host", or less than that.
     """
     worlds = []
     with checkpoint as (place, arguments):
-        from ..loading.dry_load import plan
+        from .plan import plan
 
         for ranks in WORLDS:
             forecast = plan(place, world_size=ranks, **how, **arguments)

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ..errors import require_names
+from ...errors import require_names
 
 
 require_names("torch", distributed_c10d, "_World", "_world", "_update_default_pg", "_unregister_process_group")

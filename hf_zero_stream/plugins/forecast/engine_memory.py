@@ -1,4 +1,4 @@
-"""Inputs of :mod:`...planning.footprint` from a model and a DeepSpeed config, by DeepSpeed's own parsers."""
+"""Inputs of :mod:`.footprint` from a model and a DeepSpeed config, by DeepSpeed's own parsers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from torch import nn
 
-from ...errors import ConfigError, refuse_unknown_version
+from ...destinations.deepspeed import zero3
+from ...errors import refuse_unknown_version
 from ...holdings.own_names import own_names
-from ...planning.footprint import (
+from ...settings.config import StreamingConfig
+from .footprint import (
     HOST,
     AdamW,
     EngineSettings,
@@ -24,8 +25,6 @@ from ...planning.footprint import (
     adamw_copies,
     memory_footprint,
 )
-from ...settings.config import StreamingConfig
-from . import zero3
 
 
 # The package has a function of the same name.
@@ -66,7 +65,7 @@ def model_footprint(
     device: str,
     adamw: AdamW | None,
 ) -> MemoryFootprint:
-    """The memory that each rank needs for `model` under ZeRO-3, of placeholders (see ``zero3.py``) and real buffers.
+    """The memory that each rank needs for `model` under ZeRO-3, with partitions or placeholders (see ``zero3.py``).
 
     An empty `ds_config` means DeepSpeed's defaults; `world_size` ranks share a parameter without a group of its own.
     `adamw` says how torch's AdamW steps, where the config leaves that open.
@@ -82,8 +81,10 @@ def model_footprint(
         # DeepSpeed leaves the dtype of adapters, which are put on a model after its load.
         own_dtype = dtype if param.is_floating_point() and zero3.is_placeholder(param) else param.dtype
         is_tied = own[name] in tied or id(param) in seen
-        seen.add(id(param))
-        parameters.append(ParameterShape(name, param.numel(), own_dtype, param.requires_grad, ranks, is_tied))
+        if own[name] not in tied:  # a load has put the other end of the tie there
+            seen.add(id(param))
+        numel = getattr(param, "ds_numel", param.numel())
+        parameters.append(ParameterShape(name, numel, own_dtype, param.requires_grad, ranks, is_tied))
     return memory_footprint(
         parameters,
         _engine_settings(ds_config, zero, dtype, device, adamw),
@@ -141,12 +142,7 @@ def _zero_config(ds_config: Mapping[str, Any], model: nn.Module) -> DeepSpeedZer
     hidden_size = _hidden_size(getattr(model, "config", None))
     if zero.get("reduce_bucket_size") == "auto" and hidden_size:
         zero["reduce_bucket_size"] = hidden_size**2  # as transformers and accelerate will fill it in
-    try:
-        # Where DeepSpeed itself says what has become of a setting that is gone.
-        getattr(deepspeed_config, "_reject_removed_config_keys", bool)({"zero_optimization": zero})
-        return DeepSpeedZeroConfig(**zero)
-    except (deepspeed_config.DeepSpeedConfigError, ValueError) as error:  # pydantic's is a ValueError
-        raise ConfigError(f"zero_optimization: DeepSpeed does not take this section of its config: {error}") from error
+    return zero3.parsed(zero)
 
 
 def _hidden_size(config: Any) -> int:
@@ -205,6 +201,6 @@ def _step_copies(ds_config: Mapping[str, Any], place: str, optimizer: Any, adamw
 def _swap_from_bytes(ds_config: Mapping[str, Any], *offloads: Any) -> int:
     if "nvme" not in map(_device, offloads):
         return 0
-    from . import nvme
+    from ...destinations.deepspeed import nvme
 
     return nvme.swap_from_bytes(ds_config)

@@ -1,24 +1,21 @@
-"""Draws the picture of ``plan``: which rank reads what of which shard, and memory by phase and by rank.
-
-And that of ``demo``: memory over time.
-"""
+"""Draws the picture of ``plan``: which rank reads what of which shard, and memory by phase and by rank."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from io import StringIO
 from itertools import product
 from operator import add
 from pathlib import Path
 from typing import Any
 
-from matplotlib import colormaps, rc_context
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from ...loading.dry_load import Forecast
-from ...planning.footprint import DISK, HOST, MemoryFootprint
+from ...cli.page import svg_of
 from ...planning.plan import LoadPlan
+from .footprint import DISK, HOST, MemoryFootprint
+from .plan import Forecast
 
 
 _MOST_SHARDS, _MOST_READERS = 40, 8
@@ -38,9 +35,6 @@ _PIXELS = 2000
 """Reads are drawn as one if the gap between them is below the largest shard's size divided by this."""
 _MIB, _GIB = 2**20, 2**30
 
-Points = Sequence[Sequence[float]]
-"""Points: (seconds since the beginning of the load, growth of anonymous memory in bytes)."""
-
 
 def draw(path: Path, forecasts: Sequence[Forecast], device: str, limits: Mapping[str, int]) -> None:
     """Write the picture in the format that the ending of `path` names.
@@ -54,36 +48,7 @@ def draw(path: Path, forecasts: Sequence[Forecast], device: str, limits: Mapping
 
 def as_svg(forecasts: Sequence[Forecast], device: str, limits: Mapping[str, int]) -> str:
     """The picture of :func:`draw` as an element of a page."""
-    return _svg(_figure(forecasts, device, limits))
-
-
-def memory_as_svg(curves: Mapping[str, Sequence[Points]], partition_bytes: int) -> str:
-    """Host memory of loads over time as an element of a page.
-
-    Args:
-        curves: by the name of the load, one curve for each rank.
-        partition_bytes: what a rank keeps, a dashed line.
-    """
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots()
-    for (name, of_ranks), colour in zip(curves.items(), ("tab:red", "tab:blue"), strict=True):
-        for rank, curve in enumerate(of_ranks):
-            times = [when for when, _ in curve if when >= 0]
-            growths = [growth / _MIB for when, growth in curve if when >= 0]
-            axes.plot(times, growths, color=colour, linestyle=("-", ":")[rank % 2], label=f"{name}, rank {rank}")
-            axes.plot(times[-1:], growths[-1:], color=colour, marker="o", markersize=4)
-    axes.axhline(partition_bytes / _MIB, color="grey", linestyle="--", linewidth=1, label="what a rank keeps")
-    axes.set(xlabel="seconds of from_pretrained", ylabel="host memory, MiB", xlim=(0, None), ylim=(0, None))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small")
-    return _svg(figure)
-
-
-def _svg(figure: Figure) -> str:
-    file = StringIO()
-    with rc_context({"svg.fonttype": "none"}):  # text that can be searched
-        figure.savefig(file, format="svg")
-    return file.getvalue()[file.getvalue().index("<svg") :]
+    return svg_of(_figure(forecasts, device, limits))
 
 
 def _figure(forecasts: Sequence[Forecast], device: str, limits: Mapping[str, int]) -> Figure:

@@ -9,12 +9,15 @@ counted: activations, the allocator's rounding, cuBLAS's workspace, sources read
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
+
+from ...reports.tables import wrapped
+from ...reports.text import bytes_text
 
 
 HOST, DISK = "cpu", "nvme"
@@ -116,7 +119,7 @@ class MemoryFootprint:
     A mapping has "cpu", the device's type ("cuda") and "nvme", as far as bytes are there. On the host, memory counts
     once it is written, which `reduce_bucket` is at the first backward pass. The peaks know this.
 
-    Of a model that DTensor shards (see :mod:`.sharded_footprint`), `partitions` are the local shards, `gradients` come
+    Of a model that DTensor shards (see :mod:`.sharded`), `partitions` are the local shards, `gradients` come
     with the first backward pass, `largest_gather` is that of an FSDP2 group, and nothing is added before the training.
 
     `largest_gather` is a floor for the device's peak in training. DeepSpeed gathers into one buffer and, if the piece
@@ -180,6 +183,28 @@ class MemoryFootprint:
         if self.engine != "deepspeed":
             return {"gradients": self.gradients} if self.gradients else {}
         return {"reduce bucket": self.reduce_bucket} if HOST in self.reduce_bucket else {}
+
+    def table(self) -> str:
+        """The memory that training will need on a rank, for people to read: lines of at most 80 columns."""
+        starting: list[tuple[str, str]] = []
+        if self.engine == "deepspeed":
+            starting += [*_rows("deepspeed.initialize adds", self.started)]
+            starting.append(("and peaks at", _places_text(self.start_peak)))
+        if self.first_backward or self.engine != "deepspeed":
+            starting += _rows("the first backward adds", self.first_backward)
+        rows = [
+            ("partitions", _places_text(self.partitions)),
+            ("peak of the load", f"{_places_text(self.load_peak)} (staging up to {bytes_text(self.staging)})"),
+            ("largest gather", f"{bytes_text(self.largest_gather)} ({self.largest_gather_of or 'nothing'})"),
+            *starting,
+            ("the first step adds", f"optimizer states {_places_text(self.optimizer_states) or 'none'}"),
+            ("held in training", f"{_places_text(self.held)} (without activations and gathers)"),
+            ("a step peaks at", _places_text(self.step_peak)),
+            *((f"with {cure}", _places_text(places)) for cure, places in self.step_cures.items()),
+        ]
+        width = max(len(title) for title, _ in rows)
+        heading = "Memory that training will need on a rank, computed:"
+        return "\n".join([heading, *(wrapped(f"  {title:{width}}  {text}", width + 4) for title, text in rows)])
 
 
 def memory_footprint(
@@ -405,3 +430,13 @@ def adamw_copies(adamw: AdamW | None, place: str) -> int:
 def is_lower(changed: Mapping[str, int], peak: Mapping[str, int]) -> bool:
     """Whether a peak is lower by a tenth in some place."""
     return any(changed.get(place, 0) < 0.9 * nbytes for place, nbytes in peak.items())
+
+
+def _rows(title: str, parts: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, str]]:
+    """One row for each of `parts`, of which the first has the title."""
+    texts = [f"{name} {_places_text(places)}" for name, places in parts.items()] or ["nothing"]
+    return zip_longest([title], texts, fillvalue="")
+
+
+def _places_text(places: Mapping[str, int]) -> str:
+    return " + ".join(f"{bytes_text(nbytes)} {place}" for place, nbytes in places.items())

@@ -10,9 +10,15 @@ still holds the last one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from torch import nn
+
+from ...holdings import fsdp
+from ...holdings.introspection import local_of
+from ...holdings.own_names import own_names
+from ...settings.config import StreamingConfig
 from .footprint import HOST, AdamW, MemoryFootprint, adamw_copies, is_lower
 
 
@@ -80,3 +86,42 @@ def sharded_footprint(
         step_peak=peak,
         step_cures={"a fused optimizer": fused} if is_lower(fused, peak) else {},
     )
+
+
+def footprint_of_shards(
+    model: nn.Module, tied: set[str], config: StreamingConfig, device: str, adamw: AdamW | None
+) -> MemoryFootprint:
+    """The memory that this rank needs for `model`, whose parameters DTensor has sharded."""
+    managed, held = fsdp.managed_params(model), dict[int, HeldShard]()
+    own = own_names(model)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if own[name] in tied or id(param) in held:
+            continue
+        if (record := managed.get(name)) is None:
+            held[id(param)] = HeldShard(local_of(param).nbytes, device, param.requires_grad)
+        else:
+            nbytes = record.padded_sharded_param_size.numel() * param.dtype.itemsize
+            held[id(param)] = HeldShard(nbytes, HOST if record.offload_to_cpu else device, param.requires_grad)
+    return sharded_footprint(
+        held.values(),
+        _gathers(model),
+        device=device,
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        staging_bytes=config.staging_on(device),
+        temporary_bytes=config.temporary_on(device),
+        adamw=adamw,
+    )
+
+
+def _gathers(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Name and bytes of each group of parameters that FSDP2 gathers, with the copies that mixed precision casts."""
+    names = {id(module): name or "the root module" for name, module in model.named_modules()}
+    for group in fsdp.groups(model):
+        nbytes = 0
+        for record in group.fsdp_params:
+            info, chunk = record._module_info, fsdp.chunk_of(record)
+            dtype = getattr(info.module, info.param_name).dtype
+            cast = record.mp_policy.param_dtype if dtype.is_floating_point else None
+            copies = (1 if chunk is None else chunk.parts) + (cast not in (None, dtype))
+            nbytes += record.padded_sharded_param_size.numel() * copies * (cast or dtype).itemsize
+        yield ", ".join(names[id(module)] for module in group.modules), nbytes

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...cli import frame
-from ...cli.needs import fit, needs_of_node, word_of_fit
 from ...reports.text import bytes_text, count_text
+from .needs import fit, needs_of_node, word_of_fit
 
 
 ON_HOST = {"device": "cpu"}
@@ -48,7 +48,7 @@ def suggest(
     """
     machines = Machines(most_ranks, ranks_per_node, limits)
     with checkpoint as (place, arguments):
-        from ...loading.dry_load import plan
+        from .plan import plan
 
         def needs(ranks: int, config: Mapping[str, Any]) -> dict[str, int]:
             memory = plan(place, world_size=ranks, ds_config=config, **how, **arguments).memory

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..registry import tool
-from ..reports.text import bytes_text, count_text, folded_names
-from . import frame
-from .checkpoints import loadable
+from ...cli import frame
+from ...cli.checkpoints import loadable
+from ...reports.text import bytes_text, count_text, folded_names
 from .needs import HOST, fit, needs_of_node, verdict
 from .worlds import WORLDS, show_worlds
 
 
 if TYPE_CHECKING:
-    from ..loading.dry_load import Forecast
-    from ..planning.footprint import MemoryFootprint
+    from .footprint import MemoryFootprint
+    from .plan import Forecast
 
 EXAMPLE = "hf-zero-stream plan Qwen/Qwen3-30B-A3B --world-size 64 --ds-config ds.json --device-memory 80GiB"
 
@@ -122,7 +121,8 @@ def run(
     checkpoint = loadable(path, revision, trust_remote_code=trust_remote_code, dequantize=dequantize)
     how: dict[str, Any] = {"device": device, "adamw": adamw, "lora": lora}
     if suggested:
-        suggest = tool("plan --suggest", "demo")
+        from .suggest import suggest
+
         most = world_size or WORLDS[-1]
         suggest(path, checkpoint, how, most, ranks_per_node, limits, dtype or "bf16", write, form)
         return
@@ -133,8 +133,8 @@ def run(
     most = MOST_BARS if html else MOST_RANKS if plot else 1
     ranks = ranks_to_draw(world_size, rank, most)
     with checkpoint as (place, arguments):
-        from ..loading.dry_load import plan
-        from .models import stock_load
+        from .plan import plan
+        from .stock import stock_load
 
         how |= {"world_size": world_size, "ds_config": config or None, **arguments}
         if sharding:
@@ -163,14 +163,16 @@ def run(
         on_rank = {HOST: host_memory and host_memory // min(ranks_per_node, world_size), device: device_memory}
         drawn = [forecast, *(forecasts[number] for number in ranks if number != rank)]
         shown = drawn, device, {place: limit for place, limit in on_rank.items() if limit}
+        from .picture import as_svg, draw
+
         if plot:
-            tool("plan --plot", "demo")(plot, *shown)
+            draw(plot, *shown)
         if html:
-            from .page import write_page
+            from ...cli.page import write_page
 
             title, blocks = f"{path}: {count_text(world_size, 'rank')}", list(_blocks(data, forecast.memory))
             note = "All memory is computed before anything is loaded. Activations are not counted."
-            write_page(html, title, tool("plan --html", "demo")(*shown), note, blocks)
+            write_page(html, title, as_svg(*shown), note, blocks)
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
 
 
@@ -230,7 +232,7 @@ def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> 
         return
     import torch
 
-    from ..destinations.deepspeed.zero3 import partition_dtype, undecided  # FSDP2 needs no DeepSpeed
+    from ...destinations.deepspeed.zero3 import partition_dtype, undecided  # FSDP2 needs no DeepSpeed
 
     auto = undecided(config)
     if auto:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ..reports.text import bytes_text, count_text
+from ...reports.text import bytes_text, count_text
 
 
 if TYPE_CHECKING:
-    from ..planning.footprint import MemoryFootprint
+    from .footprint import MemoryFootprint
 
 HOST = "cpu"
 
