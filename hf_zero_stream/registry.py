@@ -245,12 +245,13 @@ GROUP = "hf_zero_stream.plugins"
 
 OURS: Mapping[str, str] = {
     "hosts": "states on the hosts' own disks or in their memory",
-    "demo": "hf-zero-stream demo, doctor --bundle",
+    "demo": "hf-zero-stream demo",
     "forecast": "plan(), hf-zero-stream plan, and the memory that reports say training will need",
     "remote": "checkpoints at s3://, gs://, az://, https:// and hf:// URLs",
     "packed": "quantised checkpoints: weights that stay quantised, dequantising and quantising while loading",
     "pickled": "checkpoints of torch.save, torch.distributed.checkpoint and DeepSpeed, and hf-zero-stream convert",
     "stream": "weights for inference engines",
+    "tools": "hf-zero-stream inspect, verify and doctor",
     "watch": "the watch over ranks that die or stop answering",
 }
 """The plug-ins of this package, and the features that are missing without each."""

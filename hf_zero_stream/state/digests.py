@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.formats import SINGLE
+from ..checkpoint.index import SINGLE
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.state_folder import files_of
 from ..destinations.skeleton import LazyTensorModule, convert_lazy

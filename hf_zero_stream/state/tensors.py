@@ -23,7 +23,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 
-from ..checkpoint.formats import INDEX, SINGLE
+from ..checkpoint.index import INDEX, SINGLE
 from ..checkpoint.safetensors import NotedShard
 from ..checkpoint.state_folder import STATE, files_of, index_of
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of

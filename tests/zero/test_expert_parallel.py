@@ -236,6 +236,7 @@ def test_losses_equal_deepspeeds_own_conversion(
     assert runs[0] == runs[1]
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_each_rank_reads_its_own_experts_only(cluster: None, checkpoint: Callable[..., Path], world_size: int) -> None:
     folder = checkpoint("qwen3_moe", torch.float32)

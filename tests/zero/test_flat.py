@@ -217,6 +217,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     return count
 
 
+@pytest.mark.plugin("forecast")
 def test_a_plan_takes_an_open_dtype_from_its_argument(zoo_checkpoint: Checkpoint, warnings: Callable[[], int]) -> None:
     folder = str(zoo_checkpoint("llama"))
 
@@ -232,6 +233,7 @@ def test_a_plan_takes_an_open_dtype_from_its_argument(zoo_checkpoint: Checkpoint
     assert warnings() == 1
 
 
+@pytest.mark.plugin("forecast")
 def test_other_settings_that_are_auto_are_not_there(zoo_checkpoint: Checkpoint) -> None:
     folder = str(zoo_checkpoint("qwen3_moe"))
     plan = hf_zero_stream.plan(folder, world_size=2, ds_config=json.loads(json.dumps(IGNORED)))
@@ -243,6 +245,7 @@ def test_other_settings_that_are_auto_are_not_there(zoo_checkpoint: Checkpoint) 
     assert plans[0] == plans[1]
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.parametrize("stage", ["3", "auto", 2])
 def test_a_plan_is_of_stage_3(zoo_checkpoint: Checkpoint, stage: Any) -> None:
     config = {**ds_config(), "zero_optimization": {"stage": stage}}

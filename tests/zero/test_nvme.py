@@ -83,6 +83,7 @@ def executed(folder: Path, config: dict[str, Any]) -> LoadPlan:
     return plans[0]
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.parametrize("batches", [1, 5])
 def test_the_plan_that_is_shown_is_the_plan_that_runs(
     cluster: None, checkpoint: Path, tmp_path: Path, batches: int

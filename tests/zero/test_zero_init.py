@@ -149,6 +149,7 @@ def load_by_others(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.plugin("forecast")
 def test_inits_that_are_not_open(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     expected = {"whole": [], "is whole": True, "planned": True}
     expected |= {"module": [], "module is partitioned": True, "inside": [], "inside is partitioned": True}

@@ -1,4 +1,4 @@
-"""The demonstration, and the bundle of ``doctor``."""
+"""The demonstration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,4 @@ from ...registry import Plugin
 PLUGIN = Plugin(
     "demo",
     commands={"demo": f"{__name__}.demo"},
-    tools={
-        "doctor --bundle": f"{__name__}.bundle:write_bundle",
-    },
 )

@@ -101,7 +101,7 @@ def run(
     """
     with frame.quiet():  # DeepSpeed would say on stdout which accelerator it finds
         from ... import accelerators
-        from ...checkpoint.soundness import shards_of
+        from ...checkpoint.index import shards_of
         from ...cli.models import transformers_errors
         from ...destinations.deepspeed.zero3 import partition_dtype
         from ...engine.places import cached_folder

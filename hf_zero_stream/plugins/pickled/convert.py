@@ -22,7 +22,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from ...checkpoint.contents import contents_of
 from ...checkpoint.deepspeed_names import zero_folder_of
 from ...checkpoint.format import parse_object
-from ...checkpoint.formats import INDEX, SINGLE, holds_values
+from ...checkpoint.formats import holds_values
+from ...checkpoint.index import INDEX, SINGLE
 from ...checkpoint.lazy import LazyTensor
 from ...checkpoint.map import CheckpointMap
 from ...checkpoint.nodes import Copy, FileTensor, View

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from ...checkpoint.format import NotAMap, Shard, ShardHeader, dtypes, excerpt, file_dtype_name, parse_object
-from ...checkpoint.formats import fault_of_name, read_map
+from ...checkpoint.formats import read_map
+from ...checkpoint.index import fault_of_name
 from ...checkpoint.map import CheckpointMap
 from ...checkpoint.nodes import HostTensor, View
 from ...errors import CheckpointError, UnsupportedError

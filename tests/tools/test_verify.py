@@ -1,4 +1,4 @@
-"""`verify` and checkpoint/soundness.py: every kind of fault is found and named, and several of them together."""
+"""`verify` and soundness.py: every kind of fault is found and named, and several of them together."""
 
 import json
 import os
@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_zero_stream.checkpoint.soundness import check_soundness, shards_of
+from hf_zero_stream.checkpoint.index import shards_of
 from hf_zero_stream.errors import CheckpointError
+from hf_zero_stream.plugins.tools.soundness import check_soundness
 from tests.support.cli import run, run_json
 from tests.support.zoo import ZOO, Checkpoint
 

@@ -23,10 +23,10 @@ from PIL import Image
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.cli import frame
-from hf_zero_stream.cli import plan as plan_command
-from hf_zero_stream.cli.plan import MOST_RANKS, ranks_to_draw
-from hf_zero_stream.plugins.demo.picture import _draw_ranks, _figure, _spans
-from hf_zero_stream.plugins.demo.suggest import Machines, smallest
+from hf_zero_stream.plugins.forecast import command as plan_command
+from hf_zero_stream.plugins.forecast.command import MOST_RANKS, ranks_to_draw
+from hf_zero_stream.plugins.forecast.picture import _draw_ranks, _figure, _spans
+from hf_zero_stream.plugins.forecast.suggest import Machines, smallest
 from tests.support.cli import USAGE, run, run_json
 from tests.support.quantised_checkpoints import SCHEMES, compressed_tensors, fp8
 from tests.support.zoo import Checkpoint
@@ -115,7 +115,7 @@ def test_plot_wants_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install matplotlib" in run("plan", ".", "--world-size", "2", "--plot", "x.png", code=USAGE).stderr
 
 
-@pytest.mark.plugin("packed")
+@pytest.mark.plugin("tools", "packed")
 def test_a_quantised_checkpoint_dequantised(tmp_path: Path) -> None:
     """Its model has what a plain one has; stock loads it in another way, of which nothing is said."""
     fp8(tmp_path)
@@ -128,7 +128,7 @@ def test_a_quantised_checkpoint_dequantised(tmp_path: Path) -> None:
     assert dtypes == {"bfloat16"}
 
 
-@pytest.mark.plugin("packed")
+@pytest.mark.plugin("tools", "packed")
 def test_what_stays_quantised_is_planned_packed(tmp_path: Path) -> None:
     compressed_tensors(tmp_path, next(iter(SCHEMES)))
     assert "stays quantised" in run("inspect", str(tmp_path)).stdout.partition("No model: ")[2]

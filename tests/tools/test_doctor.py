@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from hf_zero_stream.cli import doctor
-from hf_zero_stream.cli.versions import TRIED
 from hf_zero_stream.errors import VersionError
+from hf_zero_stream.plugins.tools import doctor
+from hf_zero_stream.plugins.tools.versions import TRIED
 from hf_zero_stream.registry import OURS
 from hf_zero_stream.sources.local import kind_of_file_system
 from tests.drift.stacks import STACKS
@@ -155,7 +155,6 @@ def test_without_accelerates_own_config(tmp_path: Path, monkeypatch: pytest.Monk
     assert statuses(run_json("doctor")["settings"])["accelerate's config"] == "no"
 
 
-@pytest.mark.plugin("demo")
 def test_bundle_has_what_an_issue_needs_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = ["hunter2", "s3cret", "hf_abcdefghijklmnopqrst", "wandbkey"]
     monkeypatch.setenv("HF_TOKEN", secrets[0])

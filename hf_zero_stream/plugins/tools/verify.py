@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
-from ..reports.text import bytes_text, count_text
-from ..sources.base import is_url
-from . import frame
+from ...cli import frame
+from ...reports.text import bytes_text, count_text
 
 
 EXAMPLE = "hf-zero-stream verify Qwen/Qwen3-30B-A3B"
@@ -25,22 +23,16 @@ def run(
     headers are read; for the Hub's checksums run `hf cache verify`. The id of a repository means what the Hub's cache
     holds of it, and hf://... the repository on the Hub itself.
     """
-    from ..checkpoint.contents import soundness_of
-    from ..checkpoint.urls import checkpoints_at
-    from ..engine.places import cached_folder, place_of
+    from .soundness import soundness_at
 
-    if is_url(path):
-        with place_of(path, revision) as place:
-            found = checkpoints_at(place).check_soundness(place)
-    else:
-        found = soundness_of(cached_folder(path, revision))
+    found = soundness_at(path, revision)
     data = {
         "path": path,
         "sound": not found.faults,
         "shards": len(found.shards),
         "tensors": found.tensors,
         "bytes": found.nbytes,
-        "faults": [asdict(fault) for fault in found.faults],
+        "faults": [fault._asdict() for fault in found.faults],
         "notes": found.notes,
     }
     frame.emit(data, _blocks(data), form, ok=not found.faults)

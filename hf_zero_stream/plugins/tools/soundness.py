@@ -6,46 +6,24 @@ Only headers are read. Contents are not compared with checksums: ``hf cache veri
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import CheckpointError, ReadError
-from .format import NotAMap, excerpt, parse_object
-from .formats import (
-    INDEX,
-    SINGLE,
-    WEIGHTS,
-    check_files,
-    fault_of_name,
-    faults_of_index,
-    has_weights,
-    read_index_text,
-    read_map,
-)
-from .map import CheckpointMap
+from ...checkpoint.contents import contents_of, folder_format
+from ...checkpoint.format import NotAMap, excerpt, parse_object
+from ...checkpoint.formats import read_map
+from ...checkpoint.index import WEIGHTS, Fault, check_files, named_shards, read_weight_map, without_path
+from ...checkpoint.map import CheckpointMap
+from ...checkpoint.urls import checkpoints_at
+from ...engine.places import cached_folder, place_of
+from ...errors import CheckpointError, ReadError
+from ...sources.base import is_url
 
 
 CONFIG = "config.json"
 
 _JSON_SPACE = b" \t\r\n"
-_SHARD_OF_SET = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that is wrong: the file's name in the checkpoint, the kind of fault, and what to do.
-
-    The kinds: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (not valid, or the file
-    is truncated), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in another shard than
-    promised), "link" (to something that is no regular file), "map" (files of a ZeRO or distributed checkpoint do not
-    fit together), "config" (``config.json`` is not one JSON object).
-    """
-
-    file: str
-    kind: str
-    message: str
 
 
 @dataclass
@@ -65,16 +43,48 @@ class Soundness:
         self.faults.append(Fault(file, kind, message))
 
 
+def soundness_at(path: str, revision: str | None) -> Soundness:
+    """Check all of a checkpoint: a folder, a file, a snapshot in the Hub's cache or a URL."""
+    if not is_url(path):
+        return soundness_of(cached_folder(path, revision))
+    soundness = Soundness()
+    with place_of(path, revision) as place:
+        soundness.shards, weight_map, maps = checkpoints_at(place).checked(place, soundness.faults)
+    _check_tensors(maps, weight_map, soundness)
+    return soundness
+
+
+def soundness_of(path: str | os.PathLike[str]) -> Soundness:
+    """Check all of a checkpoint of this host, of any format.
+
+    In a ZeRO or distributed checkpoint, or a training state, it finds only the first fault, because no file says what
+    is in another.
+    """
+    folder = Path(path)
+    if folder_format(folder) is None:
+        return check_soundness(folder)
+    soundness = Soundness()
+    try:
+        contents = contents_of(folder)
+    except (ReadError, CheckpointError) as error:
+        soundness.fault(folder.name, "unreadable" if isinstance(error, ReadError) else "map", str(error))
+        return soundness
+    soundness.shards = [os.path.relpath(shard.path, folder) for shard in contents.shards]
+    soundness.tensors, soundness.notes = len(contents.views), list(contents.notes)
+    soundness.nbytes = sum(shard.size_bytes for shard in contents.shards)
+    return soundness
+
+
 def check_soundness(path: str | os.PathLike[str]) -> Soundness:
-    """Check all of a checkpoint: a folder, or one file."""
+    """Check all of a checkpoint of safetensors or ``torch.save`` files: a folder, or one file."""
     soundness = Soundness()
     folder = Path(path)
     weight_map: dict[str, str] | None = None
     if folder.is_file():
         soundness.shards, folder = [folder.name], folder.parent
     else:
-        soundness.shards, weight_map = _shards_and_map(folder, soundness)
-    check_tensors(_check_headers(folder, soundness), weight_map, soundness)
+        soundness.shards, weight_map = named_shards(folder, soundness.faults)
+    _check_tensors(_check_headers(folder, soundness), weight_map, soundness)
     leftovers = sorted({entry.name for entry in folder.glob("*.safetensors")} - set(soundness.shards))
     if weight_map is not None and leftovers:
         soundness.notes.append(
@@ -91,85 +101,12 @@ def _note_other_index(folder: Path, soundness: Soundness) -> None:
     for single, index in WEIGHTS:
         if soundness.shards != [single] or not os.path.lexists(folder / index):
             continue
-        named = read_weight_map(folder / index, Soundness()) or {}
+        named = read_weight_map(folder / index, []) or {}
         if lost := sorted({name for name in named.values() if not os.path.lexists(folder / name)}):
             soundness.notes.append(
                 f"{index} names {excerpt(lost[0])}, which is not there: it is left of an earlier save. transformers "
                 f"reads {single}; what begins with the index, as vLLM does, finds no weights. Remove it."
             )
-
-
-def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] | None]:
-    """(paths of the shards that a load would read, the index's weight map if there is an index).
-
-    As in transformers, a ``model.safetensors`` goes before an index, and both before files of ``torch.save``. Without
-    any of them, all safetensors files count.
-
-    Raises:
-        CheckpointError: there are none, the index is not sound, or a shard is no regular file.
-    """
-    path = Path(path)
-    if path.is_file():
-        return [str(path)], None
-    soundness = Soundness()
-    names, weight_map = _shards_and_map(path, soundness)
-    if soundness.faults:
-        raise CheckpointError(f"{path / soundness.faults[0].file}: {soundness.faults[0].message}")
-    files = [str(path / name) for name in names]
-    check_files(files)
-    return files, weight_map
-
-
-def _shards_and_map(folder: Path, soundness: Soundness) -> tuple[list[str], dict[str, str] | None]:
-    # A link to nowhere counts: its file is missing.
-    for single, index in WEIGHTS:
-        if os.path.lexists(folder / single):
-            return [single], None
-        if os.path.lexists(folder / index):
-            weight_map = read_weight_map(folder / index, soundness)
-            if weight_map is not None:
-                return sorted(set(weight_map.values())), weight_map
-            break
-    names = sorted(entry.name for entry in folder.glob("*.safetensors"))
-    of_a_set = next((name for name in names if _SHARD_OF_SET.fullmatch(name)), None)
-    if soundness.faults:
-        pass  # the index cannot be used; the shards beside it are checked all the same
-    elif of_a_set:
-        message = f"{of_a_set} is one of several shards, but there is no index. Download or save the checkpoint again."
-        soundness.fault(INDEX, "missing", message)
-    elif not names:
-        message = "The folder holds neither this file, nor an index, nor any safetensors file."
-        soundness.fault(SINGLE, "missing", f"{message}{_advice_on(folder)}")
-    return names, None
-
-
-def _advice_on(folder: Path) -> str:
-    """Advise what to name in place of a folder without weights: a trainer's output has one for each checkpoint."""
-    below = (entry for entry in folder.glob("[!.]*") if has_weights(entry))
-    if newest := max(below, key=os.path.getmtime, default=None):
-        return f" A folder in it does: give {excerpt(newest.name)}, the newest."
-    return " from_pretrained(FOLDER, gguf_file=NAME) loads its GGUF file." if any(folder.glob("*.gguf")) else ""
-
-
-def read_weight_map(path: Path, soundness: Soundness) -> dict[str, str] | None:
-    """The weight map without its faulty entries; None if nothing of it can be used."""
-    try:
-        fields = parse_object(read_index_text(path), str(path))
-    except (ReadError, CheckpointError) as error:
-        soundness.fault(
-            path.name, "unreadable" if isinstance(error, ReadError) else "index", _without_path(error, path)
-        )
-        return None
-    for fault in faults_of_index(str(path), fields):
-        soundness.fault(path.name, "index", fault)
-    weight_map = fields.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        return None
-    return {
-        tensor: name
-        for tensor, name in weight_map.items()
-        if isinstance(name, str) and not fault_of_name(str(path), name)
-    }
 
 
 def _check_headers(folder: Path, soundness: Soundness) -> dict[str, CheckpointMap]:
@@ -187,19 +124,15 @@ def _check_headers(folder: Path, soundness: Soundness) -> dict[str, CheckpointMa
             kind = "header"
             indexes[name] = read_map([path])
         except (ReadError, CheckpointError) as error:
-            soundness.fault(name, "unreadable" if isinstance(error, ReadError) else kind, _without_path(error, path))
+            soundness.fault(name, "unreadable" if isinstance(error, ReadError) else kind, without_path(error, path))
         except NotAMap as why:
             soundness.notes.append(
-                f"{name}: {_without_path(why, path)}. So it is no map of bytes, and was not checked."
+                f"{name}: {without_path(why, path)}. So it is no map of bytes, and was not checked."
             )
     return indexes
 
 
-def _without_path(error: Exception, path: Path) -> str:
-    return str(error).removeprefix(f"{path}: ")
-
-
-def check_tensors(
+def _check_tensors(
     indexes: Mapping[str, CheckpointMap], weight_map: Mapping[str, str] | None, soundness: Soundness
 ) -> None:
     """Count the tensors in shards with sound headers; each must be in one shard, the one that the index promises."""
@@ -237,7 +170,7 @@ def _check_config(folder: Path, soundness: Soundness) -> None:
     except OSError as error:
         soundness.fault(CONFIG, "unreadable", f"Cannot read it: {error.strerror or error}.")
     except CheckpointError as error:
-        soundness.fault(CONFIG, "config", _without_path(error, path))
+        soundness.fault(CONFIG, "config", without_path(error, path))
 
 
 def _note_links(folder: Path, soundness: Soundness) -> None:

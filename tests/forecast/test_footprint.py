@@ -15,7 +15,7 @@ import torch
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.planning.footprint import EngineSettings, ParameterShape, memory_footprint
+from hf_zero_stream.plugins.forecast.footprint import EngineSettings, ParameterShape, memory_footprint
 from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
@@ -310,7 +310,7 @@ def gather_in_forward(name: str, folder: Path) -> dict[str, Any]:
     return {
         "largest": max(sizes),
         "partitions": dict(by_device),
-        "announced": report.ranks[torch.distributed.get_rank()].footprint,
+        "announced": report.footprint,
     }
 
 
@@ -380,7 +380,7 @@ def start_and_step(folder: Path, tiny: Path, config: dict[str, Any]) -> dict[str
         "step_peak": step_peak,
         "gather": gather,
         "partition": sum(param.ds_tensor.nbytes for param in model.parameters()),
-        "announced": model.streaming_report.ranks[torch.distributed.get_rank()].footprint,
+        "announced": model.streaming_report.footprint,
     }
 
 

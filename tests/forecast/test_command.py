@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import hf_zero_stream
-from hf_zero_stream.cli.needs import verdict
-from hf_zero_stream.cli.worlds import WORLDS
+from hf_zero_stream.plugins.forecast.needs import verdict
+from hf_zero_stream.plugins.forecast.worlds import WORLDS
 from tests.support.checkpoint_files import tensors_of
 from tests.support.cli import USAGE, run, run_json
 from tests.support.parity import ds_config
@@ -65,7 +65,7 @@ def test_plan_in_another_dtype(tiny_moe: str, tmp_path: Path, dtype: str, itemsi
 
 
 def test_stocks_peaks(tiny_moe: str) -> None:
-    """The formulas of `stock_load` in hf_zero_stream/cli/models.py, from the tensors themselves."""
+    """The formulas of `stock_load` in hf_zero_stream/plugins/forecast/stock.py, from the tensors themselves."""
     found = run_json("plan", tiny_moe, "--world-size", "4")
     tensors = tensors_of(tiny_moe)
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -174,7 +174,6 @@ def test_plan_for_any_number_of_ranks(tiny_moe: str) -> None:
         assert [row[0].strip() for row in rows if row[-1].strip() == "tight"] == fitting
 
 
-@pytest.mark.plugin("demo")
 def test_the_smallest_without_a_number_of_ranks(tiny_moe: str) -> None:
     assert run_json("plan", tiny_moe, "--suggest", "--device-memory", "80GiB")["suggested"]["ranks"] == 1
 
@@ -204,3 +203,22 @@ def test_verdicts(needs: tuple[int, int], limits: dict[str, int], device: str, e
     lines = list(verdict({"device": needs[0], "host": needs[1], "ranks_per_node": 8}, limits, device))
     assert all(text in line for text, line in zip(expected, lines, strict=False)), lines
     assert len(lines) == (1 if device == "cpu" else 2)
+
+
+def test_plan_wants_a_folder(tiny_moe: str) -> None:
+    file = Path(tiny_moe, "config.json")
+    message = run("plan", str(file), "--world-size", "2", code=1).stderr
+    assert message.startswith(f"CheckpointError: {file}: expected the checkpoint's folder")
+
+
+def test_sizes_make_the_world_size(tiny_moe: Path) -> None:
+    assert run_json("plan", str(tiny_moe), "--fsdp", "4", "--tp", "2")["world_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("[]", "list"), ('{"zero_optimization": {"stage": 2}}', "2"), ("{", "as JSON")]
+)
+def test_wrong_ds_config(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    arguments = ["plan", str(tmp_path), "--world-size", "2", "--ds-config", str(tmp_path / "ds.json")]
+    assert found in run(*arguments, code=USAGE).stderr

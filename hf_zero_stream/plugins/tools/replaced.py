@@ -1,6 +1,6 @@
 """``doctor --replaced`` and docs/replaced.md: the table of replaced functions, as a page.
 
-``python -m hf_zero_stream.cli.replaced`` prints the page.
+``python -m hf_zero_stream.plugins.tools.replaced`` prints the page.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from ..bindings.table import OURS, TABLE
-from ..registry import PatchScope, Row, Weight, plugins
+from ...bindings.table import OURS, TABLE
+from ...registry import PatchScope, Row, Weight, plugins
 
 
 _HEAD = """\

@@ -16,10 +16,10 @@ from warnings import catch_warnings
 
 import typer
 
-from ..errors import PACKAGE, ConfigError, HfZeroStreamError, ReadError, UnsupportedError, requirements
-from ..registry import tool
-from ..reports.text import count_text
-from ..settings.config import (
+from ...cli import frame
+from ...errors import PACKAGE, ConfigError, HfZeroStreamError, ReadError, UnsupportedError, requirements
+from ...reports.text import count_text
+from ...settings.config import (
     DISABLE,
     StreamingConfig,
     announces_zero3,
@@ -29,8 +29,7 @@ from ..settings.config import (
     unknown_variables,
     values_in,
 )
-from ..sources.local import is_on_network, kind_of_file_system
-from . import frame
+from ...sources.local import is_on_network, kind_of_file_system
 from .versions import newer_than_tried
 
 
@@ -119,7 +118,8 @@ def run(
         "ops": ops,
     }
     if bundle is not None:
-        write_bundle = tool("doctor --bundle", "demo")
+        from .bundle import write_bundle
+
         path_of_accelerate = accelerate_config or _default_config()
         write_bundle(bundle, path_of_accelerate, doctor=result, ds_config=ds_config, report=report)
     if form == "table":
@@ -165,8 +165,8 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     """Check what works with the installed packages; fills `ops` with DeepSpeed's."""
     import torch
 
-    from ..accelerators import kind
-    from ..extensions import stale_lock_advice, stale_locks
+    from ...accelerators import kind
+    from ...extensions import stale_lock_advice, stale_locks
 
     accelerator = kind()
     yield Check(
@@ -184,12 +184,12 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     yield from _check_table()
     yield from (Check("lock", "problem", stale_lock_advice(lock)) for lock in stale_locks())
     yield _imports("FSDP2 by accelerate", "problem", "destinations.deferred", "destinations.dtensor")
-    from ..seams.sharding import is_known
+    from ...seams.sharding import is_known
 
     why = "" if is_known() else ", which this transformers does not have"
     yield Check("distributed_config", "no" if why else "ok", f"FSDP2 and tensor parallelism by transformers{why}")
     if find_spec("deepspeed"):
-        from ..destinations.deepspeed.zero3 import compatible_ops
+        from ...destinations.deepspeed.zero3 import compatible_ops
 
         ops |= compatible_ops()
         rooms = "destinations.deepspeed.partitioned", "loading.integration"
@@ -214,9 +214,9 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
 
 def _check_table() -> Iterator[Check]:
     """Check that the installed versions have every function that is replaced; say what is lost where one lacks."""
-    from ..bindings.table import TABLE
-    from ..registry import Weight
-    from ..reports.measures import collector_paused
+    from ...bindings.table import TABLE
+    from ...registry import Weight
+    from ...reports.measures import collector_paused
     from .replaced import replaced
 
     every = [row for rows in TABLE.values() for row in rows]
@@ -261,7 +261,7 @@ def _imports(what: str, otherwise: str, *modules: str) -> Check:
 
 def _folder_of(path: str | None) -> tuple[Path | None, list[Check]]:
     """The folder or file that is meant, also by the id of a repository in the Hub's cache; or that there is none."""
-    from ..engine.places import cached_folder
+    from ...engine.places import cached_folder
 
     try:
         return None if path is None else cached_folder(path, None), []
@@ -291,7 +291,7 @@ def _check_storage(path: Path) -> Iterator[Check]:
 
 def _check_checkpoint(folder: Path) -> Iterator[Check]:
     """Check that the checkpoint in `folder`, if there is one, is sound."""
-    from ..checkpoint.contents import soundness_of
+    from .soundness import soundness_of
 
     if not (folder / "config.json").is_file():
         return
@@ -319,7 +319,7 @@ def _check_settings(accelerate_config: str | None, ds_config: Mapping[str, Any] 
 
 
 def _default_config() -> str:
-    from ..seams.wrappers import accelerate_config_file
+    from ...seams.wrappers import accelerate_config_file
 
     return accelerate_config_file()
 
@@ -358,7 +358,7 @@ def _check_environment() -> Iterator[Check]:
 
 def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
     """Find settings of a DeepSpeed config that are wrong, or that cost."""
-    from ..destinations.deepspeed import zero3
+    from ...destinations.deepspeed import zero3
 
     sections = {name: config.get(name, {}) for name in ("zero_optimization", "weight_quantization")}
     sections |= {name: config.get(name) or {} for name in ("bf16", "fp16")}
