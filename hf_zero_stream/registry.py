@@ -87,10 +87,7 @@ class PatchScope:
     HIDING: ClassVar[PatchScope]
     DEFERRED: ClassVar[PatchScope]
     LAYOUT: ClassVar[PatchScope]
-    FLAT: ClassVar[PatchScope]
     WHOLE: ClassVar[PatchScope]
-    EXPERTS: ClassVar[PatchScope]
-    RECORDERS: ClassVar[PatchScope]
     SNAPSHOT: ClassVar[PatchScope]
     CALLED: ClassVar[PatchScope]
 
@@ -112,11 +109,8 @@ PatchScope.LAYOUT = PatchScope("LAYOUT", "while a save lays out its files")
 PatchScope.SNAPSHOT = PatchScope(
     "SNAPSHOT", "while a save in the background reads from the memory of a training", PatchScope.MODELS
 )
-PatchScope.FLAT = PatchScope("FLAT", "while models live that stages 1 and 2 may flatten")
 PatchScope.WHOLE = PatchScope("WHOLE", "while models live that ranks have loaded whole")
-PatchScope.EXPERTS = PatchScope("EXPERTS", "from the first load of converted experts on")
 PatchScope.CALLED = PatchScope("CALLED", "never: they are only called")
-PatchScope.RECORDERS = PatchScope("RECORDERS", "while DeepSpeed converts experts")
 
 
 class Weight(enum.Enum):
@@ -244,6 +238,10 @@ def _parameters(function: Any) -> set[str] | None:
 GROUP = "hf_zero_stream.plugins"
 
 OURS: Mapping[str, str] = {
+    "autoep": "mixtures of experts by DeepSpeed's expert_parallel (AutoEP)",
+    "flat": "engines of ZeRO stages 1 and 2 without a second copy of the model",
+    "nvme": "parameters in DeepSpeed's swap files (offload_param to NVMe)",
+    "verify": "loads that compare what they placed with the files: verify=sample, full",
     "hosts": "states on the hosts' own disks or in their memory",
     "demo": "hf-zero-stream demo",
     "forecast": "plan(), hf-zero-stream plan, and the memory that reports say training will need",
@@ -286,8 +284,8 @@ class Plugin:
         sources: scheme of URLs, in lower case -> :class:`Source`.
         targets: scheme of URLs, in lower case -> a module with the functions of
             :class:`.saving.places.UrlPlaces`, by which checkpoints are saved to such URLs.
-        tools: functions, or classes, that the core calls for an option of a command, or for what a load or a save
-            meets: name -> ``module:function``. Without one the name is the subject of the error.
+        tools: functions, classes or modules that the core asks for when a load or a save meets what needs them: name
+            -> ``module:function``, or a module. Without one the name is the subject of the error.
         quantisers: ``quant_method`` as transformers knows it, of weights that can stay quantised -> the
             ``module:function`` that dequantises them, see :mod:`.plugins.packed.quantisers`.
         files: formats of files, told apart by the ends of their names.
@@ -380,9 +378,9 @@ def import_named(module: str) -> ModuleType:
 
 
 def import_object(place: str) -> Any:
-    """Import and return ``module:name``; see :func:`import_named`."""
+    """Import and return ``module:name``, or a module; see :func:`import_named`."""
     module, _, name = place.partition(":")
-    return getattr(import_named(module), name)
+    return getattr(import_named(module), name) if name else import_named(module)
 
 
 def missing_plugin_error(name: str, what: str) -> MissingPluginError:

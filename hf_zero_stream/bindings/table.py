@@ -19,7 +19,6 @@ _ESSENTIAL, _SPEED = Weight.ESSENTIAL, Weight.SPEED
 _MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
 _MODEL = f"{_MODELING}:PreTrainedModel"
 _TRAINER, _ENGINE = "transformers.trainer", "deepspeed.runtime.engine:DeepSpeedEngine"
-_ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ACCELERATOR, _PEFT = "accelerate.accelerator", "peft.tuners.tuners_utils"
 
 _DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
@@ -256,31 +255,12 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         ),
         Row("torch.nn:Module.load_state_dict", ".holdings.steps:load_values", feature=_EDITS),
     ],
-    PatchScope.FLAT: [
-        Row(
-            f"{_ZERO_1_2}.__init__",
-            ".destinations.deepspeed.flat:construct",
-            "init_optimizer dp_process_group has_moe_layers",
-            weight=_ESSENTIAL,
-        ),
-        # Set on one optimizer, while it is constructed.
-        Row(f"{_ZERO_1_2}.flatten_dense_tensors_aligned", "", "tensor_list alignment use_cpu_data", weight=_ESSENTIAL),
-        Row("deepspeed.accelerator:get_accelerator().available_memory", "", weight=_ESSENTIAL),
-    ],
     PatchScope.WHOLE: [
         Row(
             f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload._convert_to_zero_parameters",
             ".loading.whole:partition",
             "ds_config module",
             feature="warnings of configs that come after the load",
-        ),
-    ],
-    PatchScope.EXPERTS: [
-        Row(
-            "deepspeed.module_inject.auto_ep:AutoEP.ep_parser",
-            ".destinations.deepspeed.experts:find_layers",
-            weight=_ESSENTIAL,
-            since="0.19.1",
         ),
     ],
     PatchScope.CALLED: [
@@ -296,22 +276,8 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
                 "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
                 "_swappable_optimizer_subgroup get_param_id",
             ),
-            (
-                "offload_param to NVMe",
-                "runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper",
-                "get_buffer swappable_tensor swap_out_and_release synchronize_writes "
-                "remove_partition_and_release_buffers",
-            ),
         )
         for name in names.split()
-    ],
-    PatchScope.RECORDERS: [
-        Row(
-            "deepspeed.module_inject.auto_ep_presets.base:_install_instance_transformers_output_recorders",
-            ".destinations.deepspeed.experts:install_by_name",
-            weight=_ESSENTIAL,
-            since="0.19.1",
-        ),
     ],
 }
 

@@ -194,7 +194,7 @@ def _load_replicated(ds_config: dict[str, Any], settings: StreamingConfig, coord
     full_config = config_without_auto(ds_config)
     replicas: Destination
     if ds_config:
-        from ..destinations.deepspeed.flat import EngineReplicas
+        from ..destinations.deepspeed.replicas import EngineReplicas
 
         replicas = EngineReplicas(full_config, coordinator, settings)
     else:

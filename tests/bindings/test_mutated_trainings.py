@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hf_zero_stream.registry import PatchScope
+from tests.autoep.test_expert_parallel import expert_parallel
+from tests.autoep.test_expert_parallel import losses as losses_of_experts
 from tests.drift import smoke
 from tests.state.test_trainer import train
 from tests.support.changed_models import resume_changed
@@ -20,8 +21,6 @@ from tests.support.cluster import run_ranks
 from tests.support.mutations import Mutation, mutated, mutations
 from tests.support.training_state import TrainerRun
 from tests.support.zoo import Checkpoint
-from tests.zero.test_expert_parallel import expert_parallel
-from tests.zero.test_expert_parallel import losses as losses_of_experts
 
 
 OF_TRAINER = ("transformers.trainer:", "transformers.modeling_utils:", "accelerate.")
@@ -62,9 +61,7 @@ def expected(
     return losses
 
 
-@pytest.mark.parametrize(
-    "mutation", mutations((*OF_TRAINER, "deepspeed.runtime."), PatchScope.BLOCK, PatchScope.MODELS, PatchScope.LAYOUT)
-)
+@pytest.mark.parametrize("mutation", mutations((*OF_TRAINER, "deepspeed.runtime."), "BLOCK", "MODELS", "LAYOUT"))
 def test_trainer_under_zero_3(
     expected: Callable[[bool], list[float]], zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation
 ) -> None:
@@ -74,7 +71,7 @@ def test_trainer_under_zero_3(
 
 @pytest.mark.parametrize(
     "mutation",
-    mutations((*OF_TRAINER, "torch."), PatchScope.BLOCK, PatchScope.MODELS, PatchScope.LAYOUT, PatchScope.DEFERRED),
+    mutations((*OF_TRAINER, "torch."), "BLOCK", "MODELS", "LAYOUT", "DEFERRED"),
 )
 def test_trainer_under_fsdp2(
     expected: Callable[[bool], list[float]], zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation
@@ -84,9 +81,7 @@ def test_trainer_under_fsdp2(
 
 
 @pytest.mark.parametrize("home", ["ZeRO-3", "ZeRO-2"])
-@pytest.mark.parametrize(
-    "mutation", mutations(("deepspeed.runtime.", "deepspeed.accelerator:"), PatchScope.BLOCK, PatchScope.FLAT)
-)
+@pytest.mark.parametrize("mutation", mutations(("deepspeed.runtime.", "deepspeed.accelerator:"), "BLOCK", "FLAT"))
 def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, mutation: Mutation) -> None:
     how, folder = smoke.HOMES[home], zoo_checkpoint("qwen3_moe")
     outcome, _ = run_ranks(2, mutated, mutation, smoke.train_and_save, folder, tmp_path, *how)
@@ -98,9 +93,8 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home:
     assert isinstance(again, str) or again == {"none": {"losses": losses, "wrong": []}}, (again, losses)
 
 
-@pytest.mark.parametrize(
-    "mutation", mutations(("deepspeed.module_inject.",), PatchScope.EXPERTS, PatchScope.RECORDERS)
-)
+@pytest.mark.plugin("autoep")
+@pytest.mark.parametrize("mutation", mutations(("deepspeed.module_inject.",), "EXPERTS", "RECORDERS"))
 def test_expert_parallelism(of_experts: Callable[..., Any], mutation: Mutation) -> None:
     expected, outcome = of_experts(None), of_experts(mutation)
     assert isinstance(expected, list) and (isinstance(outcome, str) or outcome == expected), outcome

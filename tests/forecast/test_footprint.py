@@ -111,6 +111,7 @@ def test_part_of_the_optimizer_on_the_host() -> None:
     assert found.optimizer_states == {"cuda": 3 * 32, "cpu": 7 * 32}
 
 
+@pytest.mark.plugin("nvme")
 def test_everything_on_disk() -> None:
     settings = EngineSettings(
         device="cuda",

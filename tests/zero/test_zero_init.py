@@ -117,6 +117,7 @@ def load_to_swap_files(how: str, checkpoint: Path, config: dict[str, Any]) -> tu
     return three_losses(engine, ZOO["qwen3_moe"].inputs), swapped
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 def test_swap_files(cluster: None, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from ..base import Batch, Item, SourcedTensor, flat_items, item_of, narrowed
 from ..live_memory import Copies, LiveWhole
 from ..replicated import exchange_batches
 from ..skeleton import convert_lazy
+from . import zero3
 
 
 refuse_lacking("load_into under ZeRO-3")
@@ -77,10 +78,8 @@ class LiveModel(LiveWhole):
                 filling.add_whole(name, param, view, trained)
         batches = [Batch(filling.direct)]
         if filling.swaps:
-            from . import nvme
-
             free_buffers = filling.swaps[0][0].nvme_swapper.available_swap_in_buffers()
-            batches.extend(nvme.swap_batches(filling.swaps, free_buffers))
+            batches.extend(zero3.nvme().swap_batches(filling.swaps, free_buffers))
         batches.extend(exchange_batches(filling.replicated, self._coordinator, self._chunk_bytes, self.device))
         return [*batches, Batch([], finish=filling.copy_all)] if filling.has_copies else batches
 

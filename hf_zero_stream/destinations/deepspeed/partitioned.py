@@ -19,7 +19,7 @@ from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ...registry import import_object
+from ...registry import import_object, tool
 from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_touched_parameters
 from . import zero3
 
@@ -66,8 +66,7 @@ class Partitioned(Destination):
         """One batch of all that is neither quantised nor swapped to a disk; and further ones for those."""
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         if (self._ds_config.get("expert_parallel") or {}).get("enabled"):
-            from . import experts  # wants a DeepSpeed that has AutoEP
-
+            experts = tool("experts", "autoep", "expert_parallel")  # wants a DeepSpeed that has AutoEP
             experts.convert(model, self._ds_config, missing, rank, world_size, make_groups=not only_planned)
         parameters, buffers, self.recast = replace_lazy(
             model, missing, tied, parameter=self._parameter, buffer=partial(buffer_on, self.device)
@@ -89,16 +88,16 @@ class Partitioned(Destination):
 
     def _swap_batches(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
         """Move the parameters that PartitionedInit will swap from `items` into batches, before there is a swapper."""
-        from . import nvme
-
+        nvme = zero3.nvme()
         large = nvme.swap_from_bytes(self._ds_config)
         self._swapped = [
             param
             for param in filter(zero3.is_placeholder, model.parameters())
             if param.dtype == self._dtype and self._share(param)[0] * param.dtype.itemsize >= large
         ]
-        swaps: list[nvme.Swap] = [(param, items.pop(id(param), None)) for param in self._swapped]
-        return nvme.swap_batches(swaps, nvme.free_buffers(self._ds_config)) if swaps else []
+        swaps = [(param, items.pop(id(param), None)) for param in self._swapped]
+        batches: list[Batch] = nvme.swap_batches(swaps, nvme.free_buffers(self._ds_config)) if swaps else []
+        return batches
 
     def _share(self, param: Any) -> tuple[int, int, int]:
         place = zero3.place_in_group(param, self._coordinator.rank, self._coordinator.world_size)
@@ -111,9 +110,7 @@ class Partitioned(Destination):
 
     def check(self, targets: Sequence[Target]) -> None:
         if zero3.uses_nvme(self._ds_config):
-            from . import nvme
-
-            nvme.refuse_wrong_settings(self._ds_config, targets)
+            zero3.nvme().refuse_wrong_settings(self._ds_config, targets)
 
     def allocate(self) -> None:
         model, self._model = self._model, None
@@ -219,9 +216,7 @@ def config_of(around: Init, found: Mapping[str, Any]) -> dict[str, Any]:
         config["weight_quantization"] = {"quantized_initialization": around.quantized_initialization}
     if around.param_swapper is not None:
         config["aio"] = around.param_swapper.aio_config
-        from . import nvme
-
-        nvme.share_swapper(config, around.param_swapper)
+        zero3.nvme().share_swapper(config, around.param_swapper)
     return config
 
 

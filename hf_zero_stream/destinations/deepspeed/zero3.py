@@ -32,6 +32,7 @@ from ... import accelerators
 from ...bindings.table import refuse_lacking
 from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ...holdings.deepspeed.partitions import own_range
+from ...registry import tool
 from ..base import allocating
 
 
@@ -59,9 +60,12 @@ def _offload_device(ds_config: Mapping[str, Any]) -> Any:
 def _swapping(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     if not uses_nvme(ds_config):
         return {}
-    from . import nvme
+    return {"remote_device": "nvme", "param_swapper": nvme().shared_swapper(ds_config)}
 
-    return {"remote_device": "nvme", "param_swapper": nvme.shared_swapper(ds_config)}
+
+def nvme() -> Any:
+    """The functions for partitions in swap files: :mod:`...plugins.nvme.swapping`, if that plug-in is there."""
+    return tool("nvme", "nvme", "offload_param to NVMe")
 
 
 class PartitionedInit(Init):
@@ -97,9 +101,7 @@ class PartitionedInit(Init):
             **_swapping(ds_config),
         )
         if self.param_swapper is not None:
-            from . import nvme
-
-            nvme.share_swapper(ds_config, self.param_swapper)
+            nvme().share_swapper(ds_config, self.param_swapper)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
         # DeepSpeed would quantise the partition of a frozen parameter while it is empty, and then copy floating-point

@@ -201,6 +201,5 @@ def _step_copies(ds_config: Mapping[str, Any], place: str, optimizer: Any, adamw
 def _swap_from_bytes(ds_config: Mapping[str, Any], *offloads: Any) -> int:
     if "nvme" not in map(_device, offloads):
         return 0
-    from ...destinations.deepspeed import nvme
-
-    return nvme.swap_from_bytes(ds_config)
+    swap_from_bytes: int = zero3.nvme().swap_from_bytes(ds_config)
+    return swap_from_bytes

@@ -195,7 +195,7 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
         rooms = "destinations.deepspeed.partitioned", "loading.integration"
         yield _imports("streaming under ZeRO-3", "problem", *rooms)
         yield _imports("saves and training states", "problem", "saving.save", "state.save")
-        yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
+        yield _imports("expert_parallel (AutoEP)", "no", "plugins.autoep.experts")
         for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
             yield Check(what, "ok" if ops.get(op) else "no", f"DeepSpeed's op {op}")
     uses = {

@@ -1,4 +1,4 @@
-"""Whole parameters for the engines of stages 0 to 2, and how those of 1 and 2 start without a second copy of them.
+"""How the engines of stages 1 and 2 start without a second copy of a model's parameters.
 
 While its optimizer is constructed, DeepSpeed (``runtime/zero/stage_1_and_2.py``, 0.18.9 and 0.19.8) flattens one group
 of parameters after the other: on the device if ``available_memory()`` says that a second copy fits, else through the
@@ -26,16 +26,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from ...accelerators import all_gather, free_bytes, is_accelerator, kind
+from ...accelerators import all_gather, free_bytes, kind
 from ...bindings.install import override_methods
 from ...bindings.table import installed
-from ...checkpoint.lazy import LazyTensor
-from ...holdings.deepspeed import partitions
-from ...ranks.coordinator import Coordinator
-from ...registry import PatchScope
-from ...settings.config import StreamingConfig
-from ..base import Batch
-from ..replicated import Replicated
+from . import FLAT
 
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -44,29 +38,10 @@ _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _CONSTRUCTOR = inspect.signature(DeepSpeedZeroOptimizer.__init__)
 
 
-class EngineReplicas(Replicated):
-    """Stages 0 to 2, whose engines move all parameters to the device: there at once, if it has room for them."""
-
-    def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, config: StreamingConfig) -> None:
-        super().__init__(coordinator, config, partitions.local_device())
-        self._stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
-
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
-        if is_accelerator(self.device):
-            needed = sum(param.nbytes for param in model.parameters() if isinstance(param, LazyTensor))
-            if free_bytes(self.device) >= needed + self._chunk_bytes:
-                self._parameters_on = self.device
-        if self._stage in (1, 2):
-            flatten_sharded(model)
-        return super().batches(model, missing, tied, only_planned=only_planned)
-
-
 def flatten_sharded(model: nn.Module) -> None:
     """Make the optimizers of stages 1 and 2 that train `model` flatten its parameters in parts, one on each rank."""
     _models.add(model)
-    replaced = installed(PatchScope.FLAT)
+    replaced = installed(FLAT)
     replaced.__enter__()
     weakref.finalize(model, replaced.__exit__)
 

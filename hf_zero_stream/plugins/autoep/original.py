@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedError
-from ..introspection import CONVERTED
+from ...holdings.introspection import CONVERTED
 
 
 class Origin(NamedTuple):

@@ -19,9 +19,9 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfi
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
 from ...bindings.table import refuse_lacking
+from ...destinations.base import Batch, Item
 from ...errors import ConfigError, UnsupportedError
 from ...planning.plan import Target
-from ..base import Batch, Item
 
 
 refuse_lacking("offload_param to NVMe")

@@ -1,10 +1,8 @@
 """Compares placed values with the files: a second pass that shares no plan with the first.
 
 Every element that this rank placed is looked up in the files again (:class:`Lookup`), cast as the load casts it,
-and compared bit for bit. What was placed also gets a *digest*: the sum, over elements, of the element's bits times a
-fixed odd number that belongs to its index, modulo 2**64. The digests of all ranks add up to that of the parameter,
-however it was partitioned; a wrong element or order changes it. A model's digest is the sum of its parameters', each
-times an odd number from its name.
+and compared bit for bit. What was placed also gets a digest (:mod:`...checkpoint.tensor_digests`); a model's is the
+sum of its parameters', each times an odd number from its name.
 
 Elements are looked up one by one, as a second opinion on planned reads: each element's place is followed through the
 nodes by index arithmetic, so that a fault in a load's boxes, reads or copies would be seen. Most elements stay
@@ -17,27 +15,24 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
-from ..checkpoint.file_digests import WORD, odd_factors
-from ..checkpoint.format import TensorEntry
-from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, HostTensor, Node, Pointwise, View, row_major_strides
-from ..destinations.base import Item
-from ..errors import LoadError
-from ..planning.plan import Target, materialise_reason
-from ..reports.load import Verification
-from ..sources.base import ByteSource
-from .execute import run_in_threads
-from .opened import OpenCheckpoint
+from ...checkpoint.file_digests import WORD
+from ...checkpoint.format import TensorEntry
+from ...checkpoint.nodes import Cat, Computed, Copy, FileTensor, HostTensor, Node, Pointwise, View, row_major_strides
+from ...checkpoint.tensor_digests import BLOCK, bits_of, digest_of
+from ...destinations.base import Item
+from ...engine.execute import run_in_threads
+from ...engine.opened import OpenCheckpoint
+from ...errors import LoadError
+from ...planning.plan import Target, materialise_reason
+from ...reports.load import Verification
+from ...sources.base import ByteSource
 
-
-BLOCK = 2**16
-"""Elements whose factors are looked up in one table; a further factor belongs to the block."""
 
 CHUNK = 4 * BLOCK
 """Elements that are compared at once."""
@@ -46,7 +41,6 @@ SAMPLES, SAMPLE = 4, 4096
 """Number of chunks of each parameter that `"sample"` compares on each rank, and elements of a chunk."""
 
 _ADVICE = "The values are wrong; load again, and if it happens again, report it with the model's config."
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Verifier:
@@ -128,7 +122,7 @@ class Verifier:
     def _compare(self, target: Target, view: View, placed: torch.Tensor, start: int, stop: int) -> None:
         """Compare the values `placed` for the elements ``[start, stop)`` of a target's `view` with the files."""
         expected = self._lookup.values(view, range(start, stop)).to(placed.device).to(target.dtype)
-        bits, right = _bits(placed), _bits(expected)
+        bits, right = bits_of(placed), bits_of(expected)
         if not torch.equal(bits, right):
             wrong = (bits != right).nonzero().view(-1) * len(placed) // len(bits)
             first, last = start + int(wrong[0]), start + int(wrong[-1]) + 1
@@ -147,20 +141,6 @@ class Verifier:
                 self._digest = (self._digest + (_hash_of_name(target.name) | 1) * digest) % WORD
 
 
-def digest_of(values: torch.Tensor, first: int) -> int:
-    """The digest of flat `values`, which begin at element `first` of their parameter; in [0, 2**64)."""
-    total = 0
-    bits, table = _bits(values), _table(values.device)
-    position, done = first * (len(bits) // max(1, len(values))), 0
-    while done < len(bits):
-        block, inside = divmod(position + done, BLOCK)
-        part = bits[done : done + BLOCK - inside]
-        products = part.to(torch.int64) * table[inside : inside + len(part)]
-        total += int(products.sum()) * int(odd_factors(np.array([block + 1], dtype=np.uint64))[0])
-        done += len(part)
-    return total % WORD
-
-
 def _digest_of(target: Target, values: torch.Tensor, start: int, stop: int) -> int:
     """The digest of the elements ``[start, stop)`` of a target's view, by their indices in the whole parameter."""
     if target.box is None:
@@ -168,18 +148,6 @@ def _digest_of(target: Target, values: torch.Tensor, start: int, stop: int) -> i
     runs = list(target.box.runs(start, stop))
     parts = values.split([count for _, count in runs])
     return sum(digest_of(part, first) for part, (first, _) in zip(parts, runs, strict=True)) % WORD
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """`values` as integers of their size; those of 16 bytes as two each."""
-    return values.detach().view(_INTEGERS.get(values.dtype.itemsize, torch.int64))
-
-
-@cache
-def _table(device: torch.device) -> torch.Tensor:
-    """An odd factor for each position in a block, int64."""
-    factors = odd_factors(np.arange(1, BLOCK + 1, dtype=np.uint64) << np.uint64(32))
-    return torch.from_numpy(factors.view(np.int64)).to(device)
 
 
 def _hash_of_name(name: str) -> int:
@@ -196,7 +164,7 @@ SEEK_BYTES = 512
 class Lookup:
     """Looks up elements in the shards of a checkpoint; safe to use from several threads.
 
-    `compute` gives the values of a view of a function's result (see :class:`.compute.Evaluator`): functions are
+    `compute` gives the values of a view of a function's result (:class:`...engine.compute.Evaluator`): functions are
     evaluated as in a load, from inputs that are read again.
     """
 

@@ -22,10 +22,11 @@ from torch import nn
 
 from ...bindings.table import installed
 from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_version
-from ...holdings.deepspeed.original_experts import Origin, converted_layers
 from ...holdings.introspection import CONVERTED
 from ...planning.boxes import Cut, ParameterBox
-from ...registry import PatchScope
+from . import EXPERTS, RECORDERS
+from .original import Origin, converted_layers
+from .original import with_original_experts as with_original_experts
 
 
 try:
@@ -78,14 +79,14 @@ def convert(
         blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
         shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
         values = [_extract_values(block, spec, share) for block, spec in zip(blocks, specs, strict=True)]
-        with torch.device("meta"), installed(PatchScope.RECORDERS):
+        with torch.device("meta"), installed(RECORDERS):
             auto_ep.replace_moe_layers(specs, ep_size=share.parts, ep_rank=share.part)
         for spec, extracted, of_block, block in zip(specs, values, shapes, blocks, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
             _assign_values(layer, extracted, share)
             vars(layer)[CONVERTED] = Origin(spec, of_block, block)
     if make_groups:
-        installed(PatchScope.EXPERTS).__enter__()  # for good: nobody says when the model is initialised, or how often
+        installed(EXPERTS).__enter__()  # for good: nobody says when the model is initialised, or how often
 
 
 def convert_like(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:

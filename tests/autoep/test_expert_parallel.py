@@ -206,6 +206,7 @@ def test_transformers_own_means_nothing_under_zero3(cluster: None, checkpoint: C
     assert run_ranks(2, losses_with_transformers_own, folder, "streaming", True) == without
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 @pytest.mark.parametrize("home", ["cpu", "nvme"])

@@ -16,10 +16,11 @@ import hf_zero_stream
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor
+from hf_zero_stream.checkpoint.tensor_digests import BLOCK, digest_of
 from hf_zero_stream.destinations import replicated
 from hf_zero_stream.engine import reader as reading
-from hf_zero_stream.engine import verification
-from hf_zero_stream.engine.verification import BLOCK, Lookup, digest_of
+from hf_zero_stream.plugins.verify import verification
+from hf_zero_stream.plugins.verify.verification import Lookup
 from hf_zero_stream.sources.local import LocalFiles
 from tests.support.cluster import SOON_S, Outcome, run_ranks, run_ranks_expecting_errors
 from tests.support.homes import make_even_llama
@@ -219,6 +220,7 @@ def verified_on_nvme(folder: Path, swap: Path) -> dict[str, Any]:
     return {"swapped": swapped, "digest": model.streaming_report.digest}
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.slow
 def test_swap_files(cluster: None, async_io: None, tmp_path: Path) -> None:
     folder = make_even_llama(tmp_path / "llama", vocab_size=9000)
