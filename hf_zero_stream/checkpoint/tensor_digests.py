@@ -21,7 +21,7 @@ BLOCK = 2**16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest_of(values: torch.Tensor, first: int) -> int:
+def digest_of_values(values: torch.Tensor, first: int) -> int:
     """The digest of flat `values`, which begin at element `first` of their parameter; in [0, 2**64)."""
     total = 0
     bits, table = bits_of(values), _table(values.device)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.index import SINGLE
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.state_folder import files_of
-from ..checkpoint.tensor_digests import digest_of
+from ..checkpoint.tensor_digests import digest_of_values
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.visitor import Visitor
 from ..dtypes import dtype_name, dtype_named
@@ -120,13 +120,13 @@ def digests_in_memory(
 def _digest(values: torch.Tensor, first: int, *casts: torch.dtype) -> int:
     """The digest of flat `values`, cast to each of `casts` in turn, a bounded number of them at once."""
     if all(dtype == values.dtype for dtype in casts):
-        return digest_of(values, first)
+        return digest_of_values(values, first)
     total = 0
     for start in range(0, len(values), _SLICE):
         part = values[start : start + _SLICE]
         for dtype in casts:
             part = part.to(dtype)
-        total += digest_of(part, first + start)
+        total += digest_of_values(part, first + start)
     return total
 
 

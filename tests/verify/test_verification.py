@@ -16,7 +16,7 @@ import hf_zero_stream
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor
-from hf_zero_stream.checkpoint.tensor_digests import BLOCK, digest_of
+from hf_zero_stream.checkpoint.tensor_digests import BLOCK, digest_of_values
 from hf_zero_stream.destinations import replicated
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.plugins.verify import verification
@@ -144,9 +144,9 @@ def load_sizes_and_corrupt(folder: Path) -> Any:
 def test_digests_of_parts_add_up(dtype: torch.dtype) -> None:
     values = torch.randn(2 * BLOCK + 1001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = (100 * values).to(torch.int64).to(dtype)
-    whole = digest_of(values, 0)
+    whole = digest_of_values(values, 0)
     for cut in (0, 1, 777, BLOCK - 1, BLOCK, BLOCK + 5, len(values)):
-        assert (digest_of(values[:cut], 0) + digest_of(values[cut:], cut)) % 2**64 == whole
+        assert (digest_of_values(values[:cut], 0) + digest_of_values(values[cut:], cut)) % 2**64 == whole
 
 
 def test_digests_differ() -> None:
@@ -154,8 +154,8 @@ def test_digests_differ() -> None:
     swapped, shifted, changed = values.clone(), values.roll(1), values.clone()
     swapped[:BLOCK], swapped[BLOCK : 2 * BLOCK] = values[BLOCK : 2 * BLOCK], values[:BLOCK]
     changed.view(torch.int32)[-1] ^= 1
-    found = {digest_of(tensor, 0) for tensor in (values, swapped, shifted, changed, values[1:])}
-    assert len(found | {digest_of(values, 1)}) == 6
+    found = {digest_of_values(tensor, 0) for tensor in (values, swapped, shifted, changed, values[1:])}
+    assert len(found | {digest_of_values(values, 1)}) == 6
 
 
 # --------------------------------------------------------------------------------------------------- looking up

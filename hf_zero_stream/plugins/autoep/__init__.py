@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...registry import PatchScope, Plugin, Row, Weight
+from ...plugin_api import PatchScope, Plugin, Row, Weight
 
 
 _AUTO_EP = "deepspeed.module_inject.auto_ep"

@@ -20,10 +20,8 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import nn
 
-from ...bindings.table import installed
 from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_version
-from ...holdings.introspection import CONVERTED
-from ...planning.boxes import Cut, ParameterBox
+from ...plugin_api import CONVERTED, Cut, ParameterBox, installed
 from . import EXPERTS, RECORDERS
 from .original import Origin, converted_layers
 from .original import with_original_experts as with_original_experts

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...holdings.introspection import CONVERTED
+from ...plugin_api import CONVERTED
 
 
 class Origin(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from ...cli.page import svg_of
+from ...plugin_api import svg_of
 
 
 _MIB = 2**20

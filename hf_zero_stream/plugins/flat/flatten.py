@@ -26,9 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from ...accelerators import all_gather, free_bytes, kind
-from ...bindings.install import override_methods
-from ...bindings.table import installed
+from ...plugin_api import all_gather, free_bytes, installed, kind, override_methods
 from . import FLAT
 
 

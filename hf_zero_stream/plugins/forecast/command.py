@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ...cli import frame
-from ...cli.checkpoints import loadable
-from ...reports.text import bytes_text, count_text, folded_names
+from ...plugin_api import bytes_text, count_text, folded_names, frame, loadable
 from .needs import HOST, fit, needs_of_node, verdict
 from .worlds import WORLDS, show_worlds
 
@@ -168,7 +166,7 @@ def run(
         if plot:
             draw(plot, *shown)
         if html:
-            from ...cli.page import write_page
+            from ...plugin_api import write_page
 
             title, blocks = f"{path}: {count_text(world_size, 'rank')}", list(_blocks(data, forecast.memory))
             note = "All memory is computed before anything is loaded. Activations are not counted."
@@ -232,7 +230,7 @@ def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> 
         return
     import torch
 
-    from ...destinations.deepspeed.zero3 import partition_dtype, undecided  # FSDP2 needs no DeepSpeed
+    from ...plugin_api import partition_dtype, undecided  # FSDP2 needs no DeepSpeed
 
     auto = undecided(config)
     if auto:

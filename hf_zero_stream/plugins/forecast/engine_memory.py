@@ -12,10 +12,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from torch import nn
 
-from ...destinations.deepspeed import zero3
 from ...errors import refuse_unknown_version
-from ...holdings.own_names import own_names
-from ...settings.config import StreamingConfig
+from ...plugin_api import StreamingConfig, own_names, zero3
 from .footprint import (
     HOST,
     AdamW,

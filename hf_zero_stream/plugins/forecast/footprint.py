@@ -16,8 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...reports.tables import wrapped
-from ...reports.text import bytes_text
+from ...plugin_api import bytes_text, wrapped
 
 
 HOST, DISK = "cpu", "nvme"

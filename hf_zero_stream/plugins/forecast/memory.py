@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...settings.config import StreamingConfig
+from ...plugin_api import StreamingConfig
 from .footprint import AdamW, MemoryFootprint
 
 

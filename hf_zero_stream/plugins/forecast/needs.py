@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ...reports.text import bytes_text, count_text
+from ...plugin_api import bytes_text, count_text
 
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from ...cli.page import svg_of
-from ...planning.plan import LoadPlan
+from ...plugin_api import LoadPlan, svg_of
 from .footprint import DISK, HOST, MemoryFootprint
 from .plan import Forecast
 

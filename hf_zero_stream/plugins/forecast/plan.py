@@ -12,20 +12,32 @@ from typing import Any
 
 import torch
 
-from ...engine.load import Load
 from ...errors import ConfigError, UnsupportedError, VersionError
-from ...loading.choice import is_pipeline, refuse_sharding, settings_for, shares_columns, warn_of_open_dtype
-from ...loading.dry_load import lazily_loaded
-from ...loading.integration import outside_zero_init
-from ...planning.plan import LoadPlan
-from ...ranks.coordinator import Coordinator
-from ...reports.measures import collector_paused
-from ...reports.tables import wrapped
-from ...reports.text import Tabular, bytes_text, count_text
-from ...seams.adapters import put_adapters_on
-from ...seams.sharding import cuts_matrices, device_type, distributed_config_of
-from ...settings.config import buildable_config, config_without_auto, refuse_settings
-from ...settings.values import floating_dtype
+from ...plugin_api import (
+    Coordinator,
+    Load,
+    LoadPlan,
+    Tabular,
+    buildable_config,
+    bytes_text,
+    collector_paused,
+    config_without_auto,
+    count_text,
+    cuts_matrices,
+    device_type,
+    distributed_config_of,
+    floating_dtype,
+    is_pipeline,
+    lazily_loaded,
+    outside_zero_init,
+    put_adapters_on,
+    refuse_settings,
+    refuse_sharding,
+    settings_for,
+    shares_columns,
+    warn_of_open_dtype,
+    wrapped,
+)
 from .footprint import ADAMW_COPIES, AdamW, MemoryFootprint
 from .memory import model_memory
 
@@ -126,7 +138,7 @@ def plan(
                 "plan(lora=...): expected ZeRO-3, or distributed_config with fsdp_size alone; got other sizes, for "
                 "which PEFT would make adapters of the sizes of shards"
             )
-        from ...destinations.dtensor import DTensors  # imports torch's FSDP2
+        from ...plugin_api import DTensors  # imports torch's FSDP2
         from .fake_group import fake_group
 
         settings = settings_for({}, None)
@@ -146,7 +158,7 @@ def plan(
             "plan(): a plan for ZeRO-3 needs DeepSpeed, which is not installed. Install it, or plan for FSDP2: "
             "distributed_config={'fsdp_size': ...}, on the command line --fsdp."
         )
-    from ...destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds
+    from ...plugin_api import Partitioned  # imports deepspeed, which takes seconds
 
     found = {} if ds_config is None else _with_dtype(buildable_config(ds_config), wanted)
     if (stage := (found.get("zero_optimization") or {}).get("stage", 3)) != 3:
@@ -191,7 +203,7 @@ def _check_world(sharding: Any, world_size: int) -> None:
 
 def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
     """The config with `dtype` in place of "auto"; without a `dtype`, "auto" counts as off, with a warning."""
-    from ...destinations.deepspeed import zero3
+    from ...plugin_api import zero3
 
     sections = zero3.undecided(ds_config)
     if sections and dtype is None:

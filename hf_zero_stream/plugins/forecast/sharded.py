@@ -15,10 +15,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ...holdings import fsdp
-from ...holdings.introspection import local_of
-from ...holdings.own_names import own_names
-from ...settings.config import StreamingConfig
+from ...plugin_api import StreamingConfig, fsdp, local_of, own_names
 from .footprint import HOST, AdamW, MemoryFootprint, adamw_copies, is_lower
 
 

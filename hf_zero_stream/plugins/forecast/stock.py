@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ...cli.models import lazy_model, quantisation_of
+from ...plugin_api import lazy_model, quantisation_of
 from .footprint import HOST
 from .plan import Forecast
 

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ...cli import frame
-from ...reports.text import bytes_text, count_text
+from ...plugin_api import bytes_text, count_text, frame
 from .needs import fit, needs_of_node, word_of_fit
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from ...cli import frame
-from ...reports.text import bytes_text
+from ...plugin_api import bytes_text, frame
 from .needs import HOST, fit, needs_of_node, word_of_fit
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...registry import PatchScope, Plugin, Row, Weight
+from ...plugin_api import PatchScope, Plugin, Row, Weight
 
 
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"

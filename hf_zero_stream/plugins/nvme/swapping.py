@@ -18,10 +18,8 @@ from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
-from ...bindings.table import refuse_lacking
-from ...destinations.base import Batch, Item
 from ...errors import ConfigError, UnsupportedError
-from ...planning.plan import Target
+from ...plugin_api import Batch, Item, Target, refuse_lacking
 
 
 refuse_lacking("offload_param to NVMe")

@@ -7,7 +7,7 @@ and modules that dequantise in the forward pass (:mod:`.modules`). :mod:`.quanti
 
 from __future__ import annotations
 
-from ...registry import PatchScope, Plugin, Row, Weight
+from ...plugin_api import PatchScope, Plugin, Row, Weight
 
 
 COMPRESSED = PatchScope("COMPRESSED", "while compressed-tensors dequantises lazy tensors")

@@ -15,7 +15,7 @@ from typing import Any
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
-from ...registry import import_object, plugins
+from ...plugin_api import import_object, plugins
 from .bitsandbytes import dequantising_quantizer
 from .quantised import COMPRESSED_FORMATS
 

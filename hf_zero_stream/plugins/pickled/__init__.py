@@ -5,7 +5,7 @@ And ``hf-zero-stream convert``, which makes safetensors of all formats.
 
 from __future__ import annotations
 
-from ...registry import METADATA, TORCH_ENDINGS, FileFormat, FolderFormat, Plugin
+from ...plugin_api import METADATA, TORCH_ENDINGS, FileFormat, FolderFormat, Plugin
 
 
 PLUGIN = Plugin(

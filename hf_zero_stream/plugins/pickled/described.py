@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedError
-from ...loading.dry_load import model_class_of
+from ...plugin_api import model_class_of
 
 
 def described_model(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:

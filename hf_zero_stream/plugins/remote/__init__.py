@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...registry import PatchScope, Plugin, Row, Source
+from ...plugin_api import PatchScope, Plugin, Row, Source
 
 
 _FORMS = {

@@ -11,13 +11,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint import safetensors
-from ...checkpoint.formats import holds_values, map_from_headers
-from ...checkpoint.index import INDEX, SINGLE, Fault, read_index_file, read_weight_map, without_path
-from ...checkpoint.map import CheckpointMap
 from ...errors import CheckpointError, ReadError, UrlError
-from ...settings import scope
-from ...sources.base import Retries
+from ...plugin_api import (
+    INDEX,
+    SINGLE,
+    CheckpointMap,
+    Fault,
+    Retries,
+    holds_values,
+    map_from_headers,
+    read_index_file,
+    read_weight_map,
+    safetensors,
+    scope,
+    without_path,
+)
 from .files import RemoteFiles
 from .hub import remember_token
 from .lists import LIST, parse_list

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from ...registry import PatchScope, Plugin, Row, Weight
+from ...plugin_api import PatchScope, Plugin, Row, Weight
 
 
 _ONLINE_DPO = "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...registry import Plugin
+from ...plugin_api import Plugin
 
 
 PLUGIN = Plugin("tools", commands={name: f"{__name__}.{name}" for name in ("inspect", "verify", "doctor")})

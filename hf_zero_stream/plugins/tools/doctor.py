@@ -16,20 +16,21 @@ from warnings import catch_warnings
 
 import typer
 
-from ...cli import frame
 from ...errors import PACKAGE, ConfigError, HfZeroStreamError, ReadError, UnsupportedError, requirements
-from ...reports.text import count_text
-from ...settings.config import (
+from ...plugin_api import (
     DISABLE,
     StreamingConfig,
     announces_zero3,
     announces_zero3_init,
     config_without_auto,
+    count_text,
+    frame,
     is_disabled,
+    is_on_network,
+    kind_of_file_system,
     unknown_variables,
     values_in,
 )
-from ...sources.local import is_on_network, kind_of_file_system
 from .versions import newer_than_tried
 
 
@@ -165,8 +166,7 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     """Check what works with the installed packages; fills `ops` with DeepSpeed's."""
     import torch
 
-    from ...accelerators import kind
-    from ...extensions import stale_lock_advice, stale_locks
+    from ...plugin_api import kind, stale_lock_advice, stale_locks
 
     accelerator = kind()
     yield Check(
@@ -184,12 +184,12 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     yield from _check_table()
     yield from (Check("lock", "problem", stale_lock_advice(lock)) for lock in stale_locks())
     yield _imports("FSDP2 by accelerate", "problem", "destinations.deferred", "destinations.dtensor")
-    from ...seams.sharding import is_known
+    from ...plugin_api import is_known
 
     why = "" if is_known() else ", which this transformers does not have"
     yield Check("distributed_config", "no" if why else "ok", f"FSDP2 and tensor parallelism by transformers{why}")
     if find_spec("deepspeed"):
-        from ...destinations.deepspeed.zero3 import compatible_ops
+        from ...plugin_api import compatible_ops
 
         ops |= compatible_ops()
         rooms = "destinations.deepspeed.partitioned", "loading.integration"
@@ -214,9 +214,7 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
 
 def _check_table() -> Iterator[Check]:
     """Check that the installed versions have every function that is replaced; say what is lost where one lacks."""
-    from ...bindings.table import TABLE
-    from ...registry import Weight
-    from ...reports.measures import collector_paused
+    from ...plugin_api import TABLE, Weight, collector_paused
     from .replaced import replaced
 
     every = [row for rows in TABLE.values() for row in rows]
@@ -261,7 +259,7 @@ def _imports(what: str, otherwise: str, *modules: str) -> Check:
 
 def _folder_of(path: str | None) -> tuple[Path | None, list[Check]]:
     """The folder or file that is meant, also by the id of a repository in the Hub's cache; or that there is none."""
-    from ...engine.places import cached_folder
+    from ...plugin_api import cached_folder
 
     try:
         return None if path is None else cached_folder(path, None), []
@@ -319,7 +317,7 @@ def _check_settings(accelerate_config: str | None, ds_config: Mapping[str, Any] 
 
 
 def _default_config() -> str:
-    from ...seams.wrappers import accelerate_config_file
+    from ...plugin_api import accelerate_config_file
 
     return accelerate_config_file()
 
@@ -358,7 +356,7 @@ def _check_environment() -> Iterator[Check]:
 
 def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
     """Find settings of a DeepSpeed config that are wrong, or that cost."""
-    from ...destinations.deepspeed import zero3
+    from ...plugin_api import zero3
 
     sections = {name: config.get(name, {}) for name in ("zero_optimization", "weight_quantization")}
     sections |= {name: config.get(name) or {} for name in ("bf16", "fp16")}

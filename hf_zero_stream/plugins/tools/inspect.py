@@ -9,10 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...cli import frame
-from ...dtypes import dtype_name
-from ...reports.text import bytes_text, count_text, fold, folded_names
-from ...sources.base import is_url
+from ...plugin_api import bytes_text, count_text, dtype_name, fold, folded_names, frame, is_url
 
 
 EXAMPLE = "hf-zero-stream inspect Qwen/Qwen3-30B-A3B"
@@ -37,7 +34,7 @@ def run(
     Also shows the parameters of the model that transformers makes of it. Names that differ only in their numbers are
     written as one. Reads headers only, also from a repository on the Hub.
     """
-    from ...engine.places import place_of
+    from ...plugin_api import place_of
 
     with place_of(path, revision) as place:
         with frame.quiet():
@@ -53,9 +50,7 @@ def run(
 
 
 def _checkpoint(place: str) -> dict[str, Any]:
-    from ...checkpoint.format import file_dtype_name
-    from ...checkpoint.nodes import entries_of
-    from ...engine.places import read_checkpoint_map
+    from ...plugin_api import entries_of, file_dtype_name, read_checkpoint_map
 
     checkpoint = read_checkpoint_map(place)
     tensors = [
@@ -84,16 +79,15 @@ def _checkpoint(place: str) -> dict[str, Any]:
 
 def _model(place: str, trust_remote_code: bool, dequantize: bool) -> dict[str, Any] | str:
     """The model's parameters, or why there are none: checkpoints that fit no known class can be inspected too."""
-    from ...checkpoint.urls import checkpoints_at
+    from ...plugin_api import checkpoints_at
 
     name = "config.json"
     if not (
         checkpoints_at(place).has_file(place, name) if is_url(place) else os.path.isfile(os.path.join(place, name))
     ):
         return "there is no config.json"
-    from ...cli.checkpoints import refuse_unloadable
-    from ...cli.models import lazy_model, load_arguments, transformers_errors
     from ...errors import CheckpointError, UnsupportedError
+    from ...plugin_api import lazy_model, load_arguments, refuse_unloadable, transformers_errors
 
     try:
         refuse_unloadable(place)

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from ...bindings.table import OURS, TABLE
-from ...registry import PatchScope, Row, Weight, plugins
+from ...plugin_api import OURS, TABLE, PatchScope, Row, Weight, plugins
 
 
 _HEAD = """\

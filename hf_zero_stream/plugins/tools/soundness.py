@@ -10,15 +10,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...checkpoint.contents import contents_of, folder_format
-from ...checkpoint.format import NotAMap, excerpt, parse_object
-from ...checkpoint.formats import read_map
-from ...checkpoint.index import WEIGHTS, Fault, check_files, named_shards, read_weight_map, without_path
-from ...checkpoint.map import CheckpointMap
-from ...checkpoint.urls import checkpoints_at
-from ...engine.places import cached_folder, place_of
 from ...errors import CheckpointError, ReadError
-from ...sources.base import is_url
+from ...plugin_api import (
+    WEIGHTS,
+    CheckpointMap,
+    Fault,
+    NotAMap,
+    cached_folder,
+    check_files,
+    checkpoints_at,
+    contents_of,
+    excerpt,
+    folder_format,
+    is_url,
+    named_shards,
+    parse_object,
+    place_of,
+    read_map,
+    read_weight_map,
+    without_path,
+)
 
 
 CONFIG = "config.json"

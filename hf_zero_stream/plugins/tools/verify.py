@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...cli import frame
-from ...reports.text import bytes_text, count_text
+from ...plugin_api import bytes_text, count_text, frame
 
 
 EXAMPLE = "hf-zero-stream verify Qwen/Qwen3-30B-A3B"

@@ -21,17 +21,30 @@ from typing import TypeAlias
 
 import torch
 
-from ...checkpoint.file_digests import WORD
-from ...checkpoint.format import TensorEntry
-from ...checkpoint.nodes import Cat, Computed, Copy, FileTensor, HostTensor, Node, Pointwise, View, row_major_strides
-from ...checkpoint.tensor_digests import BLOCK, bits_of, digest_of
-from ...destinations.base import Item
-from ...engine.execute import run_in_threads
-from ...engine.opened import OpenCheckpoint
 from ...errors import LoadError
-from ...planning.plan import Target, materialise_reason
-from ...reports.load import Verification
-from ...sources.base import ByteSource
+from ...plugin_api import (
+    BLOCK,
+    WORD,
+    ByteSource,
+    Cat,
+    Computed,
+    Copy,
+    FileTensor,
+    HostTensor,
+    Item,
+    Node,
+    OpenCheckpoint,
+    Pointwise,
+    Target,
+    TensorEntry,
+    Verification,
+    View,
+    bits_of,
+    digest_of_values,
+    materialise_reason,
+    row_major_strides,
+    run_in_threads,
+)
 
 
 CHUNK = 4 * BLOCK
@@ -98,7 +111,7 @@ class Verifier:
         began = time.perf_counter()
         for name, tensor in tensors.items():
             expected = sum(part.get(name, 0) for part in parts) % WORD
-            found = digest_of(tensor, 0)
+            found = digest_of_values(tensor, 0)
             if found != expected:
                 raise LoadError(
                     f"verify: {name} on rank {self._rank}, elements 0 to {tensor.numel()}: the digest of what ranks "
@@ -144,10 +157,10 @@ class Verifier:
 def _digest_of(target: Target, values: torch.Tensor, start: int, stop: int) -> int:
     """The digest of the elements ``[start, stop)`` of a target's view, by their indices in the whole parameter."""
     if target.box is None:
-        return digest_of(values, start)
+        return digest_of_values(values, start)
     runs = list(target.box.runs(start, stop))
     parts = values.split([count for _, count in runs])
-    return sum(digest_of(part, first) for part, (first, _) in zip(parts, runs, strict=True)) % WORD
+    return sum(digest_of_values(part, first) for part, (first, _) in zip(parts, runs, strict=True)) % WORD
 
 
 def _hash_of_name(name: str) -> int:

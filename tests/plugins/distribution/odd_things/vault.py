@@ -9,11 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hf_zero_stream.checkpoint.formats import read_map
-from hf_zero_stream.checkpoint.index import shards_of
 from hf_zero_stream.errors import ReadError, UrlError
-from hf_zero_stream.sources.base import Hints, Retries, SourceFile
-from hf_zero_stream.sources.local import LocalFiles
+from hf_zero_stream.plugin_api import Hints, LocalFiles, Retries, SourceFile, read_map, shards_of
 
 
 def _place(path: str) -> Path:
