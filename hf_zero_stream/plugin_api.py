@@ -130,8 +130,10 @@ if TYPE_CHECKING:
         Row,
         Source,
         Weight,
+        has_tool,
         import_object,
         plugins,
+        tool,
     )
     from .reports.load import PHASES, Verification
     from .reports.measures import AnonymousMemory, GrowthPeak, PhaseClock, collector_paused

@@ -286,16 +286,10 @@ class Plugin:
             :class:`.saving.places.UrlPlaces`, by which checkpoints are saved to such URLs.
         tools: functions, classes or modules that the core asks for when a load or a save meets what needs them: name
             -> ``module:function``, or a module. Without one the name is the subject of the error.
-        quantisers: ``quant_method`` as transformers knows it, of weights that can stay quantised -> the
-            ``module:function`` that dequantises them, see :mod:`.plugins.packed.quantisers`.
         files: formats of files, told apart by the ends of their names.
         folders: formats of whole folders, told apart by the names of what is in them. They go before those of files.
-        resumes: training states of other libraries: ``module:name`` of a function of a folder, which says whether it
-            is that of such a state -> of one that reads it, and gives a :class:`.state.foreign.ForeignState`.
         mounts: folders whose shards lie elsewhere: the name of a file in such a folder -> ``module:function`` of the
             folder and the Coordinator of a load, which all ranks call; inside what it returns, loads read the shards.
-        guard_files: ``module:name`` of functions of a folder and the tag by which DeepSpeed's engine, or the number
-            of the model by which accelerate has saved a state there, which write files that tell others' tools so.
     """
 
     name: str
@@ -306,12 +300,9 @@ class Plugin:
     sources: Mapping[str, Source] = field(default_factory=dict)
     targets: Mapping[str, str] = field(default_factory=dict)
     tools: Mapping[str, str] = field(default_factory=dict)
-    quantisers: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[FileFormat] = ()
     folders: Sequence[FolderFormat] = ()
-    resumes: Mapping[str, str] = field(default_factory=dict)
     mounts: Mapping[str, str] = field(default_factory=dict)
-    guard_files: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for each in fields(self):

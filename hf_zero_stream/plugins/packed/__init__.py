@@ -23,12 +23,10 @@ PLUGIN = Plugin(
         "saving a model that was dequantised": f"{_HERE}.dequantised:forget_quantizer",
         "saving packed weights": f"{_HERE}.packing:take_packed",
         "adapters on packed weights": f"{_HERE}.adapters:inject_adapter",
-    },
-    quantisers={
-        "fp8": f"{_HERE}.quantisers:by_transformers",
-        "mxfp4": f"{_HERE}.quantisers:by_transformers",
-        "compressed-tensors": f"{_HERE}.quantisers:of_compressed_tensors",
-        "bitsandbytes": f"{_HERE}.quantisers:of_bitsandbytes",
+        "quantiser fp8": f"{_HERE}.quantisers:by_transformers",
+        "quantiser mxfp4": f"{_HERE}.quantisers:by_transformers",
+        "quantiser compressed-tensors": f"{_HERE}.quantisers:of_compressed_tensors",
+        "quantiser bitsandbytes": f"{_HERE}.quantisers:of_bitsandbytes",
     },
     rows={
         PatchScope.MODELS: [

@@ -29,6 +29,8 @@ PLUGIN = Plugin(
             f"{__name__}.distcp:map_of_file",
         ),
     ],
-    resumes={".checkpoint.deepspeed_names:entries_of_deepspeed": f"{__name__}.zero_state:read_state"},
-    guard_files=[f"{__name__}.guard_files:write"],
+    tools={
+        "state of DeepSpeed": f"{__name__}.zero_state:read_state",
+        "guard files": f"{__name__}.guard_files:write",
+    },
 )
