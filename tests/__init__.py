@@ -3,18 +3,19 @@
 - ``core``: what a load is made of: lazy tensors, boxes, conversions, plans, settings, reports, and who imports whom
 - ``ports``: sources of bytes, formats of checkpoints and destinations: what each of them must do, and examples of them
 - ``loading``: what ``from_pretrained`` gives is what plain loading gives: arguments, odd models, live models
-- ``zero``: ZeRO-3 and the other stages: where partitions live, what training takes and gives, expert parallelism
+- ``zero``: ZeRO-3 and the other stages: where partitions live, what training takes and gives
 - ``sharded``: FSDP2, tensor parallelism and ``distributed_config``
-- ``quantised``: checkpoints that stay quantised, are dequantised, or are quantised while they are loaded
 - ``saving``: ``save_pretrained`` and its like; ``crash`` kills saves at each of their steps
 - ``state``: training states and how training goes on; ``crash`` kills their saves
-- ``stream``: weights that are sent to servers and to generators while training goes on
-- ``remote``: buckets, web servers, and the Hub
 - ``ranks``: how ranks find, wait for and read for each other
 - ``faults``: disks, ranks and networks that fail
 - ``hostile``: checkpoints that somebody packed to do harm, or oddly
 - ``bindings``: what is bent in other packages, other versions of them, and the frameworks above them
 - ``cli``: the command line
+- ``autoep``, ``demo``, ``flat``, ``forecast``, ``hosts``, ``nvme``, ``packed``, ``pickled``, ``remote``, ``stream``,
+  ``tools``, ``verify``, ``watch``: each the plug-in of this name
+- ``plugins``: plug-ins of others, and what plug-ins import of the core
+- ``situations``: trainings drawn from what people combine
 - ``docs``: documentation, examples and notebooks do what they say
 - ``paper_gpu``: GPUs that are not there, strict about streams and memory, and what runs on them
 - ``sweep``, ``peers``, ``drift``: programs of their own (``make sweep`` and so on), and samples of them

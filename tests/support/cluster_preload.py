@@ -31,7 +31,7 @@ LATE = (
     "hf_zero_stream.plugins.forecast.engine_memory",
     "hf_zero_stream.destinations.deepspeed.replicas",
     "hf_zero_stream.holdings.deepspeed.partitions",
-    "hf_zero_stream.holdings.deepspeed.masters",
+    "hf_zero_stream.holdings.deepspeed.engine",
     "hf_zero_stream.destinations.deepspeed.partitioned",
     "hf_zero_stream.loading.into",
     "hf_zero_stream.saving.save",
