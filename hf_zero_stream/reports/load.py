@@ -6,14 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .tables import MOST_RANK_ROWS, table_of_ranks, wrapped
 from .text import Tabular, bytes_text, count_text, fold, folded_names
-
-
-if TYPE_CHECKING:
-    from ..plugins.forecast.footprint import MemoryFootprint
 
 
 PHASES = ("model", "index", "plan", "wait", "read", "convert", "copy", "finalise", "total")
@@ -131,8 +127,8 @@ class LoadReport(Report):
         return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if digests and all(digests) else ""
 
     @cached_property
-    def footprint(self) -> MemoryFootprint | None:
-        """The memory that this rank needs, computed: partitions, the largest gather, what training adds.
+    def footprint(self) -> Any:
+        """The memory that this rank needs, computed (:attr:`hf_zero_stream.Forecast.memory`): partitions, and so on.
 
         It is computed when it is first asked for, by the plug-in `forecast`, of the model as it is then. None without
         that plug-in, of a copy, once the model is gone, and where neither ZeRO-3 nor DTensor shards the model.
@@ -140,7 +136,7 @@ class LoadReport(Report):
         forecast = vars(self).get("_forecast")
         return forecast() if forecast else None
 
-    def forecast_by(self, forecast: Callable[[], MemoryFootprint | None]) -> None:
+    def forecast_by(self, forecast: Callable[[], Any]) -> None:
         """Have :attr:`footprint` computed by `forecast`."""
         vars(self)["_forecast"] = forecast
 

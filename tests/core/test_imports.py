@@ -205,7 +205,7 @@ def test_what_is_imported_in_a_block_is_replaced_there() -> None:
         "from hf_zero_stream import streaming\n"
         "with streaming():\n"
         "    assert not {'torch', 'transformers', 'accelerate', 'deepspeed'} & set(sys.modules)\n"
-        "    assert sum(name.startswith('hf_zero_stream') for name in sys.modules) < 23\n"
+        "    assert sum(name.startswith('hf_zero_stream') for name in sys.modules) < 30\n"
         "    from accelerate import Accelerator\n"
         "    assert all(hasattr(it, '__wrapped__') for it in (Accelerator.save_model, Accelerator.save_state))\n"
         "assert not hasattr(Accelerator.save_model, '__wrapped__')\n"
