@@ -4,7 +4,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from hf_zero_stream.plugins.forecast.sharded import HeldShard, sharded_footprint
 from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.forecast.test_footprint import assert_close, give_back_what_is_freed
 from tests.support.cluster import run_ranks
-from tests.support.sharded import Sizes, load_sharded
+from tests.support.sharded import Sizes, load_sharded, plan_of, world_of
 from tests.support.zoo import Checkpoint
 
 
@@ -33,15 +32,6 @@ FOUR: list[Sizes] = [
     {"fsdp_size": 2, "tp_size": 2},
     {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
 ]
-
-
-def world_of(sizes: Sizes) -> int:
-    return prod(size for name, size in sizes.items() if name != "ep_size")
-
-
-def plan_of(folder: Path, sizes: Sizes, rank: int, **kwargs: Any) -> Any:
-    world_size = world_of(sizes)
-    return hf_zero_stream.plan(str(folder), world_size=world_size, rank=rank, distributed_config=sizes, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------- real loads
