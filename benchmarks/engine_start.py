@@ -40,7 +40,7 @@ ARMS = {
 
 def build(arm: str, nbytes: int, device: str) -> nn.Module:
     """A model of about `nbytes` bytes in bf16, each parameter filled with a number of its own."""
-    from hf_zero_stream.destinations.deepspeed import flat
+    from hf_zero_stream.plugins.flat.flatten import flatten_sharded
 
     layers = max(1, round(nbytes / (2 * WIDTH * WIDTH)))
     with torch.device(device):
@@ -48,7 +48,7 @@ def build(arm: str, nbytes: int, device: str) -> nn.Module:
     for index, param in enumerate(model.parameters()):
         param.data.fill_(index + 1)
     if arm == "ours":
-        flat.flatten_sharded(model)
+        flatten_sharded(model)
     return model
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.scale import CACHE, deepseek_v3, kimi_k2, qwen3_30b_a3b, qwen3_235b_a22b
-from hf_zero_stream.cli.needs import is_tight, needs_of_node, phases_of
-from hf_zero_stream.plugins.demo.suggest import OFFLOADS, ds_config_of
+from hf_zero_stream.plugins.forecast.needs import is_tight, needs_of_node, phases_of
+from hf_zero_stream.plugins.forecast.suggest import OFFLOADS, ds_config_of
 
 
 GIB = 2**30

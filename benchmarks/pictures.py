@@ -25,7 +25,7 @@ from benchmarks.fits import MODELS
 from benchmarks.scale import CACHE
 from benchmarks.sparse_checkpoint import make_sparse_checkpoint
 from hf_zero_stream.planning.plan import LoadPlan
-from hf_zero_stream.plugins.demo.picture import _spans
+from hf_zero_stream.plugins.forecast.picture import _spans
 
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

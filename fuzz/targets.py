@@ -16,7 +16,8 @@ from typing import Any
 from safetensors import SafetensorError, deserialize, safe_open
 
 from hf_zero_stream.checkpoint.format import file_dtype_name
-from hf_zero_stream.checkpoint.formats import parse_index, read_map
+from hf_zero_stream.checkpoint.formats import read_map
+from hf_zero_stream.checkpoint.index import parse_index
 from hf_zero_stream.errors import CheckpointError
 
 

@@ -16,10 +16,10 @@ if "torch.optim.optimizer" in sys.modules:  # else steps are counted from the fi
 if TYPE_CHECKING:
     from .auto import *  # noqa: F403 - its stub names the classes
     from .bindings.streaming import streaming as streaming
-    from .loading.dry_load import Forecast as Forecast
-    from .loading.dry_load import plan as plan
     from .loading.into import load_into as load_into
     from .planning.plan import LoadPlan as LoadPlan
+    from .plugins.forecast.plan import Forecast as Forecast
+    from .plugins.forecast.plan import plan as plan
     from .plugins.hosts.states import HostStates as HostStates
     from .plugins.stream.sender import WeightSender as WeightSender
     from .plugins.stream.sender import weight_sender as weight_sender
@@ -40,7 +40,7 @@ __version__ = "0.2.0"
 
 # Imported at first use: transformers takes seconds to import, and a launcher's main process may never need it.
 _HOMES = {
-    "Forecast": ".loading.dry_load",
+    "Forecast": ".plugins.forecast.plan",
     "HostStates": ".plugins.hosts.states",
     "LoadPlan": ".planning.plan",
     "LoadReport": ".reports.load",
@@ -53,7 +53,7 @@ _HOMES = {
     "load_into": ".loading.into",
     "load_state": ".state.load",
     "load_tensors": ".tensors",
-    "plan": ".loading.dry_load",
+    "plan": ".plugins.forecast.plan",
     "save_pretrained": ".saving.calls",
     "save_state": ".state.save",
     "save_tensors": ".tensors",

@@ -242,12 +242,18 @@ def _parameters(function: Any) -> set[str] | None:
 GROUP = "hf_zero_stream.plugins"
 
 OURS: Mapping[str, str] = {
+    "autoep": "mixtures of experts by DeepSpeed's expert_parallel (AutoEP)",
+    "flat": "engines of ZeRO stages 1 and 2 without a second copy of the model",
+    "nvme": "parameters in DeepSpeed's swap files (offload_param to NVMe)",
+    "verify": "loads that compare what they placed with the files: verify=sample, full",
     "hosts": "states on the hosts' own disks or in their memory",
-    "demo": "hf-zero-stream demo, plan --suggest, --plot and --html, doctor --bundle",
+    "demo": "hf-zero-stream demo",
+    "forecast": "plan(), hf-zero-stream plan, and the memory that reports say training will need",
     "remote": "checkpoints at s3://, gs://, az://, https:// and hf:// URLs",
     "packed": "quantised checkpoints: weights that stay quantised, dequantising and quantising while loading",
     "pickled": "checkpoints of torch.save, torch.distributed.checkpoint and DeepSpeed, and hf-zero-stream convert",
     "stream": "weights for inference engines",
+    "tools": "hf-zero-stream inspect, verify and doctor",
     "watch": "the watch over ranks that die or stop answering",
 }
 """The plug-ins of this package, and the features that are missing without each."""
@@ -282,18 +288,12 @@ class Plugin:
         sources: scheme of URLs, in lower case -> :class:`Source`.
         targets: scheme of URLs, in lower case -> a module with the functions of
             :class:`.saving.places.UrlPlaces`, by which checkpoints are saved to such URLs.
-        tools: functions, or classes, that the core calls for an option of a command, or for what a load or a save
-            meets: name, that of the function or of the option, -> ``module:function``.
-        quantisers: ``quant_method`` as transformers knows it, of weights that can stay quantised -> the
-            ``module:function`` that dequantises them, see :mod:`.plugins.packed.quantisers`.
+        tools: functions, classes or modules that the core asks for when a load or a save meets what needs them: name,
+            that of the function or of the option, -> ``module:function``, or a module.
         files: formats of files, told apart by the ends of their names.
         folders: formats of whole folders, told apart by the names of what is in them. They go before those of files.
-        resumes: training states of other libraries: ``module:name`` of a function of a folder, which says whether it
-            is that of such a state -> of one that reads it, and gives a :class:`.state.foreign.ForeignState`.
         mounts: folders whose shards lie elsewhere: the name of a file in such a folder -> ``module:function`` of the
             folder and the Coordinator of a load, which all ranks call; inside what it returns, loads read the shards.
-        guard_files: ``module:name`` of functions of a folder and the tag by which DeepSpeed's engine, or the number
-            of the model by which accelerate has saved a state there, which write files that tell others' tools so.
     """
 
     name: str
@@ -304,12 +304,9 @@ class Plugin:
     sources: Mapping[str, Source] = field(default_factory=dict)
     targets: Mapping[str, str] = field(default_factory=dict)
     tools: Mapping[str, str] = field(default_factory=dict)
-    quantisers: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[FileFormat] = ()
     folders: Sequence[FolderFormat] = ()
-    resumes: Mapping[str, str] = field(default_factory=dict)
     mounts: Mapping[str, str] = field(default_factory=dict)
-    guard_files: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -376,9 +373,9 @@ def import_named(module: str) -> ModuleType:
 
 
 def import_object(place: str) -> Any:
-    """Import and return ``module:name``; see :func:`import_named`."""
+    """Import and return ``module:name``, or a module; see :func:`import_named`."""
     module, _, name = place.partition(":")
-    return getattr(import_named(module), name)
+    return getattr(import_named(module), name) if name else import_named(module)
 
 
 def missing_plugin_error(name: str, what: str) -> MissingPluginError:

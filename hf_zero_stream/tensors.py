@@ -19,8 +19,8 @@ from torch import nn
 
 from .checkpoint import formats
 from .checkpoint.formats import Format
+from .checkpoint.index import shards_of
 from .checkpoint.lazy import AbsentSlice
-from .checkpoint.soundness import shards_of
 from .destinations.base import Destination, fill_whole
 from .destinations.live import live_destination
 from .destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, own_tensors

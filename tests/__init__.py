@@ -5,7 +5,7 @@ Folders that are the package's, with what users see of them:
 - ``core``: what a load is made of: lazy tensors, boxes, conversions, plans, settings, reports, and who imports whom
 - ``ports``: sources of bytes, formats of checkpoints and destinations: what each of them must do, and examples of them
 - ``loading``: what ``from_pretrained`` gives is what plain loading gives: arguments, odd models, live models
-- ``zero``: ZeRO-3 and the other stages: where partitions live, what training takes and gives, expert parallelism
+- ``zero``: ZeRO-3 and the other stages: where partitions live, what training takes and gives
 - ``sharded``: FSDP2, tensor parallelism and ``distributed_config``
 - ``saving``: ``save_pretrained`` and its like; ``crash`` kills saves at each of their steps
 - ``state``: training states and how training goes on; ``crash`` kills their saves
@@ -13,8 +13,9 @@ Folders that are the package's, with what users see of them:
 - ``bindings``: what is bent in other packages, other versions of them, and the frameworks above them
 - ``cli``: the command line
 
-Of plug-ins, each of which can be away: ``demo``, ``hosts``, ``packed``, ``pickled``, ``remote``, ``stream`` and
-``watch``; and ``plugins``, those of others.
+Of plug-ins, each of which can be away: ``autoep``, ``demo``, ``flat``, ``forecast``, ``hosts``, ``nvme``, ``packed``,
+``pickled``, ``remote``, ``stream``, ``tools``, ``verify`` and ``watch``; and ``plugins``: those of others, and what
+plug-ins import of the core.
 
 Topics across all of it:
 

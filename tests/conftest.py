@@ -24,6 +24,7 @@ for _name, _value in ENVIRONMENT.items():
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.moe_checkpoint import make_moe_checkpoint  # noqa: E402
 from benchmarks.venvs import vllm_on_cpu  # noqa: E402
 from hf_zero_stream.registry import OURS  # noqa: E402
 from scripts import system_packages  # noqa: E402
@@ -174,3 +175,9 @@ def zoo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
         return made[name, dtype]
 
     return factory
+
+
+@pytest.fixture(scope="module")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The checkpoint of the documentation: two layers of eight experts, four shards."""
+    return str(make_moe_checkpoint(tmp_path_factory.mktemp("cli") / "tiny-moe", 1e7, num_layers=2, num_experts=8))

@@ -18,9 +18,7 @@ from .install import Installation
 
 REACHED = PatchScope("REACHED", "in a process that `hf-zero-stream run` has reached, and that has no ranks yet")
 DEFERRED = PatchScope("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
-FLAT = PatchScope("FLAT", "while models live that stages 1 and 2 may flatten")
 WHOLE = PatchScope("WHOLE", "while models live that ranks have loaded whole")
-EXPERTS = PatchScope("EXPERTS", "from the first load of converted experts on")
 
 _ESSENTIAL = Weight.ESSENTIAL
 _MODEL = "transformers.modeling_utils:PreTrainedModel."
@@ -220,36 +218,11 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             feature="AutoTP",
         ),
     ],
-    FLAT: [
-        # The last two are set while one optimizer is constructed.
-        *rows(
-            """
-            runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__  destinations.deepspeed.flat:construct \
-                                                             init_optimizer dp_process_group has_moe_layers
-            runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned \
-                                                             tensor_list alignment use_cpu_data
-            accelerator:get_accelerator().available_memory
-            """,
-            "deepspeed.",
-            weight=_ESSENTIAL,
-        ),
-    ],
     WHOLE: [
         *rows(
             "_convert_to_zero_parameters loading.whole:partition ds_config module",
             "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.",
             feature="warnings of configs that come after the load",
-        ),
-    ],
-    EXPERTS: [
-        *rows(
-            """
-            auto_ep:AutoEP.ep_parser  destinations.deepspeed.experts:find_layers  >=0.19.1
-            auto_ep_presets.base:_install_instance_transformers_output_recorders \
-                                      destinations.deepspeed.experts:install_by_name  >=0.19.1
-            """,
-            "deepspeed.module_inject.",
-            weight=_ESSENTIAL,
         ),
     ],
 }

@@ -9,13 +9,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import CheckpointError, ReadError, UnsupportedError
+from ..errors import UnsupportedError
 from ..registry import FileFormat, FolderFormat, import_object, missing_plugin_error, plugins
 from .deepspeed_names import zero_folder_of
 from .format import NotAMap
 from .formats import distributed_file, format_of_file, read_map
+from .index import shards_of
 from .map import CheckpointMap
-from .soundness import Soundness, check_soundness, shards_of
 
 
 _STATE = FolderFormat(
@@ -29,7 +29,11 @@ def _folders() -> Iterator[FolderFormat]:
     yield _STATE
 
 
-def _folder_format(path: str | os.PathLike[str]) -> tuple[FolderFormat, Path] | None:
+def folder_format(path: str | os.PathLike[str]) -> tuple[FolderFormat, Path] | None:
+    """The format of a folder that goes before formats of files, and the path that it is read by; None if it has none.
+
+    Raises a MissingPluginError if the plug-in of ours that reads it is not there.
+    """
     path = Path(path)
     for row in _folders():
         if (place := import_object(row.find)(path)) is not None:
@@ -52,7 +56,7 @@ def contents_of(path: str | os.PathLike[str]) -> CheckpointMap:
         UnsupportedError: its tensors are no ranges of bytes.
         MissingPluginError: the plug-in of ours that reads it is not there.
     """
-    if (found := _folder_format(path)) is not None:
+    if (found := folder_format(path)) is not None:
         row, place = found
         contents: CheckpointMap = import_object(row.read)(place)
         return contents
@@ -72,26 +76,5 @@ def format_of(path: str | os.PathLike[str]) -> FileFormat | FolderFormat:
         CheckpointError: a folder holds none, or its index is not sound.
         MissingPluginError: the plug-in of ours that reads it is not there.
     """
-    found = _folder_format(path)
+    found = folder_format(path)
     return format_of_file(shards_of(path)[0][0]) if found is None else found[0]
-
-
-def soundness_of(path: str | os.PathLike[str]) -> Soundness:
-    """Do as :func:`.soundness.check_soundness`, for a checkpoint of any format.
-
-    In a ZeRO or distributed checkpoint, or a training state, it finds only the first fault, because no file says what
-    is in another.
-    """
-    folder = Path(path)
-    if _folder_format(folder) is None:
-        return check_soundness(folder)
-    soundness = Soundness()
-    try:
-        contents = contents_of(folder)
-    except (ReadError, CheckpointError) as error:
-        soundness.fault(folder.name, "unreadable" if isinstance(error, ReadError) else "map", str(error))
-        return soundness
-    soundness.shards = [os.path.relpath(shard.path, folder) for shard in contents.shards]
-    soundness.tensors, soundness.notes = len(contents.views), list(contents.notes)
-    soundness.nbytes = sum(shard.size_bytes for shard in contents.shards)
-    return soundness

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from ..errors import ReadError
-from .formats import has_weights
+from .index import has_weights
 
 
 ZERO_2_MODEL = "mp_rank_00_model_states.pt"

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .format import excerpt, parse_object
-from .formats import read_index_file, read_index_text, read_map
+from .formats import read_map
+from .index import read_index_file, read_index_text
 from .map import CheckpointMap
 from .urls import on_this_host
 

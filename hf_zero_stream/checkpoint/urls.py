@@ -14,7 +14,8 @@ from ..sources.base import ByteSource, Retries
 
 
 if TYPE_CHECKING:
-    from .soundness import Soundness
+    from .index import Fault
+    from .map import CheckpointMap
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 
@@ -50,8 +51,10 @@ class UrlCheckpoints(Protocol):
             CheckpointError: the index is not sound.
         """
 
-    def check_soundness(self, url: str) -> Soundness:
-        """Do as :func:`.soundness.check_soundness`."""
+    def checked(
+        self, url: str, faults: list[Fault]
+    ) -> tuple[list[str], dict[str, str] | None, dict[str, CheckpointMap]]:
+        """As :meth:`shards`, by name, and the map of each shard whose header is sound; adds all `faults` of others."""
 
     def fetched(self, url: str) -> Path:
         """A copy on this host of a small file; a FileNotFoundError if it is not there, a ReadError."""

@@ -19,18 +19,17 @@ from ..reports.text import printable
 from .frame import has_colours
 
 
-OURS = ("run", "inspect", "plan", "verify", "doctor")
-"""Commands of the core; plug-ins bring others."""
-
-
-OF_PLUGINS = {"convert": "pickled", "demo": "demo"}
+OF_PLUGINS = {
+    **{"inspect": "tools", "plan": "forecast", "verify": "tools", "doctor": "tools"},
+    **{"demo": "demo", "convert": "pickled"},
+}
 """Commands of this package's own plug-ins, for the error where the plug-in is not there."""
 
 
 def commands() -> dict[str, str]:
     """Command -> its module, which has the command's function `run` and an `EXAMPLE`."""
-    ours = {name: f".cli.{name}" for name in OURS}
-    return ours | {name: place for plugin in plugins() for name, place in plugin.commands.items()}
+    found = {"run": ".cli.run"} | {name: place for plugin in plugins() for name, place in plugin.commands.items()}
+    return {name: found[name] for name in ("run", *OF_PLUGINS, *found) if name in found}
 
 
 class _Command(TyperCommand):

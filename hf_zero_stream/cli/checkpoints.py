@@ -10,6 +10,7 @@ from typing import Any
 from ..engine.places import place_of
 from ..errors import CheckpointError, UnsupportedError
 from ..sources.base import is_url
+from ..sources.local import is_on_network
 from . import frame
 
 
@@ -41,3 +42,18 @@ def refuse_unloadable(place: str) -> None:
             raise UnsupportedError(f"{place}: {found.refusal}")
     elif not found.is_always_map:
         contents_of(place)  # raises for what is no map of bytes
+
+
+def share_reads_advice(place: str = "", nodes: int = 1) -> str:
+    """A sentence on `share_reads` where ranks on `nodes` nodes do not read `place` from one page cache; else ""."""
+    reasons = {
+        f"there are {nodes} nodes": nodes > 1,
+        "the checkpoint is on another machine": bool(place) and (is_url(place) or is_on_network(place)),
+    }
+    because = " and ".join(reason for reason, holds in reasons.items() if holds)
+    if not because:
+        return ""
+    return (
+        f"Without ZeRO-3 (stages 0 to 2, DDP) ask for share_reads=True, because {because}: then each rank reads its "
+        "part of the checkpoint, not all of it."
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment  # which torch needs
 from markupsafe import Markup
@@ -60,3 +62,13 @@ def write_page(path: Path, title: str, picture: str, note: str, blocks: Sequence
     """Write the page around an SVG and a `note` on it; `blocks` are what the command prints, the verdict last."""
     page = _PAGE.render(title=title, picture=Markup(picture), note=note, blocks=blocks)
     path.write_text(page, encoding="utf-8")
+
+
+def svg_of(figure: Any) -> str:
+    """A figure of matplotlib as an element of a page."""
+    from matplotlib import rc_context
+
+    file = StringIO()
+    with rc_context({"svg.fonttype": "none"}):  # text that can be searched
+        figure.savefig(file, format="svg")
+    return file.getvalue()[file.getvalue().index("<svg") :]

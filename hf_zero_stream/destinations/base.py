@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -28,12 +28,7 @@ from ..holdings.own_names import parameters
 from ..planning.boxes import ParameterBox
 from ..planning.plan import Target
 from ..reports.text import bytes_text
-from ..settings.config import StreamingConfig
 from ..sources.base import Hints
-
-
-if TYPE_CHECKING:
-    from ..planning.footprint import MemoryFootprint
 
 
 SourcedTensor = tuple[Any, View]
@@ -81,7 +76,7 @@ class Destination(Protocol):
 
     1. :meth:`observe` and :meth:`dtype`, before transformers makes the model's parameters lazy.
     2. :meth:`batches` (all ranks), with the lazy model. Each rank then plans its batches.
-    3. :meth:`footprint`; :meth:`check`, with the plan. Then the ranks agree that all have got so far, and that they
+    3. :meth:`check`, with the plan. Then the ranks agree that all have got so far, and that they
        are about to load the same.
     4. :meth:`allocate` (all ranks).
     5. For each batch: ``begin``; the reads, into the memory of its items; ``finish``. If the batch is collective the
@@ -90,7 +85,7 @@ class Destination(Protocol):
     7. :meth:`initialise` (all ranks), for each module, if transformers initialises what the checkpoint lacks.
     8. :meth:`complete`, when transformers has tied what is to be tied.
 
-    ``plan()`` calls :meth:`observe`, :meth:`dtype`, :meth:`batches` and :meth:`footprint`, on one rank.
+    ``plan()`` calls :meth:`observe`, :meth:`dtype` and :meth:`batches`, on one rank.
 
     An error in any of them is raised on all ranks, at the next agreement. What has a body here need not be written by
     a class that inherits from this one.
@@ -101,6 +96,9 @@ class Destination(Protocol):
 
     into: str = "memory"
     """The kind of memory, for the report: "ZeRO-3 partitions", for instance."""
+
+    trained_by: str = ""
+    """The engine whose memory :mod:`..plugins.forecast` knows: "deepspeed", "torch" for DTensors; "": none of them."""
 
     stock_reader: str = ""
     """Who reads all shards when stock makes such a load, for the report: "rank 0", "each rank"; "" if not known."""
@@ -168,10 +166,6 @@ class Destination(Protocol):
             only_planned: nothing will be read; there may be no process group.
         """
         ...
-
-    def footprint(self, model: nn.Module, tied: set[str], config: StreamingConfig) -> MemoryFootprint | None:
-        """The memory that this rank needs to load and train `model`, as :meth:`batches` left it; None: not known."""
-        return None
 
     def check(self, targets: Sequence[Target]) -> None:
         """Raise, before anything is read, if the plan with these targets cannot be carried out here."""

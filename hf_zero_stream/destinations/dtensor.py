@@ -19,13 +19,9 @@ from ..holdings import fsdp
 from ..holdings.fsdp import local_shard_of
 from ..holdings.holding import LocalShard
 from ..holdings.introspection import is_packed, local_of, packed_weights
-from ..holdings.own_names import named_parameters
 from ..planning.boxes import ParameterBox
-from ..planning.footprint import AdamW, MemoryFootprint
-from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
 from ..registry import import_object
-from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
 from .sharing import Sharing
 from .whole import WholeParameters
@@ -37,13 +33,11 @@ class DTensors(Destination):
     Parameters that are not sharded, and buffers, are whole on every rank.
 
     Args:
-        trains_on: the type of the device that training will use, for :meth:`footprint`; default: that of `device`.
-        adamw: how AdamW will step, likewise; default: as torch chooses.
         packing_unsupported_reason: why weights may not be packed; default: they may, where only FSDP2 shards them.
         shares_reads: ranks may read for each other what several hold, or hold columns of.
     """
 
-    into = "shards"
+    into, trained_by = "shards", "torch"
 
     takes_dtensors = fills_missing = True
 
@@ -52,8 +46,6 @@ class DTensors(Destination):
         coordinator: Coordinator,
         device: torch.device,
         *,
-        trains_on: str | None = None,
-        adamw: AdamW | None = None,
         packing_unsupported_reason: str = "",
         shares_reads: bool = False,
     ) -> None:
@@ -61,8 +53,6 @@ class DTensors(Destination):
         self.packing_unsupported_reason = packing_unsupported_reason or fsdp.no_byte_shards_reason()
         self.takes_packed = not self.packing_unsupported_reason
         self._shares_reads = shares_reads
-        self._adamw = adamw
-        self.trains_on = trains_on or device.type
         self._coordinator = coordinator
         self._sharded: dict[str, DTensor] = {}
         self._managed: dict[str, fsdp.Managed] = {}
@@ -123,23 +113,6 @@ class DTensors(Destination):
         if sharded is None:
             return nn.Parameter(local, requires_grad=requires_grad)
         return fsdp.with_local(sharded, local, requires_grad=requires_grad)
-
-    def footprint(self, model: nn.Module, tied: set[str], config: StreamingConfig) -> MemoryFootprint:
-        def held(name: str, param: nn.Parameter) -> HeldShard:
-            if (managed := self._managed.get(name)) is not None:
-                return fsdp.held_shard(managed, param, self.trains_on)
-            return HeldShard(local_of(param).nbytes, self.trains_on, param.requires_grad)
-
-        named = ((name, param) for name, param in named_parameters(model) if name not in tied)
-        return sharded_footprint(
-            (held(name, param) for name, param in named),
-            fsdp.gathers(model),
-            device=self.trains_on,
-            buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-            staging_bytes=config.staging_on(self.trains_on),
-            temporary_bytes=config.temporary_on(self.trains_on),
-            adamw=self._adamw,
-        )
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
         assert self._whole is not None

@@ -14,9 +14,9 @@ from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
 from ..holdings import fsdp
-from ..holdings.deepspeed.original_experts import origin_of
-from ..holdings.introspection import has_converted_experts, whole_shape
+from ..holdings.introspection import CONVERTED, has_converted_experts, whole_shape
 from ..holdings.own_names import named_buffers, named_parameters, wrapped_child
+from ..registry import tool
 
 
 _LOAD_ATTRIBUTES = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
@@ -36,7 +36,7 @@ def skeleton_of(model: nn.Module) -> Any:
     def module(old: nn.Module) -> nn.Module:
         if id(old) in copied:
             return copied[id(old)]
-        if (origin := origin_of(old)) is not None:
+        if (origin := vars(old).get(CONVERTED)) is not None:
             new = module(origin.block)
             copied[id(old)] = new
             return new
@@ -136,6 +136,4 @@ class LazyTensorModule(nn.Module):
 def convert_lazy(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
     """Give a `lazy` model, of which some names are `missing`, the converted layers of `live`, if that has any."""
     if has_converted_experts(live):
-        from .deepspeed.experts import convert_like  # needs a DeepSpeed that has them
-
-        convert_like(live, lazy, missing)
+        tool("experts", "autoep").convert_like(live, lazy, missing)

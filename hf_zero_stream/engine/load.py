@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from ..destinations.base import Batch, Destination, is_out_of_memory, lacks_valu
 from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
+from ..registry import has_tool, tool
 from ..reports.closing import note_read, tell
 from ..reports.load import PHASES, LoadReport, RankReport
 from ..reports.measures import AnonymousMemory, PhaseClock
@@ -33,10 +35,6 @@ from ..sources.base import is_url
 from .opened import OpenCheckpoint
 from .reader import Reader
 from .sameness import HeaderAndSample, describe_load, refuse_differences, refuse_other_shards
-
-
-if TYPE_CHECKING:
-    from ..planning.footprint import MemoryFootprint
 
 
 logger = logging.getLogger(__name__)
@@ -72,8 +70,7 @@ class Load:
         self.memory = AnonymousMemory()
         self.plan: LoadPlan | None = None
         """The plan of this rank's reads, once it is known."""
-        self.footprint: MemoryFootprint | None = None
-        """The memory that this rank needs in the load and in training, if the destination knows it."""
+        self._tied: set[str] = set()
         self.checkpoint = checkpoint or OpenCheckpoint(config, coordinator, device=destination.device)
         """The files that the bytes come from."""
         self._reader = Reader(self.checkpoint, self.clock, self.memory)
@@ -278,11 +275,10 @@ class Load:
     def make_plan(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> tuple[Sequence[Batch], LoadPlan, Sequence[Sequence[Leaf]]]:
-        """Make the :attr:`plan` that :meth:`place` carries out, and the :attr:`footprint`; spoils `model`."""
-        self.destination.hints = self.checkpoint.hints
+        """Make the :attr:`plan` that :meth:`place` carries out; spoils `model`."""
+        self.destination.hints, self._tied = self.checkpoint.hints, tied
         batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
         self.plan, leaves = self._reader.plan(batches)
-        self.footprint = self.destination.footprint(model, tied, self.config)
         return batches, self.plan, leaves
 
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
@@ -314,7 +310,6 @@ class Load:
             device_peak=self._device_peak(),
             device_reserved=reserved_bytes(self.destination.device),
             materialised=plan.materialised,
-            footprint=self.footprint,
         )
         ranks, recast = tuple(self.coordinator.all_gather(figures)), tuple(self.destination.recast)
         report = LoadReport(
@@ -325,6 +320,10 @@ class Load:
             checkpoint_bytes=plan.checkpoint_bytes,
             stock_reader=self.destination.stock_reader if self._stock_could_read(plan) else "",
         )
+        if engine := self.destination.trained_by:
+            device = self.destination.device.type
+            how = self._tied, engine, self.ds_config, self.coordinator.world_size, self.config, device
+            report.forecast_by(partial(_memory_of, weakref.ref(model), *how))
         if self.coordinator.is_main:
             if log.isEnabledFor(logging.INFO):
                 log.info(report.table())
@@ -343,6 +342,12 @@ class Load:
         """See :attr:`RankReport.device_peak`. The statistics are not reset: the user may be in a training."""
         peak = peak_bytes(self.destination.device)
         return peak if peak > self._peak_before else used_bytes(self.destination.device)
+
+
+def _memory_of(model: Callable[[], nn.Module | None], *how: Any) -> Any:
+    """What a plug-in computes of the memory in which `model` is trained; None without the plug-in, or the model."""
+    there = model()
+    return tool("forecast", "forecast")(there, *how) if there is not None and has_tool("forecast") else None
 
 
 def _is_extra_state(key: str) -> bool:

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.soundness import shards_of
+from ..checkpoint.index import shards_of
 from ..checkpoint.urls import checkpoints_at
 from ..errors import HfZeroStreamError, ReadError
 from ..settings import scope

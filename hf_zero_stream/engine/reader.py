@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from ..checkpoint.nodes import Leaf
 from ..destinations.base import Batch, Item
 from ..planning.plan import LoadPlan, plan_batch
+from ..registry import tool
 from ..reports.closing import what_is_loaded
 from ..reports.load import Verification
 from ..reports.measures import AnonymousMemory, PhaseClock, progress_bar
 from .execute import execute_reads
 from .opened import OpenCheckpoint
-
-
-if TYPE_CHECKING:
-    from .verification import Verifier
 
 
 class Reader:
@@ -74,7 +71,7 @@ class Reader:
         batches: Sequence[Batch],
         plan: LoadPlan,
         leaves: Sequence[Sequence[Leaf]],
-        verifier: Verifier | None,
+        verifier: Any,
         of_all_ranks: int,
     ) -> list[tuple[Sequence[Item], Sequence[torch.Tensor]]]:
         """Fill all batches, verify those that are temporary, and return the items of the others, with their memory."""
@@ -135,10 +132,8 @@ class Reader:
         return kept
 
 
-def _verifier_of(checkpoint: OpenCheckpoint) -> Verifier | None:
-    """The verifier that compares values with the files again, if the settings ask for it."""
+def _verifier_of(checkpoint: OpenCheckpoint) -> Any:
+    """What compares values with the files again (:class:`..plugins.verify.verification.Verifier`), or None."""
     if not checkpoint.config.compares_values:
         return None
-    from .verification import Verifier
-
-    return Verifier(checkpoint)
+    return tool("verify", "verify", f"verify={checkpoint.config.verify!r}")(checkpoint)

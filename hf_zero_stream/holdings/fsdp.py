@@ -1,6 +1,6 @@
 """FSDP2's records of the parameters that it shards, and the boxes that DTensors of any kind hold.
 
-This is the only module that touches FSDP2's private classes.
+This module alone of the core touches FSDP2's private classes.
 
 ``fully_shard`` cuts what it is given, a whole parameter or the local shard of tensor or expert parallelism, into
 chunks along one dimension, and pads them to equal sizes. It all-gathers from a flat storage that includes the padding.
@@ -27,8 +27,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from .. import accelerators
 from ..errors import UnsupportedError, refuse_unknown_version, require_names
 from ..planning.boxes import Cut, ParameterBox
-from ..planning.footprint import HOST
-from ..planning.sharded_footprint import HeldShard
 from ..ranks.coordinator import Coordinator
 from .holding import PARAMETERS, Holding, LocalShard, open_flat, refuse_unknown
 from .introspection import is_cut, local_of
@@ -90,7 +88,7 @@ def no_byte_shards_reason() -> str:
 def managed_params(model: nn.Module) -> dict[str, Managed]:
     """FSDP2's records of the parameters of `model`, by all names of each."""
     by_place: dict[tuple[int, str], Managed] = {}
-    for managed in [managed for group in _groups(model) for managed in group.fsdp_params]:
+    for managed in [managed for group in groups(model) for managed in group.fsdp_params]:
         info = managed._module_info
         modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
         for module, name in zip(modules, names, strict=True):
@@ -110,7 +108,7 @@ def records_by_id(model: nn.Module) -> dict[int, Managed]:
     return {id(model.get_parameter(name)): record for name, record in managed_params(model).items()}
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
+def groups(model: nn.Module) -> Iterator[Any]:
     """FSDP2's groups of parameters that are gathered together, each once."""
     seen = set()
     for module in modules(model):
@@ -118,8 +116,8 @@ def _groups(model: nn.Module) -> Iterator[Any]:
             param_class()
             state: Any = module._get_fsdp_state()
             # Versions of torch without `_fsdp_param_groups` have one group for each module.
-            groups = getattr(state, "_fsdp_param_groups", None)
-            for group in [state._fsdp_param_group] if groups is None else groups:
+            several = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if several is None else several:
                 if group is not None and id(group) not in seen:
                     seen.add(id(group))
                     yield group
@@ -131,26 +129,6 @@ def chunk_of(managed: Managed) -> Cut | None:
     if not hasattr(mesh, "shard_mesh_size"):
         return None
     return Cut(managed.fsdp_placement.dim, mesh.shard_mesh_size, mesh.shard_mesh_rank)
-
-
-def held_shard(managed: Managed, param: torch.Tensor, device: str) -> HeldShard:
-    """Return the memory and the bytes that this rank holds of `param` where `device` trains."""
-    nbytes = managed.padded_sharded_param_size.numel() * param.dtype.itemsize
-    return HeldShard(nbytes, HOST if managed.offload_to_cpu else device, param.requires_grad)
-
-
-def gathers(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Name and bytes of each group of parameters that FSDP2 gathers, with the copies that mixed precision casts."""
-    names = {id(module): name or "the root module" for name, module in model.named_modules()}
-    for group in _groups(model):
-        nbytes = 0
-        for managed in group.fsdp_params:
-            info, chunk = managed._module_info, chunk_of(managed)
-            dtype = getattr(info.module, info.param_name).dtype
-            cast = managed.mp_policy.param_dtype if dtype.is_floating_point else None
-            copies = (1 if chunk is None else chunk.parts) + (cast not in (None, dtype))
-            nbytes += managed.padded_sharded_param_size.numel() * copies * (cast or dtype).itemsize
-        yield ", ".join(names[id(module)] for module in group.modules), nbytes
 
 
 def inner_spec(managed: Managed) -> Any:

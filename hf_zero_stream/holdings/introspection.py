@@ -23,7 +23,7 @@ PACKED = "_hf_zero_stream_packed"
 """The attribute of a module with its packed weights; see :func:`packed_weights`."""
 
 CONVERTED = "_hf_zero_stream_origin"
-"""The attribute of a converted layer of experts that says what it was; see :mod:`.deepspeed.original_experts`."""
+"""The attribute of a converted layer of experts that says what it was; see :mod:`...plugins.autoep.original`."""
 
 LOADED_FROM = "_hf_zero_stream_loaded_from"
 """The attribute of a model with the path that it was loaded from, and arguments that say which checkpoint that is."""
@@ -173,6 +173,14 @@ def packed_weights(module: nn.Module) -> Mapping[str, Any]:
 def has_converted_experts(model: nn.Module) -> bool:
     """Whether DeepSpeed's expert parallelism has converted a layer of `model`."""
     return any(CONVERTED in vars(module) for module in modules(model))
+
+
+def with_original_experts(model: nn.Module, entries: dict[str, Any]) -> dict[str, Any]:
+    """A state dict's `entries`, those of converted layers under the names and in the layouts that they had before."""
+    if not has_converted_experts(model):
+        return entries
+    found: dict[str, Any] = tool("experts", "autoep").with_original_experts(model, entries)
+    return found
 
 
 def whole_of(name: str, buffer: torch.Tensor) -> torch.Tensor:

@@ -241,7 +241,7 @@ def _load_whole(choice: Choice, coordinator: Coordinator) -> Load:
     full_config = config_without_auto(choice.ds_config)
     replicas: Destination
     if choice.ds_config:
-        from ..destinations.deepspeed.flat import EngineReplicas
+        from ..destinations.deepspeed.replicas import EngineReplicas
 
         replicas = EngineReplicas(full_config, coordinator, choice.settings)
     else:

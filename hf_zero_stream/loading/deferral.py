@@ -279,10 +279,9 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
         whole = {name for name, param in _lazy(model).items() if nodes.get(id(param)) is param.node}
         whole.intersection_update(*coordinator.all_gather(whole))
         owners = {deferral: deferral.detach(model) for deferral in deferrals}
-        if self.zero_optimization_stage() in (1, 2):
-            from ..destinations.deepspeed.flat import flatten_sharded
+        from ..destinations.deepspeed.replicas import will_be_flattened  # an engine of DeepSpeed calls
 
-            flatten_sharded(model)
+        will_be_flattened(model, self.zero_optimization_stage())
         device, held = collective_device(), partial(_held, coordinator)
         for deferral in deferrals:
             chunk = chunk_bytes(deferral.config, device)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
-from .tables import MOST_RANK_ROWS, footprint_lines, table_of_ranks, wrapped
+from .tables import MOST_RANK_ROWS, table_of_ranks, wrapped
 from .text import Tabular, bytes_text, count_text, fold, folded_names
-
-
-if TYPE_CHECKING:
-    from ..planning.footprint import MemoryFootprint
 
 
 PHASES = ("model", "index", "plan", "wait", "read", "convert", "copy", "finalise", "total")
@@ -62,7 +59,6 @@ class RankReport:
         device_reserved: memory of the device that torch's allocator has taken when the load ends, in use or not.
         retries: opens and reads that failed for a passing reason and were tried again.
         materialised: parameters whose sources were read whole, and why their conversion could not stay lazy.
-        footprint: the memory that this rank needs, computed: partitions, the largest gather, what training adds.
     """
 
     rank: int
@@ -79,7 +75,6 @@ class RankReport:
     retries: int = 0
     verification: Verification = Verification(how="off")
     materialised: Mapping[str, str] = field(default_factory=dict)
-    footprint: MemoryFootprint | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,10 @@ class Report(Tabular):
 
     def to_json(self, indent: int | None = None) -> str:
         """The report as JSON, with `indent` as in `json.dumps`; times are in seconds, sizes in bytes."""
-        return json.dumps(asdict(self), indent=indent)
+        return json.dumps(self._data(), indent=indent)
+
+    def _data(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +129,26 @@ class LoadReport(Report):
         digests = [rank.verification.digest for rank in self.ranks]
         return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if digests and all(digests) else ""
 
+    @cached_property
+    def footprint(self) -> Any:
+        """The memory that this rank needs, computed (:attr:`hf_zero_stream.Forecast.memory`): partitions, and so on.
+
+        It is computed when it is first asked for, by the plug-in `forecast`, of the model as it is then. None without
+        that plug-in, of a copy, once the model is gone, and where neither ZeRO-3 nor DTensor shards the model.
+        """
+        forecast = vars(self).get("_forecast")
+        return forecast() if forecast else None
+
+    def forecast_by(self, forecast: Callable[[], Any]) -> None:
+        """Have :attr:`footprint` computed by `forecast`."""
+        vars(self)["_forecast"] = forecast
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_forecast"}
+
+    def _data(self) -> dict[str, Any]:
+        return {**super()._data(), "footprint": asdict(self.footprint) if self.footprint else None}
+
     def summary(self) -> str:
         """One line for people to read: what went where, and the most that a rank read and took."""
         if not self.ranks:
@@ -152,7 +170,7 @@ class LoadReport(Report):
 
         Each table has one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
         Throughput is bytes read per second of reading. After the tables come the memory that training will
-        need, as computed, and the materialised and recast parameters.
+        need on this rank, as computed, and the materialised and recast parameters.
         """
         return _table_of(self) if self.ranks else f"S{self.summary()[1:]}."
 
@@ -168,7 +186,7 @@ def _table_of(report: LoadReport) -> str:
         _thread_lines(report),
         ["Memory:", table_of_ranks(report.ranks, _memory)],
         _check_lines(report),
-        _footprint_lines(report),
+        [report.footprint.table()] if report.footprint else [],
         _materialised_lines(report),
     ]
     if report.recast:
@@ -229,14 +247,6 @@ def _check_lines(report: LoadReport) -> list[str]:
         count = f"{sum(retried.values())} times ({where})"
         lines.append(wrapped(f"Tried again after passing faults of the file system: {count}"))
     return lines
-
-
-def _footprint_lines(report: LoadReport) -> list[str]:
-    footprints = [rank.footprint for rank in report.ranks if rank.footprint]
-    if not footprints:
-        return []
-    # Padding makes ranks alike; only settings such as `staging_bytes` can differ.
-    return footprint_lines(max(footprints, key=lambda footprint: (sum(footprint.held.values()), footprint.staging)))
 
 
 def _materialised_lines(report: LoadReport) -> list[str]:

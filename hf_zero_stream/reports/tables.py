@@ -1,19 +1,13 @@
-"""Tables of reports, for people to read: of what ranks did, and of the memory that training will need."""
+"""Tables of reports, for people to read: what ranks did."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .text import bytes_text, count_text, markdown_table
-
-
-if TYPE_CHECKING:
-    from ..planning.footprint import MemoryFootprint
-    from ..planning.plan import LoadPlan
+from .text import bytes_text, markdown_table
 
 
 MOST_RANK_ROWS = 8
@@ -39,50 +33,6 @@ def table_of_ranks(
 
     cells = [(name, *map(text_of, titles, numbers)) for name, numbers in rows.items()]
     return markdown_table(("Rank", *titles), cells)
-
-
-def table_of_plan(plan: LoadPlan, memory: MemoryFootprint) -> str:
-    """What `plan` reads, and the memory of its rank, as :meth:`..loading.dry_load.Forecast.table` says."""
-    cost, shards = plan.cost, count_text(len(plan.shards), "shard")
-    reads = (
-        f"Needs {bytes_text(cost.bytes_needed)} of {bytes_text(plan.checkpoint_bytes)}, and reads "
-        f"{bytes_text(cost.bytes_read)} of {shards} in {count_text(cost.reads, 'read')}."
-    )
-    heading = f"PLAN OF RANK {plan.rank} OF {plan.world_size}"
-    return "\n".join([heading, wrapped(reads), "", *footprint_lines(memory)])
-
-
-def footprint_lines(most: MemoryFootprint) -> list[str]:
-    """Lines on the memory that training will need on a rank, for people to read."""
-    starting: list[tuple[str, str]] = []
-    if most.engine == "deepspeed":
-        starting += [*_rows("deepspeed.initialize adds", most.started)]
-        starting.append(("and peaks at", _places_text(most.start_peak)))
-    if most.first_backward or most.engine != "deepspeed":
-        starting += _rows("the first backward adds", most.first_backward)
-    rows = [
-        ("partitions", _places_text(most.partitions)),
-        ("peak of the load", f"{_places_text(most.load_peak)} (staging up to {bytes_text(most.staging)})"),
-        ("largest gather", f"{bytes_text(most.largest_gather)} ({most.largest_gather_of or 'nothing'})"),
-        *starting,
-        ("the first step adds", f"optimizer states {_places_text(most.optimizer_states) or 'none'}"),
-        ("held in training", f"{_places_text(most.held)} (without activations and gathers)"),
-        ("a step peaks at", _places_text(most.step_peak)),
-        *((f"with {cure}", _places_text(places)) for cure, places in most.step_cures.items()),
-    ]
-    width = max(len(title) for title, _ in rows)
-    heading = "Memory that training will need on a rank, computed:"
-    return [heading, *(wrapped(f"  {title:{width}}  {text}", width + 4) for title, text in rows)]
-
-
-def _rows(title: str, parts: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, str]]:
-    """One row for each of `parts`, of which the first has the title."""
-    texts = [f"{name} {_places_text(places)}" for name, places in parts.items()] or ["nothing"]
-    return zip_longest([title], texts, fillvalue="")
-
-
-def _places_text(places: Mapping[str, int]) -> str:
-    return " + ".join(f"{bytes_text(nbytes)} {place}" for place, nbytes in places.items())
 
 
 def wrapped(line: str, indent: int = 4) -> str:

@@ -23,7 +23,7 @@ from ..engine.execute import run_in_threads
 from ..errors import SaveError, UnsupportedError
 from ..holdings.holder import holdings, refuse_meta
 from ..holdings.holding import Holding
-from ..holdings.introspection import has_converted_experts, has_partition, whole_of
+from ..holdings.introspection import has_converted_experts, has_partition, whole_of, with_original_experts
 from ..holdings.own_names import named_parameters, own_names, own_or_clean, parameters
 from ..ranks.coordinator import Coordinator
 from ..seams.saving import names_of_shared
@@ -221,11 +221,7 @@ class LazyParameters:
                 entries[name] = self._lazy(View.whole(copied(whole)) if name in cloned else view_of(whole))
             elif value is not None:  # of a module's get_extra_state
                 logger.warning_once(f"{key} is a {type(value).__name__}. Files of weights hold tensors, and not this.")
-        if has_converted_experts(self._model):
-            from ..holdings.deepspeed.original_experts import with_original_experts
-
-            return with_original_experts(self._model, entries)
-        return entries
+        return with_original_experts(self._model, entries)
 
     def _lacks_values(self, value: torch.Tensor) -> bool:
         """Whether an empty `value` of a state dict may be what is left of a partitioned parameter."""

@@ -17,14 +17,8 @@ from transformers.utils import logging
 
 from ..bindings.install import override_methods
 from ..bindings.table import install_model_rows
-from ..checkpoint.formats import (
-    check_files,
-    distributed_file,
-    format_of_file,
-    is_always_map,
-    not_a_map_reason,
-    read_index_file,
-)
+from ..checkpoint.formats import distributed_file, format_of_file, is_always_map, not_a_map_reason
+from ..checkpoint.index import check_files, read_index_file
 from ..checkpoint.lazy import LazyTensor
 from ..destinations.base import random_state, refuse_wrapped, set_random_state
 from ..errors import CheckpointError, LoadError, UnsupportedError

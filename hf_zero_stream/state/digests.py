@@ -1,7 +1,7 @@
 """Digests of values in memory, and of what the checkpoint holds that a model was loaded from: are they the same?
 
-A digest is a sum over the elements (see :mod:`..engine.verification`). So each rank reads and sums a part, whatever it
-holds of the model, and the digest of a tensor does not depend on the number of ranks.
+A digest is a sum over the elements (:mod:`..checkpoint.tensor_digests`). So each rank reads and sums a part, whatever
+it holds of the model, and the digest of a tensor does not depend on the number of ranks.
 
 The checkpoint is read once in a process, by all ranks together, each an equal part, through a bounded buffer.
 """
@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.formats import SINGLE
+from ..checkpoint.index import SINGLE
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.state_folder import files_of
+from ..checkpoint.tensor_digests import digest_of_values
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.visitor import Visitor
 from ..dtypes import dtype_name, dtype_named
 from ..engine.execute import run_in_threads
 from ..engine.load import Load
 from ..engine.places import cached_folder
-from ..engine.verification import digest_of
 from ..errors import UnsupportedError
 from ..holdings.fsdp import original_class
 from ..holdings.holder import holdings
@@ -120,13 +120,13 @@ def digests_in_memory(
 def _digest(values: torch.Tensor, first: int, *casts: torch.dtype) -> int:
     """The digest of flat `values`, cast to each of `casts` in turn, a bounded number of them at once."""
     if all(dtype == values.dtype for dtype in casts):
-        return digest_of(values, first)
+        return digest_of_values(values, first)
     total = 0
     for start in range(0, len(values), _SLICE):
         part = values[start : start + _SLICE]
         for dtype in casts:
             part = part.to(dtype)
-        total += digest_of(part, first + start)
+        total += digest_of_values(part, first + start)
     return total
 
 

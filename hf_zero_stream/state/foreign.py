@@ -1,4 +1,4 @@
-"""Training states in another library's format: plug-ins read them, and tell that library's tools of ours.
+"""Training states in another library's format: a plug-in reads them, and tells that library's tools of ours.
 
 The checkpoints of DeepSpeed and accelerate, which save what we refuse, end in torch's
 ``Optimizer.load_state_dict``. It takes each entry that can be iterated over for a list of others, so that a string
@@ -21,7 +21,7 @@ from ..errors import UnsupportedError
 from ..holdings.slots import Training
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE
-from ..registry import import_object, missing_plugin_error, plugins
+from ..registry import has_tool, tool
 from .record import StateRecord
 
 
@@ -50,25 +50,21 @@ def foreign_state_in(folder: Path) -> ForeignState | None:
     Raises:
         MissingPluginError: the plug-in of ours that reads it is not there.
     """
-    for plugin in plugins():
-        for is_such, read in plugin.resumes.items():
-            if import_object(is_such)(folder):
-                found: ForeignState = import_object(read)(folder)
-                return found
-    if entries_of_deepspeed(folder):
-        raise missing_plugin_error("pickled", f"{folder}: going on from a checkpoint of DeepSpeed's")
-    return None
+    if not entries_of_deepspeed(folder):
+        return None
+    read = tool("state of DeepSpeed", "pickled", f"{folder}: going on from a checkpoint of DeepSpeed's")
+    found: ForeignState = read(folder)
+    return found
 
 
 def write_guard_files(folder: Path, saved: str | int) -> None:
-    """Have plug-ins say to others' tools what a state in `folder` is.
+    """Have a plug-in, if it is there, say to others' tools what a state in `folder` is.
 
     Args:
         saved: the tag by which DeepSpeed's engine has saved it; or the number of accelerate's model, of FSDP2.
     """
-    for plugin in plugins():
-        for write in plugin.guard_files:
-            import_object(write)(folder, saved)
+    if has_tool("guard files"):
+        tool("guard files", "pickled")(folder, saved)
 
 
 def leave_to(whose: str, error: Exception, optimizer: Any) -> None:

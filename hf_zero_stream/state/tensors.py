@@ -23,7 +23,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 
-from ..checkpoint.formats import INDEX, SINGLE
+from ..checkpoint.index import INDEX, SINGLE
 from ..checkpoint.safetensors import NotedShard
 from ..checkpoint.state_folder import STATE, files_of, index_of
 from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
@@ -31,7 +31,7 @@ from ..engine.load import Load
 from ..errors import LoadError, UnsupportedError
 from ..holdings.holder import refuse_meta
 from ..holdings.holding import Holding, open_flat
-from ..holdings.introspection import has_converted_experts, whole_of
+from ..holdings.introspection import has_converted_experts, whole_of, with_original_experts
 from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
 from ..holdings.slots import BUFFERS, VALUES, WHOLE, Training, entry_name, holdings_of
 from ..holdings.steps import Steps
@@ -197,11 +197,7 @@ def state_item(
         rest = parameters.other_entries()
         for key in states:
             of_key = {name: rest.pop(entry_name(key, name)) for name in states[key]}
-            if has_converted_experts(model):
-                from ..holdings.deepspeed.original_experts import with_original_experts
-
-                of_key = with_original_experts(model, of_key)
-            entries |= _named(key, of_key)
+            entries |= _named(key, with_original_experts(model, of_key))
         refuse_too_few(training, record, rest)
         return lay_out(STATE, max_shard_size, where, {**entries, **rest})
 

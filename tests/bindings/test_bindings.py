@@ -12,7 +12,6 @@ from hf_zero_stream.bindings import install
 from hf_zero_stream.bindings.install import Installation
 from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE, installed
-from hf_zero_stream.cli.replaced import page
 from hf_zero_stream.errors import PACKAGE, MissingPluginError, VersionError
 from hf_zero_stream.registry import OURS, PatchScope, Row, Weight
 from tests.support.cluster import ROOT
@@ -52,7 +51,9 @@ def test_it_leads_to_a_function_and_a_client_looks_at_the_original(row: Row) -> 
 
 @pytest.mark.plugin(*OURS)
 def test_the_page_is_made_from_the_table() -> None:
-    """``python -m hf_zero_stream.cli.replaced > docs/replaced.md``."""
+    """``python -m hf_zero_stream.plugins.tools.replaced > docs/replaced.md``."""
+    from hf_zero_stream.plugins.tools.replaced import page
+
     assert (ROOT / "docs" / "replaced.md").read_text() == page()
 
 

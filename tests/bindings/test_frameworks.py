@@ -289,7 +289,7 @@ runpy.run_module("hf_zero_stream", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.plugin("pickled")
+@pytest.mark.plugin("tools", "forecast", "pickled")
 def test_tools(elsewhere: Forks, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = str(zoo_checkpoint("llama"))
     assert "sound" in elsewhere.run(TOOL, "verify", folder)

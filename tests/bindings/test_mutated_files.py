@@ -16,7 +16,6 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.prefix import environment
-from hf_zero_stream.registry import PatchScope
 from tests.support.commands import command_environment
 from tests.support.http_files import http_files
 from tests.support.messages import outcome_of
@@ -117,7 +116,7 @@ def test_all_is_read_from_urls(address: str, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.plugin("remote")
-@pytest.mark.parametrize("mutation", mutations(OF_FILES, PatchScope.BLOCK))
+@pytest.mark.parametrize("mutation", mutations(OF_FILES, "BLOCK"))
 def test_from_urls(address: str, expected: dict[str, Any], mutation: Mutation) -> None:
     found = mutated(mutation, load_all, address)
     for name, what in dict.fromkeys(expected, found).items() if isinstance(found, str) else found.items():

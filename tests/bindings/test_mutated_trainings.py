@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
-from hf_zero_stream.bindings.table import DEFERRED, EXPERTS, FLAT
+from hf_zero_stream.bindings.table import DEFERRED
+from hf_zero_stream.plugins.autoep import EXPERTS
+from hf_zero_stream.plugins.flat import FLAT
 from hf_zero_stream.registry import PatchScope
+from tests.autoep.test_expert_parallel import expert_parallel
+from tests.autoep.test_expert_parallel import losses as losses_of_experts
 from tests.drift import smoke
 from tests.state.test_trainer import train
 from tests.support.changed_models import resume_changed
@@ -21,8 +25,6 @@ from tests.support.cluster import run_ranks
 from tests.support.mutations import Mutation, mutated, mutations
 from tests.support.training_state import TrainerRun
 from tests.support.zoo import Checkpoint
-from tests.zero.test_expert_parallel import expert_parallel
-from tests.zero.test_expert_parallel import losses as losses_of_experts
 
 
 OF_TRAINER = ("transformers.trainer:", "transformers.modeling_utils:", "accelerate.")
@@ -99,6 +101,7 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home:
     assert isinstance(again, str) or again == {"none": {"losses": losses, "wrong": []}}, (again, losses)
 
 
+@pytest.mark.plugin("autoep")
 @pytest.mark.parametrize("mutation", mutations(("deepspeed.module_inject.",), EXPERTS))
 def test_expert_parallelism(of_experts: Callable[..., Any], mutation: Mutation) -> None:
     expected, outcome = of_experts(None), of_experts(mutation)

@@ -18,17 +18,13 @@ from typing import Any
 
 import deepspeed  # noqa: F401 - first, because its logger keeps the stdout that it finds when it is imported
 import pytest
-import torch
 import typer.main
-from safetensors.torch import save_file
 
-from hf_zero_stream.cli import app, commands, frame
+from hf_zero_stream.cli import OF_PLUGINS, app, commands, frame
 from hf_zero_stream.reports.text import fold, folded_names
-from tests.support.checkpoint_files import rewritten, tensors_of
-from tests.support.cli import USAGE, run, run_json
+from tests.support.cli import USAGE, run, unfolded
 from tests.support.commands import command_environment
 from tests.support.parity import ds_config
-from tests.support.zoo import ZOO, Checkpoint, build_model
 
 
 NAMES = list(commands())
@@ -54,6 +50,7 @@ def test_examples_are_understood(name: str, tmp_path: Path, monkeypatch: pytest.
     assert command.make_context(name, arguments).params
 
 
+@pytest.mark.plugin("forecast", "tools")
 @pytest.mark.parametrize("arguments", [("plan", "--world-size", "2", "--device", "cpu"), ("inspect",)])
 def test_lines_fit_the_terminal(arguments: tuple[str, ...], tiny_moe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables and sentences; a pipe gets them whole."""
@@ -68,6 +65,7 @@ def test_lines_fit_the_terminal(arguments: tuple[str, ...], tiny_moe: str, monke
         assert rows == as_folded, "no cell needs a second line"
 
 
+@pytest.mark.plugin("tools")
 @pytest.mark.parametrize("no_color", [False, True])
 def test_a_terminal_has_colours(tiny_moe: str, no_color: bool) -> None:
     environment = command_environment() | {"TERM": "xterm"} | ({"NO_COLOR": "1"} if no_color else {})
@@ -86,12 +84,14 @@ def test_what_libraries_say_stays_out(caplog: pytest.LogCaptureFixture, recwarn:
     assert not caplog.records and not recwarn.list
 
 
+@pytest.mark.plugin("forecast")
 def test_a_size_needs_a_unit() -> None:
     """80 would be 80 bytes, and is meant as gigabytes."""
     result = run("plan", "x", "--world-size", "2", "--device-memory", "80", code=USAGE)
     assert re.search(r'--device-memory.*expected a size such as "80GiB"', result.output, re.DOTALL)
 
 
+@pytest.mark.plugin("tools")
 def test_completion_is_installed(tmp_path: Path) -> None:
     environment = command_environment() | {"HOME": str(tmp_path), "SHELL": "/bin/bash"}
     environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"  # there is no shell around this process
@@ -124,6 +124,7 @@ for arguments in (["--version"], ["inspect", PATH, "--no-model"], ["verify", PAT
 """
 
 
+@pytest.mark.plugin("tools", "forecast")
 def test_commands_do_not_pay_for_imports_that_they_do_not_need(tiny_moe: str) -> None:
     """More on it, where transformers is needed, in tests/core/test_imports.py."""
     subprocess.run([sys.executable, "-c", LIGHT.replace("PATH", repr(tiny_moe))], check=True)
@@ -135,6 +136,7 @@ def test_the_list_of_commands_fits_into_80_columns() -> None:
     assert "..." not in listed and max(map(len, listed.splitlines())) <= 80
 
 
+@pytest.mark.plugin("tools")
 @pytest.mark.parametrize(
     "command",
     [["hf-zero-stream"], pytest.param([sys.executable, "-m", "hf_zero_stream"], marks=pytest.mark.slow)],
@@ -148,9 +150,14 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
     assert done.stderr.startswith("ReadError: ") and "nowhere" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def needing(arguments: list[str], message: str) -> Any:
+    """A row of a test that needs the plug-in which brings its command."""
+    return pytest.param(arguments, message, marks=pytest.mark.plugin(OF_PLUGINS.get(arguments[0], "")))
+
+
+USAGES = [
+    needing(*row)
+    for row in [
         (["inspect"], "PATH"),
         (["frobnicate"], "frobnicate"),
         (["inspect", ".", "--format", "xml"], "xml"),
@@ -169,14 +176,18 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "64", "--fsdp", "16", "--tp", "2"], "--world-size: expected 32"),
         (["plan", ".", "--world-size", "2", "--fsdp", "0"], "fsdp"),
         (["plan", ".", "--world-size", "2", "--dtype", "bf17"], "expected bfloat16, float16 or float32 (bf16,"),
-        pytest.param(["convert", ".", "x", "--dtype", "bf17"], '"bfloat16"', marks=pytest.mark.plugin("pickled")),
-        pytest.param(["demo", "--nproc", "0"], "nproc", marks=pytest.mark.plugin("demo")),
+        (["convert", ".", "x", "--dtype", "bf17"], '"bfloat16"'),
+        (["demo", "--nproc", "0"], "nproc"),
         (["doctor", "--ds-config", "nowhere.json"], "nowhere.json"),
         (["doctor", "--report", "nowhere.json"], "nowhere.json"),
         (["doctor", "--bundle", "nowhere/bundle.json"], "there is no folder nowhere"),
         (["plan", ".", "--json"], "say --format json"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ]
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), USAGES, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
 def test_wrong_usage(arguments: list[str], message: str) -> None:
     result = run(*arguments, code=USAGE)
@@ -185,23 +196,6 @@ def test_wrong_usage(arguments: list[str], message: str) -> None:
 
 def test_version() -> None:
     assert run("--version").stdout.split() == [metadata.version("hf_zero_stream")]
-
-
-@pytest.mark.parametrize("path", ["/nowhere", "~/nowhere", "./nowhere"])
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_a_path_is_no_repository(command: str, path: str) -> None:
-    message = run(command, path, code=1).stderr
-    assert f"ReadError: {path}: there is no such file or folder" in message and "hf://" not in message
-
-
-def test_plan_wants_a_folder(tiny_moe: str) -> None:
-    file = Path(tiny_moe, "config.json")
-    message = run("plan", str(file), "--world-size", "2", code=1).stderr
-    assert message.startswith(f"CheckpointError: {file}: expected the checkpoint's folder")
-
-
-def test_sizes_make_the_world_size(tiny_moe: Path) -> None:
-    assert run_json("plan", str(tiny_moe), "--fsdp", "4", "--tp", "2")["world_size"] == 8
 
 
 @pytest.mark.plugin("pickled")
@@ -213,26 +207,7 @@ def test_a_layout_needs_a_config(tiny_moe: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "new").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("text", "found"), [("[]", "list"), ('{"zero_optimization": {"stage": 2}}', "2"), ("{", "as JSON")]
-)
-def test_wrong_ds_config(tmp_path: Path, text: str, found: str) -> None:
-    (tmp_path / "ds.json").write_text(text)
-    arguments = ["plan", str(tmp_path), "--world-size", "2", "--ds-config", str(tmp_path / "ds.json")]
-    assert found in run(*arguments, code=USAGE).stderr
-
-
 # ----------------------------------------------------------------------------------------------------- folding
-
-
-def unfolded(name: str) -> list[str]:
-    """Every name that a folded one stands for."""
-    choices = []
-    for piece in re.split(r"(\{[^}]*\})", name):
-        ends = re.fullmatch(r"\{(\d+)\.\.\.(\d+)\}", piece)
-        listed = piece[1:-1].split(", ") if piece.startswith("{") else [piece]
-        choices.append(list(map(str, range(int(ends[1]), int(ends[2]) + 1))) if ends else listed)
-    return ["".join(choice) for choice in itertools.product(*choices)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -254,98 +229,3 @@ def test_folding_is_thorough() -> None:
     assert folded_names(names) == ["layers.{0...47}.experts.{0...127}.w"]
     uneven = [f"{layer}.{expert}.w" for layer in (0, 2, 5) for expert in range(4)] + ["1.0.w", "1.1.w"]
     assert folded_names(uneven) == ["{0, 2, 5}.{0...3}.w", "1.{0...1}.w"]
-
-
-# ----------------------------------------------------------------------------------------------------- inspect
-
-
-@pytest.mark.parametrize("name", list(ZOO))
-def test_inspect_shows_files_and_model(zoo_checkpoint: Checkpoint, name: str) -> None:
-    """Every tensor of the shards, and every parameter of a plain model, with its shape and size."""
-    folder = zoo_checkpoint(name)
-    found = run_json("inspect", str(folder))
-    held = tensors_of(folder)
-    assert shapes_of(found["tensors"]) == {name: list(tensor.shape) for name, tensor in held.items()}
-    assert sum(line["bytes"] for line in found["tensors"]) == sum(tensor.nbytes for tensor in held.values())
-    assert found["bytes"] == sum(shard["bytes"] for shard in found["shards"])
-    assert sum(shard["tensors"] for shard in found["shards"]) == len(held)
-
-    model = build_model(name)
-    plain = {name: param for name, param in model.named_parameters()}
-    assert found["model"]["class"] == type(model).__name__ and not found["model"]["missing"]
-    assert shapes_of(found["model"]["parameters"]) == {name: list(param.shape) for name, param in plain.items()}
-    assert found["model"]["bytes"] == sum(param.nbytes for param in plain.values())
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - plain.keys()
-    assert set(itertools.chain.from_iterable(map(unfolded, found["model"]["tied"]))) == tied
-
-
-def shapes_of(lines: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Name -> shape; fails if a line's count is not the number of its names."""
-    shapes = {}
-    for line in lines:
-        names = unfolded(line["name"])
-        assert len(names) == line["count"]
-        shapes |= dict.fromkeys(names, line["shape"])
-    return shapes
-
-
-def test_inspect_shows_of_many_shards_the_first_and_the_last(tmp_path: Path) -> None:
-    names = [f"model-{number:05}-of-00020.safetensors" for number in range(1, 21)]
-    for number, name in enumerate(names):
-        save_file({f"t.{number}": torch.zeros(number + 1)}, tmp_path / name)
-    index = {"metadata": {}, "weight_map": {f"t.{number}": name for number, name in enumerate(names)}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    arguments = ("inspect", str(tmp_path), "--no-model")
-
-    shards = run(*arguments).stdout.split("\n\n")[1].splitlines()[2:]
-    assert len(shards) == 3 and names[0] in shards[0] and names[-1] in shards[2]
-    assert re.search(r"18 more, .* to .* each \(--all\) *\| *18 \|", shards[1])
-    listed = run(*arguments, "--all").stdout
-    assert all(name in listed for name in names) and "more" not in listed
-    assert [shard["file"] for shard in run_json(*arguments)["shards"]] == names
-
-
-def test_inspect_names_what_is_initialised(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    rewritten(zoo_checkpoint("llama"), tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
-    assert run_json("inspect", str(tmp_path))["model"]["missing"] == ["model.norm.weight"]
-    assert "so they are initialised: model.norm.weight" in run("inspect", str(tmp_path)).stdout
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (None, "no config.json"),
-        ('{"model_type": "nonsense"}', "nonsense"),
-        ('{"model_type": "llama", "hidden_size": "wide"}', "wide"),
-        ('{"model_type": "llama", "architectures": 3}', "TypeError"),
-        ("[]", "no model can be made"),
-    ],
-)
-def test_inspect_without_a_model(tmp_path: Path, config: str | None, reason: str) -> None:
-    """What is in the shards can be shown without knowing what they are for."""
-    save_file({"scalar": torch.tensor(1.0), "empty": torch.empty(0, 3)}, tmp_path / "model.safetensors")
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
-    found = run_json("inspect", str(tmp_path))
-    assert found["model"] is None and reason in found["no_model_because"]
-    assert shapes_of(found["tensors"]) == {"scalar": [], "empty": [0, 3]}
-    assert reason in run("inspect", str(tmp_path)).stdout.partition("No model: ")[2]
-    single = run("inspect", str(tmp_path / "model.safetensors"), "--no-model").stdout
-    assert "| scalar | F32   | scalar |" in single and "not asked for" in single
-
-
-def test_names_cannot_steer_a_terminal(tmp_path: Path) -> None:
-    """A checkpoint may come from anybody."""
-    save_file({"a\x1b[31mred\nline": torch.zeros(1)}, tmp_path / "model.safetensors")
-    text = run("inspect", str(tmp_path)).stdout
-    assert "| a\\x1b[31mred\\nline " in text and "\x1b" not in text
-    damaged = (tmp_path / "model.safetensors").read_bytes().replace(b"[1]", b"[2]")
-    (tmp_path / "model.safetensors").write_bytes(damaged)
-    for command, code in (("inspect", 1), ("verify", 1)):
-        assert "\x1b" not in run(command, str(tmp_path), code=code).output
-
-
-def test_inspect_of_what_is_not_sound(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"nonsense" * 9)
-    result = run("inspect", str(tmp_path), code=1)
-    assert result.stderr.startswith("CheckpointError: ") and "model.safetensors" in result.stderr

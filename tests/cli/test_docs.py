@@ -79,6 +79,7 @@ def regenerated(block: str) -> str:
     return text
 
 
+@pytest.mark.plugin("tools")
 @pytest.mark.parametrize("number", range(len(EXACT)))
 def test_output_is_as_shown(as_in_the_documents: None, number: int) -> None:
     output = regenerated(EXACT[number])

@@ -91,6 +91,7 @@ def test_the_stub_names_what_there_is() -> None:
     assert set(SaveArguments.__annotations__) == taken
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.slow
 def test_the_public_surface_is_typed(tmp_path: Path) -> None:
     code, text = check(tmp_path, USES)

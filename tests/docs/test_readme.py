@@ -106,6 +106,7 @@ def test_make_targets_exist() -> None:
     assert set(TARGETS) <= set(rules)
 
 
+@pytest.mark.plugin("tools")
 def test_issues_ask_for_what_doctor_gives() -> None:
     forms = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir())]
     assert all(form["name"] and form["description"] and form["body"] for form in forms)

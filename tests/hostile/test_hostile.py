@@ -20,7 +20,8 @@ from fuzz.corpus import inputs_of
 from fuzz.seeds import files
 from fuzz.targets import STRICTER, read_file
 from hf_zero_stream.checkpoint.format import ShardHeader, dtypes
-from hf_zero_stream.checkpoint.formats import map_from_headers, parse_index, read_map
+from hf_zero_stream.checkpoint.formats import map_from_headers, read_map
+from hf_zero_stream.checkpoint.index import parse_index
 from hf_zero_stream.errors import CheckpointError
 from tests.sampling import examples as examples_of
 

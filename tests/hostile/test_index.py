@@ -13,7 +13,8 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from fuzz.seeds import indexes
 from fuzz.targets import read_index
 from hf_zero_stream.checkpoint import formats
-from hf_zero_stream.checkpoint.formats import check_files, parse_index, read_index_file, read_map
+from hf_zero_stream.checkpoint.formats import read_map
+from hf_zero_stream.checkpoint.index import check_files, parse_index, read_index_file
 from hf_zero_stream.errors import CheckpointError, ReadError
 from tests.sampling import examples as examples_of
 

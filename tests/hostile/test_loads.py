@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -141,6 +142,7 @@ def plan_and_load_into(folder: Path, good: Path) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.plugin("forecast")
 def test_plan_and_load_into_check_the_same(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     good = zoo_checkpoint("qwen3_moe")
     folder = shutil.copytree(good, tmp_path / "bad")

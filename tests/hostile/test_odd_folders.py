@@ -18,7 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
-from hf_zero_stream.checkpoint.formats import check_files, read_map
+from hf_zero_stream.checkpoint.formats import read_map
+from hf_zero_stream.checkpoint.index import check_files
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.sources.page_cache import ReadAhead
@@ -301,6 +302,7 @@ def test_what_is_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Pa
 # ------------------------------------------------------------------------------------------------ which copy counts
 
 
+@pytest.mark.plugin("tools")
 @pytest.mark.parametrize("named", [0, 1])
 def test_the_copy_that_the_index_names(zoo_checkpoint: Checkpoint, tmp_path: Path, named: int) -> None:
     """Of different values, whichever shard comes last."""
@@ -318,6 +320,7 @@ def test_the_copy_that_the_index_names(zoo_checkpoint: Checkpoint, tmp_path: Pat
     assert torch.equal(values_in(folder)[name], load_file(shards(folder)[named])[name])
 
 
+@pytest.mark.plugin("tools", "forecast")
 def test_what_is_promised_in_vain_is_named(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """`inspect` and `verify` name it, `plan` asks the model whether it is wanted."""
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
@@ -333,6 +336,7 @@ def test_what_is_promised_in_vain_is_named(zoo_checkpoint: Checkpoint, tmp_path:
 # --------------------------------------------------------------------------------------------------------- links
 
 
+@pytest.mark.plugin("tools", "forecast")
 def test_links_are_used_like_files(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     link_all(folder)

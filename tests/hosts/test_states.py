@@ -115,6 +115,7 @@ def load_plain(
     return (*found, 0)[0], message
 
 
+@pytest.mark.plugin("verify")
 def test_the_newest_that_is_whole(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     disks, folder = tmp_path / "disks", tmp_path / "own"
     folder.mkdir()

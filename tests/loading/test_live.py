@@ -76,6 +76,7 @@ def test_partitions_hold_the_new_values(cluster: None, checkpoints: Checkpoints,
     assert run_ranks(world_size, reload, name, first, second, {}) == [[]] * world_size
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.usefixtures("async_io")
 @pytest.mark.parametrize(
     "zero",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 from torch import nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -81,6 +82,7 @@ def load_all(folders: dict[str, Path]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.plugin("forecast")
 def test_values(cluster: None, tmp_path: Path) -> None:
     inner = make_bert(tmp_path / "inner", 1)
     inner_lacking = make_bert(tmp_path / "inner lacking", 2, "encoder.layer.0.output.dense")

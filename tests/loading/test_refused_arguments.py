@@ -346,13 +346,16 @@ URLS = ("s3://bucket/x", "hf://org/name", "https://me:secret@host/x?sig=secret",
 
 
 @pytest.mark.parametrize("url", URLS, ids=str)
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    "entry", [pytest.param(e, marks=pytest.mark.plugin("forecast")) if e == "plan" else e for e in ENTRIES]
+)
 def test_each_entry_names_the_plugin(entry: str, url: str | Path) -> None:
     with without_plugin("remote"), pytest.raises(MissingPluginError, match=SAYS) as caught:
         ENTRIES[entry](url)
     assert str(caught.value).startswith(f"'{str(url)[:4]}") and "secret" not in str(caught.value)
 
 
+@pytest.mark.plugin("forecast", "tools")
 @pytest.mark.parametrize("command", ["inspect", "verify", "plan"])
 def test_commands_name_the_plugin(command: str) -> None:
     more = ["--world-size", "2"] if command == "plan" else []

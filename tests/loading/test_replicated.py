@@ -24,8 +24,8 @@ from torch import nn
 import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
-from hf_zero_stream.destinations.deepspeed import flat
-from hf_zero_stream.destinations.deepspeed.flat import EngineReplicas
+from hf_zero_stream.destinations.deepspeed import replicas
+from hf_zero_stream.destinations.deepspeed.replicas import EngineReplicas
 from hf_zero_stream.destinations.exchange import Shared, _elements, rounds_of
 from hf_zero_stream.errors import ReadError
 from hf_zero_stream.holdings.deepspeed import partitions as own
@@ -255,11 +255,11 @@ def test_every_partition_is_its_own(cluster: None, zoo_checkpoint: Checkpoint) -
 def test_on_the_device(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     """Where it has room; a device without memory stands in for one."""
     monkeypatch.setattr(own, "local_device", lambda: torch.device("meta"))
-    monkeypatch.setattr(flat, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(replicas, "is_accelerator", lambda device: True)
     values = torch.arange(6.0).view(2, 3)
 
     def device(free: int) -> str:
-        monkeypatch.setattr(flat, "free_bytes", lambda device: free)
+        monkeypatch.setattr(replicas, "free_bytes", lambda device: free)
         model = nn.Linear(3, 2, bias=False)
         model.weight = nn.Parameter(LazyTensor.whole(HostTensor.of(values), lambda _: values))
         destination = EngineReplicas(

@@ -239,7 +239,7 @@ def test_merged_in_one_process(formats: Any, tmp_path: Path, name: str) -> None:
         assert different(saved, tmp_path / "expected") == [], saved.name
 
 
-@pytest.mark.plugin("pickled")
+@pytest.mark.plugin("forecast", "pickled")
 def test_saved_is_planned_and_converted(formats: Any, tmp_path: Path) -> None:
     """What is saved is a plain checkpoint to everything else of ours, too."""
     from hf_zero_stream.plugins.pickled.convert import convert

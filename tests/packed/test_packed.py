@@ -131,6 +131,7 @@ def sparse_mxfp4(folder: Path, config: transformers.GptOssConfig) -> int:
     return model.num_parameters()
 
 
+@pytest.mark.plugin("forecast")
 def test_plan_of_a_large_model(tmp_path: Path) -> None:
     """284 billion parameters in 4 bits fit on 8 devices of 25 GiB, but for activations and adapters."""
     config = transformers.GptOssConfig(
@@ -170,6 +171,7 @@ def held_in_training(folders: dict[str, Path], dtype: torch.dtype) -> dict[str, 
     return found
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_plan_counts_adapters(cluster: None, folders: dict[str, Path], dtype: torch.dtype) -> None:
@@ -184,6 +186,7 @@ def test_plan_counts_adapters(cluster: None, folders: dict[str, Path], dtype: to
             assert memory.load_peak == bare.load_peak and not bare.master
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
@@ -302,6 +305,7 @@ def load_with_settings(folder: Path, zero: dict[str, Any]) -> None:
     load(folder, ds_config(torch.bfloat16, **zero))
 
 
+@pytest.mark.plugin("forecast")
 def test_refused_expert_parallelism(folders: dict[str, Path]) -> None:
     """AutoEP of DeepSpeed: a plan refuses what a load would."""
     config = {**ds_config(torch.bfloat16), "expert_parallel": {"enabled": True, "autoep_size": 2}}

@@ -194,6 +194,7 @@ def held_in_training(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.slow
 def test_plan_counts_adapters(cluster: None, folders: dict[str, Path]) -> None:
     lora = {"r": 3, "target_modules": TARGETS}

@@ -22,7 +22,6 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.holdings.introspection import is_streamed, packed_weights
-from hf_zero_stream.plugins.packed import COMPRESSED
 from hf_zero_stream.registry import PatchScope
 from tests.packed.test_dequantised import load as load_dequantised
 from tests.packed.test_packed_peft import losses_of_kinds
@@ -210,7 +209,7 @@ def int4(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return folder, run_ranks(2, losses_of_kinds, folder, ["IA3"])[0]
 
 
-@pytest.mark.parametrize("mutation", mutations(("peft.", "compressed_tensors."), PatchScope.MODELS, COMPRESSED))
+@pytest.mark.parametrize("mutation", mutations(("peft.", "compressed_tensors."), "MODELS", "COMPRESSED"))
 def test_adapters_on_quantised_weights(int4: tuple[Path, Any], mutation: Mutation) -> None:
     """Packed, and dequantised while they are loaded."""
     outcome, _ = run_ranks(2, mutated, mutation, losses_of_kinds, int4[0], ["IA3"])

@@ -201,6 +201,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_plan(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """What would not be streamed is not planned; dequantised, it is."""
@@ -211,6 +212,7 @@ def test_plan(tmp_path: Path, make: Callable[[Path], None]) -> None:
     run(*sharded, "--dequantize")
 
 
+@pytest.mark.plugin("forecast")
 def test_plan_of_chunks(tmp_path: Path) -> None:
     """FSDP2 alone shards packed bytes: a rank holds its part of the file."""
     fp8(tmp_path, width=256)

@@ -138,6 +138,7 @@ def messages(root: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.plugin("forecast")
 def test_all_that_needs_it(cluster: None, tmp_path: Path) -> None:
     fp8(tmp_path / "fp8")
     unquantised(tmp_path / "plain")

@@ -198,6 +198,7 @@ def test_bounded_memory(cluster: None, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- plans and refusals
 
 
+@pytest.mark.plugin("forecast")
 def test_plan(folders: dict[str, Path], tmp_path: Path) -> None:
     """A plan reads what the load reads, and holds what it holds."""
     config = bitsandbytes_config("double nf4")

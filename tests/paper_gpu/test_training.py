@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from hf_zero_stream.destinations.deepspeed import flat
+from hf_zero_stream.destinations.deepspeed import replicas
 from tests.paper_gpu.trials import by_accelerate, by_transformers, in_one_process, outcome, zero
 from tests.sampling import chosen
 from tests.support.cluster import PAPER_GPUS, run_ranks
@@ -52,7 +52,11 @@ IN_MAKE_TEST |= {"FSDP2, verify", "TP and EP", "accelerate, on the host"}
 
 def rows(names: Iterable[str]) -> list[Any]:
     """For ``parametrize``. A trial costs seconds of all ranks, and the others differ less from these."""
-    return [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    slow, verify = [pytest.mark.slow], [pytest.mark.plugin("verify")]
+    return [
+        pytest.param(name, marks=slow * (name not in IN_MAKE_TEST) + verify * name.endswith(", verify"))
+        for name in names
+    ]
 
 
 def stock_of_zero(name: str) -> tuple[int, dict[str, Any]]:
@@ -67,7 +71,7 @@ def stock_of_sharded(name: str) -> str:
 
 def without_room(*arguments: Any) -> dict[str, Any]:
     """As :func:`zero`, with a model that stays in host memory until its engine takes it."""
-    with patch.object(flat, "free_bytes", lambda device: 0):
+    with patch.object(replicas, "free_bytes", lambda device: 0):
         return zero(*arguments)
 
 

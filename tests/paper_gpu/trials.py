@@ -264,7 +264,7 @@ def zero_memory(folder: Path, zero: Mapping[str, Any]) -> dict[str, tuple[int, i
     peak()
     config = zero_config(3, zero)
     model = zero_model(folder, config, SMALL_READS)
-    footprint = model.streaming_report.ranks[torch.distributed.get_rank()].footprint
+    footprint = model.streaming_report.footprint
     found = {"load": (footprint.load_peak["cuda"], peak())}
     engine = zero_engine(model, config)
     found["start"] = (footprint.start_peak["cuda"], peak())
@@ -285,7 +285,7 @@ def sharded_memory(folder: Path) -> dict[str, tuple[int, int]]:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     model, _ = sharded_model(folder, {"fsdp_size": torch.distributed.get_world_size()}, SMALL_READS)
-    footprint = model.streaming_report.ranks[torch.distributed.get_rank()].footprint
+    footprint = model.streaming_report.footprint
     found = {"load": (footprint.load_peak["cuda"], torch.cuda.max_memory_allocated(device) - before)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):

@@ -59,6 +59,7 @@ def of_tensors(found: dict[str, object]) -> dict[str, object]:
     return {name: found[name] for name in ("count", "dtypes", "tensors")}
 
 
+@pytest.mark.plugin("tools", "forecast")
 def test_files_of_torch_save(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     source = zoo_checkpoint("qwen3_moe")
     folder = as_torch_files(source, tmp_path / "torch")
@@ -75,6 +76,7 @@ def test_files_of_torch_save(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None
     assert (fault["file"], fault["kind"]) == (damaged.name, "header")
 
 
+@pytest.mark.plugin("tools", "forecast")
 def test_folders_of_torch_distributed(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     source = zoo_checkpoint("llama")
     folder = as_distributed(source, tmp_path / "distributed")
@@ -101,6 +103,7 @@ class Executes:
         return os.system, (f"touch {self.trace}",)
 
 
+@pytest.mark.plugin("tools", "forecast")
 def test_no_pickle_is_run(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -316,6 +316,7 @@ def test_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture
         convert(folder, tmp_path / "none", layout="hub")
 
 
+@pytest.mark.plugin("tools", "forecast")
 def test_inspect_verify_and_plan(trained: Trained, tmp_path: Path) -> None:
     folder = trained.stock("one group")
     found, expected = run_json("inspect", str(folder)), run_json("inspect", str(trained.models["one group"]))

@@ -100,6 +100,7 @@ def forks() -> Iterator[Forks]:
         yield forks
 
 
+@pytest.mark.plugin("tools", "forecast")
 @pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.plugin("remote"))])
 def test_a_scheme(site: Path, forks: Forks, zoo_checkpoint: Checkpoint, tmp_path: Path, beside: bool) -> None:
     """Loads and commands read from its URLs, also beside one of ours that replaces the same function."""
@@ -198,6 +199,7 @@ def test_broken_ones_break_nothing(broken: Path, zoo_checkpoint: Checkpoint) -> 
         assert f" of {name} (" in done.stderr and why in done.stderr, done.stderr
 
 
+@pytest.mark.plugin("tools")
 def test_what_needs_a_broken_one_says_so(broken: Path, zoo_checkpoint: Checkpoint) -> None:
     """A destination, a scheme, a command that nobody else brings; and commands whose modules are not there."""
     environment = {**os.environ, "PYTHONPATH": f"{broken}{os.pathsep}{ROOT}"}

@@ -35,6 +35,7 @@ def loaded(folder: Path, rank: int, world_size: int) -> tuple[Any, LoadReport]:
     return model, load.finish(nn.Module(), logging.getLogger(__name__))
 
 
+@pytest.mark.plugin("verify")
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_loading(zoo_checkpoint: Checkpoint, name: str) -> None:
     folder = zoo_checkpoint(name)
@@ -55,6 +56,7 @@ def save(folder: Path, target: Path, write_from: str) -> None:
         hf_zero_stream.save_pretrained(model, target, max_shard_size=SHARD_SIZE)
 
 
+@pytest.mark.plugin("verify")
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_saving(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
     folder = zoo_checkpoint(name)

@@ -104,6 +104,7 @@ def load_what_needs_values(folders: dict[str, Path]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.plugin("verify")
 def test_values_that_planning_needs(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folders = {}
     for name, model_class in (("extra state", odd_models.ExtraState), ("an op that looks at values", odd_models.Odd)):
@@ -118,7 +119,7 @@ def test_values_that_planning_needs(cluster: None, zoo_checkpoint: Checkpoint, t
     assert_planned(folders)
 
 
-@pytest.mark.plugin("packed")
+@pytest.mark.plugin("verify", "packed")
 def test_values_that_planning_of_quantised_ones_needs(cluster: None, tmp_path: Path) -> None:
     makers: dict[str, Callable[[Path], Any]] = {
         "packed integers": lambda folder: compressed_tensors(folder, "int4 by channel"),

@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.cli import run, run_json
@@ -10,6 +11,7 @@ from tests.support.http_files import http_files
 from tests.support.zoo import make_checkpoint
 
 
+@pytest.mark.plugin("tools", "forecast")
 def test_commands_on_a_url(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path / "moe", torch.bfloat16)
     shards = sorted(folder.glob("*.safetensors"))

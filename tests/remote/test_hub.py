@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.remote.test_hub_commands import COMMIT, REPOSITORY, hub, on_hub
@@ -40,6 +41,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.plugin("tools", "forecast")
 def test_equals_plain_loading_and_nothing_is_stored(tmp_path: Path) -> None:
     folder, home = make_checkpoint("qwen3_moe", tmp_path / "moe", torch.bfloat16), tmp_path / "home"
     with http_files(folder) as store, hub(folder, store=lambda: store.address) as (address, sent):
@@ -62,6 +64,7 @@ def test_equals_plain_loading_and_nothing_is_stored(tmp_path: Path) -> None:
     assert verified.returncode == 0
 
 
+@pytest.mark.plugin("tools")
 def test_a_redirect_to_a_file_is_refused(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path / "moe")
     with hub(folder, store=lambda: f"file://{folder}") as (address, _):

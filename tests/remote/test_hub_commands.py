@@ -138,6 +138,7 @@ def on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return on_the_hub
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.slow
 def test_plan_of_a_repository_reads_headers_only(tmp_path: Path) -> None:
     folder = make_moe_checkpoint(tmp_path / "moe", 1e7, num_layers=2, num_experts=8)
@@ -156,6 +157,7 @@ def test_plan_of_a_repository_reads_headers_only(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file()], "nothing stays in the cache"
 
 
+@pytest.mark.plugin("tools")
 def test_long_header_of_a_single_file(tmp_path: Path, on_the_hub: Callable[..., Any]) -> None:
     """A second request for the rest of the header; and what was looked at is not taken for a download."""
     folder, size = tmp_path / "one", 400_000
@@ -175,6 +177,7 @@ def test_long_header_of_a_single_file(tmp_path: Path, on_the_hub: Callable[..., 
     assert "no such repository in the Hub's cache" in verified.stderr
 
 
+@pytest.mark.plugin("tools")
 def test_server_without_ranges(tmp_path: Path, on_the_hub: Callable[..., Any]) -> None:
     save_file({"big": torch.zeros(9)}, tmp_path / "model.safetensors")
     with hub(tmp_path, ranges=False) as (address, _):
@@ -182,6 +185,7 @@ def test_server_without_ranges(tmp_path: Path, on_the_hub: Callable[..., Any]) -
     assert "does not give ranges" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.plugin("tools")
 def test_repository_that_is_not_there(tmp_path: Path, on_the_hub: Callable[..., Any]) -> None:
     with hub(tmp_path) as (address, _):
         for name in ("nobody/nothing", "nothing"):
@@ -189,6 +193,7 @@ def test_repository_that_is_not_there(tmp_path: Path, on_the_hub: Callable[..., 
             assert f"ReadError: {name}: there is no such file or folder, and on the Hub: " in done.stderr
 
 
+@pytest.mark.plugin("tools")
 @pytest.mark.parametrize("path", ["tiny-moe", "hf://tiny-moe"])
 def test_an_id_without_an_organisation(path: str, tmp_path: Path, on_the_hub: Callable[..., Any]) -> None:
     folder = make_moe_checkpoint(tmp_path / "moe", 1e6, num_layers=1, num_experts=2)
@@ -197,6 +202,7 @@ def test_an_id_without_an_organisation(path: str, tmp_path: Path, on_the_hub: Ca
     assert found["model"]["class"] == "Qwen3MoeForCausalLM" and found["path"] == path
 
 
+@pytest.mark.plugin("tools")
 def test_what_the_cache_holds_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repository's id means its snapshot in the cache; there is no network here."""
     repository = tmp_path / "models--someone--tiny-moe"

@@ -139,6 +139,7 @@ def test_prefixes(root: Path, bucket: dict[str, str], web: Behaviour, monkeypatc
         assert json.loads(RemoteFiles().read_whole(joined(prefix, "note.json"), 100)) == ""
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.parametrize(
     ("url", "serve"),
     [
@@ -163,6 +164,7 @@ def test_other_clouds(cluster: None, root: Path, url: str, serve: Serve, tmp_pat
                 files.read_into(0, 0, [memoryview(bytearray(8))])
 
 
+@pytest.mark.plugin("forecast")
 def test_plan_of_a_url(root: Path, web: Behaviour) -> None:
     arguments: dict[str, Any] = {"world_size": 3, "rank": 1}
     web.requests.clear()
@@ -176,6 +178,7 @@ def test_plan_of_a_url(root: Path, web: Behaviour) -> None:
     assert len(asked) == len(shards) + 1, "headers are read once each"
 
 
+@pytest.mark.plugin("forecast")
 def test_small_files_are_asked_for_at_once_and_once(root: Path) -> None:
     """What one call needs; a second call asks anew, because files may change."""
     with http_files(root / "moe", Behaviour(latency_s=0.2)) as slow:
@@ -244,6 +247,7 @@ def test_what_is_asked_for_ahead() -> None:
     assert answers.get(("whole", "a"), partial(ask, "a")) == "a" and asked == ["a"]
 
 
+@pytest.mark.plugin("forecast")
 def test_adapters_and_missing_things(root: Path, web: Behaviour, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="config.json: there is no such object .404.*Check the bucket or host"):
         hf_zero_stream.plan(f"{web.address}/nowhere", world_size=2)
@@ -298,6 +302,7 @@ def in_a_block(url: Any) -> None:
         transformers.AutoTokenizer.from_pretrained(url)
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "hf://", "https://"])
 def test_a_scheme_alone_is_refused(url: str) -> None:
     with pytest.raises(UrlError, match="expected"):
@@ -318,6 +323,7 @@ def test_urls_of_checkpoints(given: str, expected: str) -> None:
     assert is_url(given) and checkpoint_url(given) == expected
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.parametrize(
     ("url", "text"),
     [

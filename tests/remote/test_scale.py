@@ -17,6 +17,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behaviour]:
         yield how
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "rank", "most"), [(2, 1, 1.01), (512, 37, 1.02)])
 def test_bytes_asked_for(deepseek: Behaviour, world_size: int, rank: int, most: float) -> None:

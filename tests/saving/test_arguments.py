@@ -145,6 +145,7 @@ def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> N
     run_ranks(1, save_by_trainer, zoo_checkpoint("llama"), tmp_path)
 
 
+@pytest.mark.plugin("forecast")
 def test_settings_are_no_arguments_of_loads(model: Any, zoo_checkpoint: Checkpoint) -> None:
     folder = str(zoo_checkpoint("llama"))
     with pytest.raises(ConfigError, match=r"progress: .*streaming\(progress=False\)"):

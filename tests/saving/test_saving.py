@@ -147,6 +147,7 @@ def test_after_training(
         assert different(tmp_path / f"ours {dtype}", tmp_path / f"stock {dtype}") == []
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 def test_from_swap_files(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -192,6 +193,7 @@ def inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 def test_from_swap_files_after_training(cluster: None, tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ def digest_of_one_rank(folder: Path) -> str:
     return str(model.streaming_report.digest)
 
 
+@pytest.mark.plugin("verify")
 @pytest.mark.parametrize("read_from", ["all", "rank0"])
 @pytest.mark.sample(1)
 def test_digests(cluster: None, tmp_path: Path, read_from: str) -> None:

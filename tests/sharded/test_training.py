@@ -30,13 +30,20 @@ from hf_zero_stream.sources import local
 from tests import sampling
 from tests.faults import test_one_faulty_rank
 from tests.faults.test_one_faulty_rank import fail_then_load, in_a_read, raising
-from tests.sharded.test_plan_sharded import plan_of
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce, count_lazy, make_accelerator
 from tests.support.hosts import move_to_host
 from tests.support.messages import outcome_of
 from tests.support.parity import ds_config, whole_values
-from tests.support.sharded import Sizes, compare_sharded, even_inputs, even_model, load_sharded, sharded_differences
+from tests.support.sharded import (
+    Sizes,
+    compare_sharded,
+    even_inputs,
+    even_model,
+    load_sharded,
+    plan_of,
+    sharded_differences,
+)
 from tests.support.trainings import Training
 from tests.support.zoo import ZOO, Checkpoint
 from tests.sweep.loads import generators
@@ -260,6 +267,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.plugin("forecast", "verify")
 @pytest.mark.slow
 def test_each_byte_is_read_once(cluster: None, mixture: Path) -> None:
     for (exchanged, alone, verified, relayed, by_default), planned in run_ranks(2, reports_of, mixture, TP):

@@ -28,6 +28,7 @@ from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.state import forms
 from hf_zero_stream.state import load as loading
 from tests import sampling
+from tests.autoep.test_expert_parallel import checkpoint as moe_checkpoint  # noqa: F401 - a fixture
 from tests.state.test_changed import train_here
 from tests.support.changed_models import CHANGES, by_trainer, is_in_bf16, resume_changed, save_changed
 from tests.support.cluster import run_ranks
@@ -47,7 +48,6 @@ from tests.support.training_state import (
     values_in,
 )
 from tests.support.zoo import Checkpoint
-from tests.zero.test_expert_parallel import checkpoint as moe_checkpoint  # noqa: F401 - a fixture
 
 
 MIB = 2**20
@@ -61,6 +61,7 @@ def nvme_config(swap: Path, *, parameters: bool, sub_group_size: int = 10**6) ->
     return state_config(3, sub_group_size=sub_group_size, **offload)
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 @pytest.mark.parametrize("parameters", [False, True], ids=["optimizer", "both"])
@@ -86,6 +87,7 @@ def save_without_base(folder: Path, target: Path, config: dict[str, Any]) -> lis
     return train(engine, (3, 4))
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 @pytest.mark.parametrize("parameters", [False, True], ids=["optimizer", "both"])
@@ -111,6 +113,7 @@ def writes_of_swap_files(folder: Path, target: Path, config: dict[str, Any]) -> 
     return found
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 def test_a_save_writes_no_swap_files(cluster: None, tmp_path: Path) -> None:
@@ -144,6 +147,7 @@ def losing_in_swap_files(folder: Path, source: Path, config: dict[str, Any]) -> 
     return found
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 def test_nvme_loses_nothing_in_silence(cluster: None, tmp_path: Path) -> None:
@@ -171,7 +175,7 @@ def resume_from_deepspeeds(folder: Path, source: Path, config: dict[str, Any]) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
-@pytest.mark.plugin("pickled")
+@pytest.mark.plugin("nvme", "pickled")
 def test_deepspeeds_own_folder_with_swap_files(cluster: None, tmp_path: Path) -> None:
     """Values and moments are read from the copies of the swap files; DeepSpeed itself forgets the moments."""
     from hf_zero_stream.plugins.pickled.convert import convert
@@ -211,6 +215,7 @@ def no_groups(model: Any) -> None:
     """DeepSpeed makes them: it needs experts apart."""
 
 
+@pytest.mark.plugin("autoep")
 @pytest.mark.slow
 def test_expert_parallelism(cluster: None, moe_checkpoint: Checkpoint, tmp_path: Path) -> None:  # noqa: F811
     """States have the experts of all ranks, as the model has them: other numbers of parts, and none, go on."""

@@ -157,6 +157,7 @@ def as_distributed(model: Any, folder: Path) -> None:
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
 
 
+@pytest.mark.plugin("tools", "forecast")
 @pytest.mark.parametrize("save", [as_bin, as_indexed_bin, as_distributed])
 def test_weights(zoo_checkpoint: Checkpoint, tmp_path: Path, save: Callable[[Any, Path], None]) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(zoo_checkpoint("llama"))
@@ -197,6 +198,7 @@ def resume_without(folder: Path, source: Path, stage: int, by_engine: bool) -> t
     return str(caught.value), differing(whole_values(engine), before)
 
 
+@pytest.mark.plugin("tools")
 @pytest.mark.parametrize("by_engine", [False, True])
 def test_resuming_from_deepspeed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, by_engine: bool) -> None:
     """Of another stage, which DeepSpeed does not load either."""

@@ -175,6 +175,7 @@ def resume_error(folder: Path, target: Path, stage: int, how: dict[str, str]) ->
     return ""
 
 
+@pytest.mark.plugin("verify")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_changed_byte(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, asynchronous: bool) -> None:
     folder, target = zoo_checkpoint("llama"), tmp_path / "state"
@@ -198,6 +199,7 @@ def test_a_changed_byte(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Pat
         assert all(f"{damaged}: expected the bytes that were saved" in error for error in errors)
 
 
+@pytest.mark.plugin("verify")
 def test_weights_of_a_later_state(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """An older state's weights have been replaced, which it does not need."""
     folder, target = zoo_checkpoint("llama"), tmp_path / "state"

@@ -1,6 +1,8 @@
 """Run commands of the command line in this process."""
 
+import itertools
 import json
+import re
 from typing import Any
 
 from typer.testing import CliRunner
@@ -21,3 +23,13 @@ def run(*arguments: str, code: int = 0) -> Any:
 def run_json(*arguments: str, code: int = 0) -> Any:
     """The same with ``--format json``; stdout is that and nothing else."""
     return json.loads(run(*arguments, "--format", "json", code=code).stdout)
+
+
+def unfolded(name: str) -> list[str]:
+    """Every name that a folded one stands for."""
+    choices = []
+    for piece in re.split(r"(\{[^}]*\})", name):
+        ends = re.fullmatch(r"\{(\d+)\.\.\.(\d+)\}", piece)
+        listed = piece[1:-1].split(", ") if piece.startswith("{") else [piece]
+        choices.append(list(map(str, range(int(ends[1]), int(ends[2]) + 1))) if ends else listed)
+    return ["".join(choice) for choice in itertools.product(*choices)]

@@ -40,11 +40,12 @@ def mutation_of(row: Row, scope: PatchScope, mutate: Callable[[Row, pytest.Monke
 Mutation = tuple[str, int, Callable[[Row, pytest.MonkeyPatch], Row]]
 
 
-def mutations(begin: tuple[str, ...], *scopes: PatchScope) -> list[Any]:
+def mutations(begin: tuple[str, ...], *scopes: str) -> list[Any]:
     """Of each row of these scopes whose place begins so, both."""
     return [
         pytest.param((scope.name, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
-        for scope in scopes
+        for scope in TABLE
+        if scope.name in scopes
         for number, row in enumerate(TABLE[scope])
         if row.of.startswith(begin)
         for mutate in (MUTATIONS if row.leads_to else MUTATIONS[:1])

@@ -2,6 +2,7 @@
 
 import copy
 import traceback
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ from tests.support.parity import differences_by, find_class
 
 Sizes = dict[str, Any]
 """Arguments of a DistributedConfig."""
+
+
+def world_of(sizes: Sizes) -> int:
+    return prod(size for name, size in sizes.items() if name != "ep_size")
+
+
+def plan_of(folder: Path, sizes: Sizes, rank: int, **kwargs: Any) -> Any:
+    world_size = world_of(sizes)
+    return hf_zero_stream.plan(str(folder), world_size=world_size, rank=rank, distributed_config=sizes, **kwargs)
 
 
 def even_model(name: str) -> Any:

@@ -144,6 +144,7 @@ def digest(checkpoint: Path, config: dict[str, Any]) -> str:
     return digest
 
 
+@pytest.mark.plugin("verify")
 @pytest.mark.parametrize("model", ["uneven", "fused"])
 def test_digest(cluster: None, tmp_path: Path, model: str) -> None:
     """It is the model's, however ranks hold it."""

@@ -117,6 +117,7 @@ def load_to_swap_files(how: str, checkpoint: Path, config: dict[str, Any]) -> tu
     return three_losses(engine, ZOO["qwen3_moe"].inputs), swapped
 
 
+@pytest.mark.plugin("nvme")
 @pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 def test_swap_files(cluster: None, tmp_path: Path) -> None:
@@ -149,6 +150,7 @@ def load_by_others(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.plugin("forecast")
 def test_inits_that_are_not_open(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     expected = {"whole": [], "is whole": True, "planned": True}
     expected |= {"module": [], "module is partitioned": True, "inside": [], "inside is partitioned": True}

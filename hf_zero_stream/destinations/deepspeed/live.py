@@ -27,6 +27,7 @@ from ..base import Batch, Item, SourcedTensor, flat_items, item_of, narrowed
 from ..exchange import replica_batches
 from ..live_memory import Copies, LiveWhole
 from ..skeleton import convert_lazy
+from . import zero3
 
 
 class LiveModel(LiveWhole):
@@ -73,10 +74,8 @@ class LiveModel(LiveWhole):
                 filling.add_whole(name, param, view, trained)
         batches = [Batch(filling.direct)]
         if filling.swaps:
-            from . import nvme
-
             free_buffers = filling.swaps[0][0].nvme_swapper.available_swap_in_buffers()
-            batches.extend(nvme.swap_batches(filling.swaps, free_buffers))
+            batches.extend(zero3.nvme().swap_batches(filling.swaps, free_buffers))
         batches.extend(replica_batches(filling.replicated, self._coordinator, self._chunk_bytes))
         return [*batches, Batch([], finish=filling.copy_all)] if filling.has_copies else batches
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,23 +19,18 @@ from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ...registry import import_object
-from ...settings.config import StreamingConfig
+from ...registry import import_object, tool
 from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_touched_parameters
 from . import zero3
 
 
-if TYPE_CHECKING:
-    from ...planning.footprint import AdamW, MemoryFootprint
-
-
 class Partitioned(Destination):
-    """The partitions of a model that is built under ZeRO-3; a plan may be for another device, and without a config.
+    """The partitions of a model that is built under ZeRO-3; a plan may be without a config.
 
     If the caller is in a ``zero.Init``, that is `around`, and `ds_config` agrees with it.
     """
 
-    into = "ZeRO-3 partitions"
+    into, trained_by = "ZeRO-3 partitions", "deepspeed"
 
     hides_zero3 = True
     takes_packed = True
@@ -45,18 +40,14 @@ class Partitioned(Destination):
         self,
         ds_config: Mapping[str, Any],
         coordinator: Coordinator,
-        trains_on: str | None = None,
-        adamw: AdamW | None = None,
         around: Init | None = None,
     ) -> None:
         self.device = partitions.local_device()
-        self._adamw = adamw
         self._around = around
         self.stock_reader = "rank 0" if around is None else ""
         self._ds_config = ds_config
         self.fills_device = not zero3.offloads(ds_config)
         self._coordinator = coordinator
-        self._trains_on = trains_on or self.device.type
         self._dtype = zero3.partition_dtype(ds_config) if ds_config else None
         self._model: nn.Module | None = None
         self._swapped: list[nn.Parameter] = []
@@ -75,8 +66,7 @@ class Partitioned(Destination):
         """One batch of all that is neither quantised nor swapped to a disk; and further ones for those."""
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         if (self._ds_config.get("expert_parallel") or {}).get("enabled"):
-            from . import experts  # wants a DeepSpeed that has AutoEP
-
+            experts = tool("experts", "autoep", "expert_parallel")  # wants a DeepSpeed that has AutoEP
             experts.convert(model, self._ds_config, missing, rank, world_size, make_groups=not only_planned)
         parameters, buffers, self.recast = replace_lazy(
             model, missing, tied, parameter=self._parameter, buffer=partial(buffer_on, self.device)
@@ -98,16 +88,16 @@ class Partitioned(Destination):
 
     def _swap_batches(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
         """Move the parameters that PartitionedInit will swap from `items` into batches, before there is a swapper."""
-        from . import nvme
-
+        nvme = zero3.nvme()
         large = nvme.swap_from_bytes(self._ds_config)
         self._swapped = [
             param
             for param in filter(zero3.is_placeholder, model.parameters())
             if param.dtype == self._dtype and self._share(param)[0] * param.dtype.itemsize >= large
         ]
-        swaps: list[nvme.Swap] = [(param, items.pop(id(param), None)) for param in self._swapped]
-        return nvme.swap_batches(swaps, nvme.free_buffers(self._ds_config)) if swaps else []
+        swaps = [(param, items.pop(id(param), None)) for param in self._swapped]
+        batches: list[Batch] = nvme.swap_batches(swaps, nvme.free_buffers(self._ds_config)) if swaps else []
+        return batches
 
     def _share(self, param: Any) -> tuple[int, int, int]:
         place = zero3.place_in_group(param, self._coordinator.rank, self._coordinator.world_size)
@@ -118,19 +108,9 @@ class Partitioned(Destination):
         requires_grad = param.requires_grad if isinstance(param, LazyTensor) else param.is_floating_point()
         return zero3.placeholder(name, param.shape, dtype, self.device, requires_grad)
 
-    def footprint(self, model: nn.Module, tied: set[str], config: StreamingConfig) -> MemoryFootprint:
-        from . import engine_memory
-
-        world_size = self._coordinator.world_size
-        return engine_memory.model_footprint(
-            model, self._ds_config, tied, world_size, config, self._trains_on, self._adamw
-        )
-
     def check(self, targets: Sequence[Target]) -> None:
         if zero3.uses_nvme(self._ds_config):
-            from . import nvme
-
-            nvme.refuse_wrong_settings(self._ds_config, targets)
+            zero3.nvme().refuse_wrong_settings(self._ds_config, targets)
 
     def allocate(self) -> None:
         model, self._model = self._model, None
@@ -236,9 +216,7 @@ def config_of(around: Init, found: Mapping[str, Any]) -> dict[str, Any]:
         config["weight_quantization"] = {"quantized_initialization": around.quantized_initialization}
     if around.param_swapper is not None:
         config["aio"] = around.param_swapper.aio_config
-        from . import nvme
-
-        nvme.share_swapper(config, around.param_swapper)
+        zero3.nvme().share_swapper(config, around.param_swapper)
     return config
 
 

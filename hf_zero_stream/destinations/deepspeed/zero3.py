@@ -15,7 +15,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import (
     Init,
@@ -27,8 +29,9 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ... import accelerators
-from ...errors import UnsupportedError, refuse_unknown_version, require_names
+from ...errors import ConfigError, UnsupportedError, refuse_unknown_version, require_names
 from ...holdings.deepspeed.partitions import own_range
+from ...registry import tool
 from ..base import allocating
 
 
@@ -61,9 +64,12 @@ def _offload_device(ds_config: Mapping[str, Any]) -> Any:
 def _swapping(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     if not uses_nvme(ds_config):
         return {}
-    from . import nvme
+    return {"remote_device": "nvme", "param_swapper": nvme().shared_swapper(ds_config)}
 
-    return {"remote_device": "nvme", "param_swapper": nvme.shared_swapper(ds_config)}
+
+def nvme() -> Any:
+    """The functions for partitions in swap files: :mod:`...plugins.nvme.swapping`, if that plug-in is there."""
+    return tool("nvme", "nvme", "offload_param to NVMe")
 
 
 class PartitionedInit(Init):
@@ -99,9 +105,7 @@ class PartitionedInit(Init):
             **_swapping(ds_config),
         )
         if self.param_swapper is not None:
-            from . import nvme
-
-            nvme.share_swapper(ds_config, self.param_swapper)
+            nvme().share_swapper(ds_config, self.param_swapper)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
         # DeepSpeed would quantise the partition of a frozen parameter while it is empty, and then copy floating-point
@@ -236,9 +240,20 @@ def refuse_packed(ds_config: Mapping[str, Any]) -> None:
             )
 
 
+def parsed(zero: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    """The section ``zero_optimization`` of a DeepSpeed config; a ConfigError says what DeepSpeed does not take."""
+    try:
+        # Where DeepSpeed itself says what has become of a setting that is gone.
+        getattr(deepspeed_config, "_reject_removed_config_keys", bool)({"zero_optimization": zero})
+        return DeepSpeedZeroConfig(**zero)
+    except (deepspeed_config.DeepSpeedConfigError, ValueError) as error:  # pydantic's is a ValueError
+        raise ConfigError(f"zero_optimization: DeepSpeed does not take this section of its config: {error}") from error
+
+
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
-    """Refuse settings under which DeepSpeed itself fails, or would give wrong partitions."""
+    """Refuse settings that DeepSpeed does not take, under which it fails, or would give wrong partitions."""
     zero = ds_config.get("zero_optimization", {})
+    parsed({name: value for name, value in zero.items() if value != "auto"})  # the model fills that in
     quantised = [name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if zero.get(name)]
     if quantised:
         try:

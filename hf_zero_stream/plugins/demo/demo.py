@@ -17,11 +17,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ...cli import frame
-from ...dtypes import dtype_name
-from ...reports.text import bytes_text
-from ...settings.config import DISABLE
-from ...sources.page_cache import drop_from_cache, fill_cache
+from ...plugin_api import DISABLE, bytes_text, drop_from_cache, dtype_name, fill_cache, frame
 
 
 EXAMPLE = "hf-zero-stream demo --checkpoint Qwen/Qwen3-0.6B --nproc 2"
@@ -100,12 +96,14 @@ def run(
     too. Without --ds-config and --dtype it is in bf16. Exit code 1 if a check fails.
     """
     with frame.quiet():  # DeepSpeed would say on stdout which accelerator it finds
-        from ... import accelerators
-        from ...checkpoint.soundness import shards_of
-        from ...cli.models import transformers_errors
-        from ...destinations.deepspeed.zero3 import partition_dtype
-        from ...engine.places import cached_folder
-        from ...loading.dry_load import model_class_of
+        from ...plugin_api import (
+            accelerators,
+            cached_folder,
+            model_class_of,
+            partition_dtype,
+            shards_of,
+            transformers_errors,
+        )
 
     gpus = accelerators.device_count() if accelerators.kind() == "cuda" else 0
     if on == "cuda" and gpus < nproc:
@@ -144,8 +142,8 @@ def run(
     tables, bars = list(_tables(data)), list(_bars(arms))
     verdict = "\n".join(f"{'✓' if passed else '✗'} {what}" for passed, what in checks)
     if html and not any("error" in found for found in arms.values()):
-        from ...cli.page import write_page
-        from .picture import memory_as_svg
+        from ...plugin_api import write_page
+        from .curves import memory_as_svg
 
         partition = max(arms["streaming"]["partition_bytes"])
         picture = memory_as_svg({arm: found["curves"] for arm, found in arms.items()}, partition)

@@ -25,8 +25,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from transformers.integrations import HfDeepSpeedConfig
 
-from ...reports.measures import AnonymousMemory, GrowthPeak
-from ...settings.config import without_own_section
+from ...plugin_api import AnonymousMemory, GrowthPeak, without_own_section
 from .demo import DemoTask
 
 
@@ -57,7 +56,7 @@ def loaded(arm: str, task: DemoTask) -> Any:
         model = model_class.from_pretrained(task.folder, dtype=dtype)
         model.kept_config = config
         return model
-    from ...bindings.streaming import streaming
+    from ...plugin_api import streaming
 
     with streaming():
         return model_class.from_pretrained(task.folder, dtype=dtype, ds_config=task.config)
@@ -92,7 +91,7 @@ def measure(arm: str, task: DemoTask) -> dict[str, Any]:
 
 def digests(model: torch.nn.Module) -> dict[str, str] | None:
     """Return digests of the bits of this rank's part of every parameter, by name; None if some are in swap files."""
-    from ...holdings.deepspeed.partitions import own_range
+    from ...plugin_api import own_range
 
     found = {}
     for name, param in model.named_parameters():

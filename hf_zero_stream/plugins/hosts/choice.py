@@ -20,9 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ...bindings import history
-from ...holdings.own_names import named_parameters
-from ...holdings.slots import Training
+from ...plugin_api import Training, history, named_parameters
 
 
 class FoundState(NamedTuple):

@@ -13,10 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...accelerators import collective_device
-from ...checkpoint.file_digests import WORD, digest_of_bytes
 from ...errors import PeerError, SaveError
-from ...ranks.coordinator import Coordinator
+from ...plugin_api import WORD, Coordinator, collective_device, digest_of_bytes
 from .folders import Hosts
 
 

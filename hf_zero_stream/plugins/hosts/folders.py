@@ -30,15 +30,18 @@ from typing import Any, TypeVar
 
 from transformers.utils import logging
 
-from ...checkpoint.file_digests import digest_of_range
-from ...checkpoint.format import parse_object
-from ...checkpoint.formats import UNFINISHED
 from ...errors import CheckpointError, ConfigError, ReadError, SaveError, system_errors_as
-from ...ranks.coordinator import Coordinator
-from ...saving.preparation import as_save_error
-from ...saving.publication import Publication, is_of_save
-from ...seams.ds_config import settings_in_force
-from ...sources.base import is_plain_name
+from ...plugin_api import (
+    UNFINISHED,
+    Coordinator,
+    Publication,
+    as_save_error,
+    digest_of_range,
+    is_of_save,
+    is_plain_name,
+    parse_object,
+    settings_in_force,
+)
 from .choice import FoundState, piece_name
 from .pieces import PiecedFile, RunTable
 

@@ -13,12 +13,17 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from ...errors import CheckpointError
-from ...holdings.slots import Training
-from ...ranks.coordinator import Coordinator
-from ...sources.base import ByteSource, Retries, SourceFile
-from ...sources.by_path import mounted
-from ...sources.local import LocalFiles
-from ...sources.relay import RelayedFiles, RelayServer
+from ...plugin_api import (
+    ByteSource,
+    Coordinator,
+    LocalFiles,
+    RelayedFiles,
+    RelayServer,
+    Retries,
+    SourceFile,
+    Training,
+    mounted,
+)
 from .choice import Chosen, FoundState, TrainingMark, choose, joined, mark_of, piece_name
 from .folders import (
     MANIFEST,

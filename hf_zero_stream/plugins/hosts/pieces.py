@@ -18,8 +18,15 @@ from typing import BinaryIO, NamedTuple
 import numpy
 
 from ...errors import CheckpointError, ReadError, SaveError
-from ...sources.base import ByteSource, Hints, ReadableFile, SourceFile
-from ...sources.local import READS_PER_EXCHANGE, open_nonblocking, status_of_regular
+from ...plugin_api import (
+    READS_PER_EXCHANGE,
+    ByteSource,
+    Hints,
+    ReadableFile,
+    SourceFile,
+    open_nonblocking,
+    status_of_regular,
+)
 
 
 REQUEST_BYTES = 2 * 2**20

@@ -24,21 +24,30 @@ import numpy
 import torch
 from transformers.utils import logging
 
-from ...bindings import history
-from ...checkpoint.file_digests import WORD
 from ...errors import ConfigError, SaveError
-from ...holdings.slots import STEPS, Training
-from ...ranks.coordinator import Coordinator
-from ...reports.save import SavingRank
-from ...reports.text import bytes_text
-from ...saving.files import Comparison, ShardWriter
-from ...saving.places import Place, Written
-from ...saving.plan import SavePlan
-from ...saving.preparation import Finalizer, WritePlan, as_save_error
-from ...saving.publication import Publication
-from ...saving.write import Put, Work, bytes_of
-from ...sources.local import kind_of_file_system
-from ...sources.memory import free_memory
+from ...plugin_api import (
+    STEPS,
+    WORD,
+    Comparison,
+    Coordinator,
+    Finalizer,
+    Place,
+    Publication,
+    Put,
+    SavePlan,
+    SavingRank,
+    ShardWriter,
+    Training,
+    Work,
+    WritePlan,
+    Written,
+    as_save_error,
+    bytes_of,
+    bytes_text,
+    free_memory,
+    history,
+    kind_of_file_system,
+)
 from .choice import FoundState, facts_of, joined, next_number, piece_name, replaced_by
 from .copies import copy_pieces, holders_of
 from .folders import (

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CheckpointError
-from ...holdings.slots import STEPS
-from ...state.callers import look_for_state, name_in
-from ...state.record import FILE, StateRecord
+from ...plugin_api import FILE, STEPS, StateRecord, look_for_state, name_in
 
 
 class SharedState(NamedTuple):

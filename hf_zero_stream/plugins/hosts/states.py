@@ -17,21 +17,28 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ...bindings import history
 from ...errors import ConfigError, SaveError
-from ...holdings.slots import STEPS, Training
-from ...ranks.coordinator import Coordinator, meeting
-from ...ranks.rendezvous import LOAD
-from ...registry import import_object
-from ...reports.save import SaveReport
-from ...saving.pending import note_state, operation, when_whole
-from ...seams.wrappers import unwrapped
-from ...settings.config import StreamingConfig
-from ...sources.base import is_plain_name
-from ...state.load import Resumed, resume
-from ...state.record import CLIENT
-from ...state.refusals import training_of
-from ...state.save import save_state
+from ...plugin_api import (
+    CLIENT,
+    LOAD,
+    STEPS,
+    Coordinator,
+    Resumed,
+    SaveReport,
+    StreamingConfig,
+    Training,
+    history,
+    import_object,
+    is_plain_name,
+    meeting,
+    note_state,
+    operation,
+    resume,
+    save_state,
+    training_of,
+    unwrapped,
+    when_whole,
+)
 from .choice import mark_of
 from .folders import own_folder, remove_states_of
 from .load import newest_of_both

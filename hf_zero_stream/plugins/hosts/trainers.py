@@ -17,11 +17,17 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from ...errors import UnsupportedError, require_names
-from ...ranks.coordinator import expected_at, meeting
-from ...ranks.rendezvous import LOAD
-from ...seams.wrappers import checkpoint_number, is_fsdp2, unwrapped
-from ...state.hooks import note_steps, trained_with
-from ...state.record import CLIENT
+from ...plugin_api import (
+    CLIENT,
+    LOAD,
+    checkpoint_number,
+    expected_at,
+    is_fsdp2,
+    meeting,
+    note_steps,
+    trained_with,
+    unwrapped,
+)
 from .choice import TrainingMark, as_facts, facts_of_model
 from .load import newest_of_both
 from .shared import SharedState, shared_state

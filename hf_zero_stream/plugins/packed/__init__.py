@@ -7,7 +7,7 @@ and modules that dequantise in the forward pass (:mod:`.modules`). :mod:`.quanti
 
 from __future__ import annotations
 
-from ...registry import PatchScope, Plugin, Weight, rows
+from ...plugin_api import PatchScope, Plugin, Weight, rows
 
 
 COMPRESSED = PatchScope("COMPRESSED", "while compressed-tensors dequantises lazy tensors")
@@ -23,12 +23,10 @@ PLUGIN = Plugin(
         "forget_quantizer": f"{_HERE}.dequantised:forget_quantizer",
         "take_packed": f"{_HERE}.packing:take_packed",
         "inject_adapter": f"{_HERE}.adapters:inject_adapter",
-    },
-    quantisers={
-        "fp8": f"{_HERE}.quantisers:by_transformers",
-        "mxfp4": f"{_HERE}.quantisers:by_transformers",
-        "compressed-tensors": f"{_HERE}.quantisers:of_compressed_tensors",
-        "bitsandbytes": f"{_HERE}.quantisers:of_bitsandbytes",
+        "quantiser fp8": f"{_HERE}.quantisers:by_transformers",
+        "quantiser mxfp4": f"{_HERE}.quantisers:by_transformers",
+        "quantiser compressed-tensors": f"{_HERE}.quantisers:of_compressed_tensors",
+        "quantiser bitsandbytes": f"{_HERE}.quantisers:of_bitsandbytes",
     },
     rows={
         PatchScope.MODELS: rows(

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...holdings.introspection import packed_weights
-from ...seams.adapters import tensors_of_adapter
+from ...plugin_api import packed_weights, tensors_of_adapter
 
 
 _STARTS_WITHOUT_VALUES = ("gaussian", "eva")

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...accelerators import collective_device
-from ...destinations.base import Batch, Item, allocating
-from ...planning.plan import Target
-from ...ranks.coordinator import Coordinator
+from ...plugin_api import Batch, Coordinator, Item, Target, allocating, collective_device
 from .quantised_rows import Quantised
 
 

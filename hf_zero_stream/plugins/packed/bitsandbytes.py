@@ -20,9 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ...checkpoint.lazy import LazyTensor
-from ...checkpoint.nodes import HostTensor
 from ...errors import CheckpointError
+from ...plugin_api import HostTensor, LazyTensor
 
 
 STATE = "quant_state.bitsandbytes__"

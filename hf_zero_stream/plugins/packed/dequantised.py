@@ -13,7 +13,7 @@ from typing import Any
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from ...errors import UnsupportedError
-from ...holdings.introspection import ops_of_quantizer
+from ...plugin_api import ops_of_quantizer
 
 
 def dequantising(quantized: Mapping[str, Any], wished: Any) -> Any:

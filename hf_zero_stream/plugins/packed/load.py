@@ -17,9 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from ...errors import UnsupportedError
-from ...holdings.introspection import is_packed
-from ...seams.session import Original, QuantisedLoad, Session, in_session
-from ...sources.base import is_url
+from ...plugin_api import Original, QuantisedLoad, Session, in_session, is_packed, is_url
 from .packing import pack_model
 from .quantised import dequantising
 from .quantisers import dequantiser_of

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...holdings.introspection import PACKED, packed_weights
+from ...plugin_api import PACKED, packed_weights
 from .weights import PackedWeight
 
 

@@ -17,13 +17,18 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...bindings.table import install_model_rows
-from ...checkpoint.format import TensorEntry
-from ...checkpoint.lazy import LazyTensor, copy_attributes
-from ...checkpoint.nodes import View, entries_of, is_computed
-from ...engine.load import Load
 from ...errors import CheckpointError, UnsupportedError
-from ...holdings.introspection import packed_weights
+from ...plugin_api import (
+    LazyTensor,
+    Load,
+    TensorEntry,
+    View,
+    copy_attributes,
+    entries_of,
+    install_model_rows,
+    is_computed,
+    packed_weights,
+)
 from .dequantised import without_quantizer
 from .modules import PackedLinear, grouped_product, note_packed
 from .programs import NotPackable, NotQuantised

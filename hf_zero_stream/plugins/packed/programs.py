@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...checkpoint.nodes import (
+from ...plugin_api import (
     Blockwise,
     Cat,
     Computed,
     Copy,
     FileTensor,
     HostTensor,
+    MemoryEvaluator,
     Node,
     Opaque,
     Pointwise,
@@ -32,7 +33,6 @@ from ...checkpoint.nodes import (
     is_computed,
     row_major_strides,
 )
-from ...engine.compute import MemoryEvaluator
 
 
 PIECE_NUMEL = 2**18

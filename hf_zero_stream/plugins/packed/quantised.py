@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...bindings.table import installed
-from ...checkpoint.lazy import LazyTensor
 from ...errors import UnsupportedError
-from ...seams.session import Original, Session, in_session
+from ...plugin_api import LazyTensor, Original, Session, in_session, installed
 from . import COMPRESSED
 
 

@@ -13,8 +13,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from ...checkpoint.lazy import LazyTensor
-from ...checkpoint.nodes import Opaque, View
+from ...plugin_api import LazyTensor, Opaque, View
 from .weights import PackedWeight
 
 

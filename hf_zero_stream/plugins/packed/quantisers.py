@@ -3,7 +3,7 @@
 Each function is called with the fields of a checkpoint's ``quantization_config``, and returns the fields of the config
 by which transformers' own quantizer dequantises lazy tensors, or a quantizer that does so instead; None if the
 installed versions do not. `casts`: weights get the dtype of the model; else somebody else casts them. A plug-in names
-such functions in ``Plugin.quantisers``.
+such a function in ``Plugin.tools``, as "quantiser fp8".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
-from ...registry import import_object, plugins
+from ...plugin_api import has_tool, tool
 from .bitsandbytes import dequantising_quantizer
 from .quantised import COMPRESSED_FORMATS
 
@@ -25,11 +25,9 @@ Fields = Mapping[str, Any]
 
 def dequantiser_of(fields: Fields, *, casts: bool) -> Fields | HfQuantizer | None:
     """Call the function that a plug-in has for a config with these `fields`; None if no plug-in has one."""
-    for plugin in plugins():
-        if (place := plugin.quantisers.get(fields.get("quant_method", ""))) is not None:
-            function: Callable[..., Fields | HfQuantizer | None] = import_object(place)
-            return function(fields, casts=casts)
-    return None
+    name = f"quantiser {fields.get('quant_method', '')}"
+    function: Callable[..., Fields | HfQuantizer | None] | None = tool(name, "packed") if has_tool(name) else None
+    return None if function is None else function(fields, casts=casts)
 
 
 def by_transformers(fields: Fields, *, casts: bool) -> Fields | None:

@@ -20,10 +20,8 @@ from transformers import BitsAndBytesConfig
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import base, quantizer_bnb_4bit, quantizer_bnb_8bit
 
-from ...checkpoint.format import TensorEntry
-from ...checkpoint.lazy import LazyTensor
-from ...checkpoint.nodes import FileTensor, entries_of
 from ...errors import UnsupportedError, refuse_unknown_version
+from ...plugin_api import FileTensor, LazyTensor, TensorEntry, entries_of
 from .bitsandbytes import STATE, dequantised_4bit, dequantised_8bit, linear_modules
 from .quantised_rows import Quantisation
 

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...checkpoint.format import TensorEntry
-from ...checkpoint.lazy import LazyTensor
-from ...checkpoint.nodes import FileTensor, HostTensor, View
+from ...plugin_api import FileTensor, HostTensor, LazyTensor, TensorEntry, View
 from .programs import Neighbours, NotPackable, NotQuantised, Program, taken_apart
 
 

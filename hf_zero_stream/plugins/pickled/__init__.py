@@ -5,7 +5,7 @@ And ``hf-zero-stream convert``, which makes safetensors of all formats.
 
 from __future__ import annotations
 
-from ...registry import METADATA, TORCH_ENDINGS, FileFormat, FolderFormat, Plugin
+from ...plugin_api import METADATA, TORCH_ENDINGS, FileFormat, FolderFormat, Plugin
 
 
 PLUGIN = Plugin(
@@ -29,6 +29,8 @@ PLUGIN = Plugin(
             f"{__name__}.distcp:map_of_file",
         ),
     ],
-    resumes={".checkpoint.deepspeed_names:entries_of_deepspeed": f"{__name__}.zero_state:read_state"},
-    guard_files=[f"{__name__}.guard_files:write"],
+    tools={
+        "state of DeepSpeed": f"{__name__}.zero_state:read_state",
+        "guard files": f"{__name__}.guard_files:write",
+    },
 )

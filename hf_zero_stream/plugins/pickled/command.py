@@ -8,10 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ...cli import frame
 from ...errors import ConfigError
-from ...reports.text import bytes_text, count_text
-from ...settings.values import floating_dtype
+from ...plugin_api import bytes_text, count_text, floating_dtype, frame
 
 
 EXAMPLE = "hf-zero-stream convert ./checkpoint ./bf16 --dtype bfloat16 --max-shard-size 5GB"
@@ -49,8 +47,7 @@ def run(
     complete. The --layout "hub" has one tensor per expert, as save_pretrained writes them; "model" has the tensors of
     the model.
     """
-    from ...cli.models import transformers_errors
-    from ...engine.places import cached_folder
+    from ...plugin_api import cached_folder, transformers_errors
 
     with frame.quiet(), nullcontext() if layout == "same" else transformers_errors(path):
         from .convert import convert

@@ -19,28 +19,41 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from ...checkpoint.contents import contents_of
-from ...checkpoint.deepspeed_names import zero_folder_of
-from ...checkpoint.format import parse_object
-from ...checkpoint.formats import INDEX, SINGLE, holds_values
-from ...checkpoint.lazy import LazyTensor
-from ...checkpoint.map import CheckpointMap
-from ...checkpoint.nodes import Copy, FileTensor, View
-from ...checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
-from ...checkpoint.state_folder import state_folder_of
-from ...destinations.base import Batch, Item
-from ...engine.opened import OpenCheckpoint
-from ...engine.reader import Reader
 from ...errors import ConfigError, UnsupportedError
-from ...planning.plan import Target
-from ...ranks.coordinator import Coordinator
-from ...reports.load import PHASES
-from ...reports.measures import AnonymousMemory, PhaseClock
-from ...saving.files import ShardWriter, reserve
-from ...saving.plan import in_dtype
-from ...saving.publication import Publication
-from ...seams.saving import lay_out_pretrained, note_dtype, reverse_all_conversions
-from ...settings.config import StreamingConfig
+from ...plugin_api import (
+    INDEX,
+    PHASES,
+    SINGLE,
+    AnonymousMemory,
+    Batch,
+    CheckpointMap,
+    Coordinator,
+    Copy,
+    FileTensor,
+    Item,
+    LazyTensor,
+    NotedShard,
+    OpenCheckpoint,
+    PhaseClock,
+    Publication,
+    Reader,
+    ShardToWrite,
+    ShardWriter,
+    StreamingConfig,
+    Target,
+    View,
+    contents_of,
+    holds_values,
+    in_dtype,
+    lay_out_pretrained,
+    lay_out_shard,
+    note_dtype,
+    parse_object,
+    reserve,
+    reverse_all_conversions,
+    state_folder_of,
+    zero_folder_of,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -208,7 +221,7 @@ def _model_of_checkpoint(
     source: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool
 ) -> _ModelTensors:
     """The model that ``from_pretrained`` would make."""
-    from ...loading.dry_load import lazily_loaded, load_of_layouts
+    from ...plugin_api import lazily_loaded, load_of_layouts
 
     with closing(load_of_layouts(StreamingConfig())) as load:
         model, missing, tied = lazily_loaded(str(source), load, trust_remote_code=trust_code, local_files_only=True)
@@ -229,7 +242,7 @@ def _model_of_config(
     beside: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool
 ) -> _ModelTensors:
     """The model that the config describes, with the values of `contents`."""
-    from ...loading.dry_load import described_model, fitting
+    from .described import described_model, fitting
 
     if not (beside / CONFIG).exists():
         raise ConfigError(f"{beside / CONFIG}: layout: a config is needed for another layout. Pass config=FOLDER.")

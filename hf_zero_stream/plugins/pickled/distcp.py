@@ -19,12 +19,24 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.format import NotAMap, Shard, ShardHeader, dtypes, excerpt, file_dtype_name, parse_object
-from ...checkpoint.formats import fault_of_name, read_map
-from ...checkpoint.map import CheckpointMap
-from ...checkpoint.nodes import HostTensor, View
 from ...errors import CheckpointError, UnsupportedError
-from ...sources.base import ByteSource, ReadableFile, as_read_error
+from ...plugin_api import (
+    ByteSource,
+    CheckpointMap,
+    HostTensor,
+    NotAMap,
+    ReadableFile,
+    Shard,
+    ShardHeader,
+    View,
+    as_read_error,
+    dtypes,
+    excerpt,
+    fault_of_name,
+    file_dtype_name,
+    parse_object,
+    read_map,
+)
 from .pickles import MOST_BYTES, read_pickle
 from .torch_files import read_single, view_of_field
 from .torch_metadata import OPCODES, CheckpointBox, Metadata, MetadataItem, StoredBytes, metadata_of

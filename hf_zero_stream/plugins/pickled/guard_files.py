@@ -19,8 +19,7 @@ from zipfile import ZipFile, ZipInfo
 
 import torch.distributed as dist
 
-from ...checkpoint.deepspeed_names import GUARD, ZERO_2_MODEL
-from ...registry import METADATA
+from ...plugin_api import GUARD, METADATA, ZERO_2_MODEL
 
 
 _RANKS = 128

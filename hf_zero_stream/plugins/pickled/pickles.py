@@ -18,8 +18,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...checkpoint.format import excerpt
 from ...errors import CheckpointError
+from ...plugin_api import excerpt
 
 
 MOST_BYTES = 512 * 2**20

@@ -21,21 +21,25 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.format import (
+from ...errors import CheckpointError
+from ...plugin_api import (
     MAX_DIMENSIONS,
+    ByteSource,
+    CheckpointMap,
     NotAMap,
+    ReadableFile,
     Shard,
     ShardHeader,
+    View,
     are_sizes,
+    as_read_error,
     excerpt,
     file_dtype_name,
+    parse_entry,
     parse_object,
+    row_major_strides,
+    view_of,
 )
-from ...checkpoint.map import CheckpointMap, view_of
-from ...checkpoint.nodes import View, row_major_strides
-from ...checkpoint.safetensors import parse_entry
-from ...errors import CheckpointError
-from ...sources.base import ByteSource, ReadableFile, as_read_error
 from .pickles import Call, Global, Persistent, Pickle, object_kind, read_pickle
 from .torch_zip import MOST_READ, OPCODES, SIGNATURE, Storage, read_zip
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...checkpoint.format import MAX_DIMENSIONS, are_sizes, dtypes, excerpt
 from ...errors import CheckpointError, UnsupportedError
+from ...plugin_api import MAX_DIMENSIONS, are_sizes, dtypes, excerpt
 from .pickles import Call, Global, Pickle, object_kind
 
 

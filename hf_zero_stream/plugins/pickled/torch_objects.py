@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.format import MAX_DIMENSIONS, NotAMap, TensorEntry, are_sizes, dtypes, excerpt
 from ...errors import CheckpointError
-from ...sources.base import ReadableFile
+from ...plugin_api import MAX_DIMENSIONS, NotAMap, ReadableFile, TensorEntry, are_sizes, dtypes, excerpt
 from .pickles import Call, Global, object_kind
 from .torch_files import describe, field_of
 

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
-from ...checkpoint.format import NotAMap
 from ...errors import CheckpointError
-from ...sources.base import ReadableFile
+from ...plugin_api import NotAMap, ReadableFile
 from .pickles import Pickle, read_pickle
 
 

@@ -16,13 +16,23 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...checkpoint.deepspeed_names import OPTIMIZER, SWAPPED, ZERO_2_MODEL, names_in
-from ...checkpoint.format import Shard, TensorEntry, excerpt
-from ...checkpoint.map import CheckpointMap, view_of
-from ...checkpoint.nodes import View, row_major_strides
 from ...errors import CheckpointError, UnsupportedError
-from ...sources.base import ByteSource, as_read_error
-from ...sources.local import LocalFiles
+from ...plugin_api import (
+    OPTIMIZER,
+    SWAPPED,
+    ZERO_2_MODEL,
+    ByteSource,
+    CheckpointMap,
+    LocalFiles,
+    Shard,
+    TensorEntry,
+    View,
+    as_read_error,
+    excerpt,
+    names_in,
+    row_major_strides,
+    view_of,
+)
 from .zero_layout import FP32, Pieces, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
 from .zero_model_files import ModelFile, read_model_file
 from .zero_optimizer_files import Flat, OptimizerFile, PartitionGroup, read_optimizer_file

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from ...checkpoint.format import TensorEntry, excerpt
 from ...errors import CheckpointError
+from ...plugin_api import TensorEntry, excerpt
 from .zero_model_files import ModelFile
 from .zero_optimizer_files import Flat, OptimizerFile
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...checkpoint.format import TensorEntry, excerpt
 from ...errors import UnsupportedError
-from ...sources.base import ByteSource
+from ...plugin_api import ByteSource, TensorEntry, excerpt
 from .pickles import object_kind
 from .torch_objects import NotPlain, TorchObjects
 from .zero_optimizer_files import BY_DEEPSPEED

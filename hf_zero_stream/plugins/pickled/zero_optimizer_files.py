@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...checkpoint.format import TensorEntry, excerpt
 from ...errors import CheckpointError, UnsupportedError
-from ...sources.base import ByteSource
+from ...plugin_api import ByteSource, TensorEntry, excerpt
 from .torch_objects import NotPlain, TorchObjects
 
 

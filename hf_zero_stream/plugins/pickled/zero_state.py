@@ -14,19 +14,26 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ...checkpoint.lazy import LazyTensor
-from ...engine.load import Load
 from ...errors import ConfigError, UnsupportedError
-from ...holdings.introspection import is_adapted
-from ...holdings.own_names import named_buffers, named_parameters
-from ...holdings.slots import VALUES, Training
-from ...ranks.coordinator import Coordinator
-from ...sources.local import LocalFiles
-from ...state.base import quantised_names
-from ...state.forms import ADAMS
-from ...state.record import CLIENT, Form, GroupRecord, StateRecord
-from ...state.refusals import keeps_packing
-from ...state.schedules import class_of
+from ...plugin_api import (
+    ADAMS,
+    CLIENT,
+    VALUES,
+    Coordinator,
+    Form,
+    GroupRecord,
+    LazyTensor,
+    Load,
+    LocalFiles,
+    StateRecord,
+    Training,
+    class_of,
+    is_adapted,
+    keeps_packing,
+    named_buffers,
+    named_parameters,
+    quantised_names,
+)
 from .zero_folder import FP32, ZeroFolder, ZeroGroup, read_zero_folder
 
 

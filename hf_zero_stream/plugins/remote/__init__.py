@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...registry import PatchScope, Plugin, Source, rows
+from ...plugin_api import PatchScope, Plugin, Source, rows
 
 
 _FORMS = {

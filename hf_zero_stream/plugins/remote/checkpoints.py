@@ -11,13 +11,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint import safetensors
-from ...checkpoint.formats import INDEX, SINGLE, holds_values, map_from_headers, read_index_file
-from ...checkpoint.map import CheckpointMap
-from ...checkpoint.soundness import Soundness, check_tensors, read_weight_map
 from ...errors import CheckpointError, ReadError, UrlError
-from ...settings import scope
-from ...sources.base import Retries
+from ...plugin_api import (
+    INDEX,
+    SINGLE,
+    CheckpointMap,
+    Fault,
+    Retries,
+    holds_values,
+    map_from_headers,
+    read_index_file,
+    read_weight_map,
+    safetensors,
+    scope,
+    without_path,
+)
 from .files import RemoteFiles
 from .hub import remember_token
 from .lists import LIST, parse_list
@@ -97,24 +105,15 @@ def _index_at(url: str, files: SmallFiles) -> Path:
         raise ReadError(f"{url}: there is no {SINGLE}, and {INDEX} cannot be read: {error}") from error
 
 
-def check_soundness(url: str) -> Soundness:
-    found, files = Soundness(), scope.resource(SmallFiles)
-    weight_map: dict[str, str] | None = None
-    if has_file(url, SINGLE):
-        found.shards = [SINGLE]
-    else:
-        weight_map = read_weight_map(_index_at(url, files), found)
-        found.shards = sorted(set((weight_map or {}).values()))
+def checked(url: str, faults: list[Fault]) -> tuple[list[str], dict[str, str] | None, dict[str, CheckpointMap]]:
+    names, weight_map, files = [SINGLE], None, scope.resource(SmallFiles)
+    if not has_file(url, SINGLE):
+        weight_map = read_weight_map(_index_at(url, files), faults)
+        names = sorted(set((weight_map or {}).values()))
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        headers = list(threads.map(lambda name: _checked_header(url, name, files), found.shards))
-    indexes: dict[str, CheckpointMap] = {}
-    for name, header in zip(found.shards, headers, strict=True):
-        if isinstance(header, tuple):
-            found.fault(name, *header)
-        else:
-            indexes[name] = header
-    check_tensors(indexes, weight_map, found)
-    return found
+        found = dict(zip(names, threads.map(lambda name: _checked_header(url, name, files), names), strict=True))
+    faults += [one for one in found.values() if isinstance(one, Fault)]
+    return names, weight_map, {name: one for name, one in found.items() if isinstance(one, CheckpointMap)}
 
 
 def fetched(url: str) -> Path:
@@ -136,13 +135,12 @@ def catch_up(url: str) -> None:
     scope.resource(SmallFiles).know({joined(url, name): data for name, data in {**contents, **order.files}.items()})
 
 
-def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointMap | tuple[str, str]:
-    """Return the contents of a shard, or (the kind of its fault, what is wrong)."""
+def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointMap | Fault:
+    """The contents of a shard, or what is wrong with it."""
     path = joined(url, name)
     try:
         return map_from_headers([path], [files.header(path, safetensors.read_header)])
-    except ReadError as error:
-        kind = "missing" if getattr(error.__cause__, "status", 0) == 404 else "unreadable"
-        return kind, str(error).removeprefix(f"{path}: ")
-    except CheckpointError as error:
-        return "header", str(error).removeprefix(f"{path}: ")
+    except (ReadError, CheckpointError) as error:
+        is_gone = getattr(error.__cause__, "status", 0) == 404
+        kind = "header" if isinstance(error, CheckpointError) else "missing" if is_gone else "unreadable"
+        return Fault(name, kind, without_path(error, path))

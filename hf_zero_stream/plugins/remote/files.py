@@ -17,8 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import CheckpointError, ReadError
-from ...sources.base import Hints, Retries, SourceFile
-from ...sources.local import advance
+from ...plugin_api import Hints, Retries, SourceFile, advance
 from .hub import HubFiles
 from .response_cache import ResponseCache
 from .urls import PASSING_STATUS, RequestFailed, located, scheme_of

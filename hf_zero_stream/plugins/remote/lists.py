@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from ...checkpoint.format import parse_object
 from ...errors import CheckpointError
+from ...plugin_api import parse_object
 
 
 LIST = ".hf_zero_stream-save.json"

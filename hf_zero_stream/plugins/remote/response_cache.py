@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from ...settings.scope import set_in_context
+from ...plugin_api import set_in_context
 from .urls import RequestFailed
 
 

@@ -29,12 +29,18 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ...checkpoint.safetensors import ShardToWrite
 from ...errors import HfZeroStreamError, PlaceTakenError, SaveError
-from ...saving.places import Place, Written
-from ...saving.preparation import Finalizer, PlacedItem, WritePlan
-from ...saving.publication import outdated_weights, taken_place
-from ...saving.write import Work
+from ...plugin_api import (
+    Finalizer,
+    Place,
+    PlacedItem,
+    ShardToWrite,
+    Work,
+    WritePlan,
+    Written,
+    outdated_weights,
+    taken_place,
+)
 from .lists import LIST, SaveList, Version, parse_list
 from .objects import ConflictError, Guard, ObjectStatus, RemoteFolder, StreamedObject, abort_uploads
 from .uploads import check_all, send_all, uploads_of

@@ -12,14 +12,19 @@ from typing import Any
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from ...checkpoint.formats import holds_values
-from ...checkpoint.urls import UrlCheckpoints, checkpoints_at
 from ...errors import ReadError, UnsupportedError
-from ...loading.arguments import may_be_at_url, url_of
-from ...seams.session import Original, Session
-from ...settings import scope
-from ...settings.config import announced_local_rank
-from ...sources.base import is_url
+from ...plugin_api import (
+    Original,
+    Session,
+    UrlCheckpoints,
+    announced_local_rank,
+    checkpoints_at,
+    holds_values,
+    is_url,
+    may_be_at_url,
+    scope,
+    url_of,
+)
 from . import checkpoints
 from .response_cache import ResponseCache
 from .small_files import SmallFiles

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ...settings.scope import resource_around
-from ...sources.base import RETRIES, ByteSource, Retries
+from ...plugin_api import RETRIES, ByteSource, Retries, resource_around
 from .files import RemoteFiles
 from .response_cache import ResponseCache
 from .urls import RequestFailed

@@ -12,8 +12,17 @@ from collections.abc import Iterator, Sequence, Set
 from itertools import chain
 from typing import NamedTuple
 
-from ...checkpoint.safetensors import ShardToWrite
-from ...saving.plan import Computation, ExchangeRound, Segment, Sources, Step, computation_of, rounds_of, segments_of
+from ...plugin_api import (
+    Computation,
+    ExchangeRound,
+    Segment,
+    ShardToWrite,
+    Sources,
+    Step,
+    computation_of,
+    rounds_of,
+    segments_of,
+)
 
 
 ROUND_BYTES = 4 * 2**20

@@ -13,14 +13,22 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from ...accelerators import collective_device
-from ...checkpoint.safetensors import ShardToWrite
 from ...errors import PeerError, SaveError
-from ...holdings.holding import Holding
-from ...ranks.coordinator import Coordinator
-from ...saving.parameters import Parameters, Values, opened
-from ...saving.plan import Computation, ExchangeRound, Segment
-from ...saving.write import begin_exchange, bytes_of, new_buffer
+from ...plugin_api import (
+    Computation,
+    Coordinator,
+    ExchangeRound,
+    Holding,
+    Parameters,
+    Segment,
+    ShardToWrite,
+    Values,
+    begin_exchange,
+    bytes_of,
+    collective_device,
+    new_buffer,
+    opened,
+)
 from .objects import StreamedObject
 from .upload_plan import Upload, deal, upload_steps
 

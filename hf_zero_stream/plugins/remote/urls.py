@@ -15,8 +15,8 @@ import re
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from ...checkpoint.urls import without_secrets
 from ...errors import UrlError
+from ...plugin_api import without_secrets
 from . import PLUGIN
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from ...registry import PatchScope, Plugin, Weight, rows
+from ...plugin_api import PatchScope, Plugin, Weight, rows
 
 
 PLUGIN = Plugin(

@@ -9,8 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError, StreamError, UnsupportedError
-from ...ranks.coordinator import Coordinator
-from ...ranks.rendezvous import MeetingKind
+from ...plugin_api import Coordinator, MeetingKind
 
 
 STREAM = MeetingKind(

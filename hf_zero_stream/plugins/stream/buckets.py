@@ -9,14 +9,20 @@ from typing import Any
 
 import torch
 
-from ...accelerators import collective_device
-from ...checkpoint.nodes import Stored
-from ...engine.execute import HugePages
 from ...errors import PeerError
-from ...ranks.coordinator import Coordinator
-from ...saving.parameters import Parameters, Values, evaluated, opened
-from ...saving.plan import ExchangeRound, Segment
-from ...saving.write import begin_exchange
+from ...plugin_api import (
+    Coordinator,
+    ExchangeRound,
+    HugePages,
+    Parameters,
+    Segment,
+    Stored,
+    Values,
+    begin_exchange,
+    collective_device,
+    evaluated,
+    opened,
+)
 from .merging import AdaptedLayers
 from .plan import BucketPlan, Evaluation
 

@@ -14,14 +14,20 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from ...accelerators import collective_device, is_accelerator, synchronise
-from ...checkpoint.nodes import HostTensor
-from ...holdings.holding import Holding
-from ...ranks.coordinator import Coordinator
-from ...saving.parameters import Values, opened
-from ...saving.plan import Segment, SegmentPart
-from ...saving.room import pinned_parts
-from ...saving.write import take
+from ...plugin_api import (
+    Coordinator,
+    Holding,
+    HostTensor,
+    Segment,
+    SegmentPart,
+    Values,
+    collective_device,
+    is_accelerator,
+    opened,
+    pinned_parts,
+    synchronise,
+    take,
+)
 from .buckets import Filling
 from .merging import AdaptedLayers
 from .plan import BucketEntry, BucketPlan

@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import accelerators
-from ...accelerators import collective_device
-from ...dtypes import dtype_name
 from ...errors import StreamError
-from ...ranks.coordinator import Coordinator
-from ...saving.parameters import Parameters, opened
-from ...saving.plan import SegmentPart
-from ...saving.write import take
+from ...plugin_api import (
+    Coordinator,
+    Parameters,
+    SegmentPart,
+    accelerators,
+    collective_device,
+    dtype_name,
+    opened,
+    take,
+)
 from .buckets import Filling
 from .merging import AdaptedLayers
 from .plan import BucketPlan, NamedView

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.nodes import Stored
 from ...errors import UnsupportedError
-from ...holdings import fsdp
-from ...holdings.own_names import named_parameters
-from ...saving.parameters import Layout
+from ...plugin_api import Layout, Stored, fsdp, named_parameters
 from .plan import MergePlan
 
 

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...bindings.install import override_methods
-from ...holdings.introspection import has_partition
-from ...holdings.own_names import named_parameters
+from ...plugin_api import has_partition, named_parameters, override_methods
 from .buckets import Bucket
 from .merging import has_adapters
 from .plan import StreamedTensor

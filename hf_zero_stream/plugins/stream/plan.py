@@ -12,10 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...checkpoint.lazy import LazyTensor
-from ...checkpoint.nodes import Computed, HostTensor, Stored, View, is_computed, sources_of
-from ...saving.lazy_parameters import stored_names
-from ...saving.plan import ExchangeRound, Segment, Sources, exchange_rounds, segments_of
+from ...plugin_api import (
+    Computed,
+    ExchangeRound,
+    HostTensor,
+    LazyTensor,
+    Segment,
+    Sources,
+    Stored,
+    View,
+    exchange_rounds,
+    is_computed,
+    segments_of,
+    sources_of,
+    stored_names,
+)
 
 
 LEAST_ROUND_BYTES = 2**20

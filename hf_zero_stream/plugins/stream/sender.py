@@ -11,12 +11,17 @@ from typing import Any, Literal
 import torch
 from transformers.utils import logging
 
-from ...accelerators import collective_device
-from ...checkpoint.nodes import View
-from ...engine.places import place_of, read_checkpoint_map
 from ...errors import ConfigError, HfZeroStreamError, StreamError
-from ...ranks.coordinator import Coordinator, expected_at, meeting
-from ...saving.arguments import dtype_of_argument
+from ...plugin_api import (
+    Coordinator,
+    View,
+    collective_device,
+    dtype_of_argument,
+    expected_at,
+    meeting,
+    place_of,
+    read_checkpoint_map,
+)
 from .arguments import STREAM
 from .plan import StreamedTensor
 from .server_client import ServerClient

@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from ... import accelerators
 from ...errors import ConfigError, StreamError
-from ...ranks.store import pauses
+from ...plugin_api import accelerators, pauses
 
 
 T = TypeVar("T")

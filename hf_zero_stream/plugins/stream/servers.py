@@ -16,10 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ... import accelerators
-from ...dtypes import dtype_name
 from ...errors import StreamError, VersionError
-from ...ranks.coordinator import Coordinator
+from ...plugin_api import Coordinator, accelerators, dtype_name
 from .buckets import Bucket
 from .plan import StreamedTensor
 from .server_client import ServerClient

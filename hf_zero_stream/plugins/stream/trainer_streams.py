@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ...holdings.introspection import is_packed
-from ...seams.wrappers import unwrapped
+from ...plugin_api import is_packed, unwrapped
 from .weights import WeightStream, weight_stream
 
 

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 
-from ...accelerators import collective_device
-from ...bindings.install import override_methods
 from ...errors import PACKAGE, VersionError, installed_version
-from ...holdings.introspection import has_partition, is_sharded
-from ...ranks.coordinator import expected_at
-from ...ranks.presence import is_alone
-from ...seams.wrappers import unwrapped
+from ...plugin_api import (
+    collective_device,
+    expected_at,
+    has_partition,
+    is_alone,
+    is_sharded,
+    override_methods,
+    unwrapped,
+)
 from .arguments import STREAM
 from .buckets import Bucket
 from .merging import has_adapters, merges_values

@@ -15,9 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from ...holdings.introspection import is_dtensor, shards_modules
-from ...holdings.own_names import named_parameters
-from ...ranks.presence import is_alone
+from ...plugin_api import is_alone, is_dtensor, named_parameters, shards_modules
 from .merging import base_of
 from .weights import WeightStream, weight_stream
 

@@ -17,24 +17,37 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...accelerators import settle
-from ...bindings.install import override_methods
-from ...checkpoint.safetensors import NotedShard
 from ...errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
-from ...holdings.holder import refuse_meta
-from ...holdings.introspection import is_packed
-from ...holdings.own_names import adapter_names, named_buffers, named_parameters
-from ...planning.plan import materialise_reason
-from ...ranks.coordinator import Coordinator, expected_at, meeting
-from ...reports.measures import collector_paused
-from ...saving.arguments import dtype_of_argument, make_ready
-from ...saving.count import refuse_cut, smaller_ones
-from ...saving.lazy_parameters import LazyParameters, Selection
-from ...saving.parameters import Layout, NewParameters, Parameters, refuse_differing
-from ...saving.preparation import circumstances, quiet
-from ...seams.adapters import lay_out_adapters
-from ...seams.saving import lay_out_pretrained
-from ...seams.wrappers import unwrapped
+from ...plugin_api import (
+    Coordinator,
+    Layout,
+    LazyParameters,
+    NewParameters,
+    NotedShard,
+    Parameters,
+    Selection,
+    adapter_names,
+    circumstances,
+    collector_paused,
+    dtype_of_argument,
+    expected_at,
+    is_packed,
+    lay_out_adapters,
+    lay_out_pretrained,
+    make_ready,
+    materialise_reason,
+    meeting,
+    named_buffers,
+    named_parameters,
+    override_methods,
+    quiet,
+    refuse_cut,
+    refuse_differing,
+    refuse_meta,
+    settle,
+    smaller_ones,
+    unwrapped,
+)
 from .arguments import STREAM, refuse_different_values, refuse_other_models, refuse_unknown_values
 from .buckets import Bucket, filled
 from .deltas import SentSnapshot, patches

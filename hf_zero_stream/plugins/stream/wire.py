@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...dtypes import dtype_name, dtype_named
+from ...plugin_api import dtype_name, dtype_named
 
 
 BACKEND = "hf_zero_stream"

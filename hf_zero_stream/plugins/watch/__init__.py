@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...registry import Plugin
+from ...plugin_api import Plugin
 
 
 PLUGIN = Plugin("watch", tools={"HostWatch": f"{__name__}.watch:HostWatch"})

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ...errors import PeerError
-from ...ranks.presence import Location, Presence, digest_of
-from ...ranks.store import PREFIX, Verdict
+from ...plugin_api import PREFIX, Location, Presence, Verdict, digest_of
 from .lines import ENDED, Line, Listener
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_zero_stream.registry import FileFormat, PatchScope, Plugin, Row, Source
+from hf_zero_stream.plugin_api import FileFormat, PatchScope, Plugin, Row, Source
 
 
 PLUGIN = Plugin(

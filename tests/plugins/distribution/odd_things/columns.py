@@ -9,11 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero_stream.destinations.base import Batch, Destination, Item, item_of, narrowed, replace_lazy
-from hf_zero_stream.holdings.holding import Holding, open_flat
-from hf_zero_stream.planning.boxes import ParameterBox
-from hf_zero_stream.planning.plan import Target
-from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.plugin_api import (
+    Batch,
+    Coordinator,
+    Destination,
+    Holding,
+    Item,
+    ParameterBox,
+    Target,
+    item_of,
+    narrowed,
+    open_flat,
+    replace_lazy,
+)
 
 
 class Columns(Destination):

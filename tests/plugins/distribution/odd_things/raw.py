@@ -6,9 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero_stream.checkpoint.format import Shard, ShardHeader, TensorEntry
-from hf_zero_stream.checkpoint.map import CheckpointMap
-from hf_zero_stream.sources.base import ByteSource
+from hf_zero_stream.plugin_api import ByteSource, CheckpointMap, Shard, ShardHeader, TensorEntry
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:

@@ -9,11 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hf_zero_stream.checkpoint.soundness import check_soundness as check_folder
-from hf_zero_stream.checkpoint.soundness import shards_of
 from hf_zero_stream.errors import ReadError, UrlError
-from hf_zero_stream.sources.base import Hints, Retries, SourceFile
-from hf_zero_stream.sources.local import LocalFiles
+from hf_zero_stream.plugin_api import Hints, LocalFiles, Retries, SourceFile, read_map, shards_of
 
 
 def _place(path: str) -> Path:
@@ -60,13 +57,15 @@ def has_file(url: str, name: str) -> bool:
     return (_place(url) / name).is_file()
 
 
-def shards(url: str) -> tuple[list[str], Mapping[str, str]]:
+def shards(url: str) -> tuple[list[str], Mapping[str, str] | None]:
     files, weight_map = shards_of(_place(url))
     return [f"{url}/{os.path.basename(file)}" for file in files], weight_map
 
 
-def check_soundness(url: str) -> Any:
-    return check_folder(_place(url))
+def checked(url: str, faults: list[Any]) -> tuple[list[str], Mapping[str, str] | None, dict[str, Any]]:
+    files, weight_map = shards_of(_place(url))
+    maps = {os.path.basename(file): read_map([file]) for file in files}
+    return [*maps], weight_map, maps
 
 
 def cached_files(original: Any, path_or_repo_id: Any, filenames: Sequence[str], **kwargs: Any) -> list[str] | None:
