@@ -87,7 +87,7 @@ class DTensors(Destination):
         )
         items: list[Item] = []
         joint: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
-        sharing = Sharing(self._coordinator, self.hints, self.trains_on, is_on=self._shares_reads)
+        sharing = Sharing(self._coordinator, self.hints, self.trains_on or self.device.type, is_on=self._shares_reads)
         for name, (param, view) in parameters.items():
             local, shard = local_of(param), shards[name]
             if view.node.joint_batches:
