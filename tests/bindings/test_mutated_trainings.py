@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 
-from hf_zero_stream.bindings.table import DEFERRED
-from hf_zero_stream.plugins.autoep import EXPERTS
-from hf_zero_stream.plugins.flat import FLAT
-from hf_zero_stream.registry import PatchScope
 from tests.autoep.test_expert_parallel import expert_parallel
 from tests.autoep.test_expert_parallel import losses as losses_of_experts
 from tests.drift import smoke
@@ -65,9 +61,7 @@ def expected(
     return losses
 
 
-@pytest.mark.parametrize(
-    "mutation", mutations((*OF_TRAINER, "deepspeed.runtime."), PatchScope.BLOCK, PatchScope.MODELS, PatchScope.SAVE)
-)
+@pytest.mark.parametrize("mutation", mutations((*OF_TRAINER, "deepspeed.runtime."), "BLOCK", "MODELS", "SAVE"))
 def test_trainer_under_zero_3(
     expected: Callable[[bool], list[float]], zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation
 ) -> None:
@@ -77,7 +71,7 @@ def test_trainer_under_zero_3(
 
 @pytest.mark.parametrize(
     "mutation",
-    mutations((*OF_TRAINER, "torch."), PatchScope.BLOCK, PatchScope.MODELS, PatchScope.SAVE, DEFERRED),
+    mutations((*OF_TRAINER, "torch."), "BLOCK", "MODELS", "SAVE", "DEFERRED"),
 )
 def test_trainer_under_fsdp2(
     expected: Callable[[bool], list[float]], zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation
@@ -87,9 +81,7 @@ def test_trainer_under_fsdp2(
 
 
 @pytest.mark.parametrize("home", ["ZeRO-3", "ZeRO-2"])
-@pytest.mark.parametrize(
-    "mutation", mutations(("deepspeed.runtime.", "deepspeed.accelerator:"), PatchScope.BLOCK, FLAT)
-)
+@pytest.mark.parametrize("mutation", mutations(("deepspeed.runtime.", "deepspeed.accelerator:"), "BLOCK", "FLAT"))
 def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, mutation: Mutation) -> None:
     how, folder = smoke.HOMES[home], zoo_checkpoint("qwen3_moe")
     outcome, _ = run_ranks(2, mutated, mutation, smoke.train_and_save, folder, tmp_path, *how)
@@ -102,7 +94,7 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home:
 
 
 @pytest.mark.plugin("autoep")
-@pytest.mark.parametrize("mutation", mutations(("deepspeed.module_inject.",), EXPERTS))
+@pytest.mark.parametrize("mutation", mutations(("deepspeed.module_inject.",), "EXPERTS"))
 def test_expert_parallelism(of_experts: Callable[..., Any], mutation: Mutation) -> None:
     expected, outcome = of_experts(None), of_experts(mutation)
     assert isinstance(expected, list) and (isinstance(outcome, str) or outcome == expected), outcome

@@ -12,7 +12,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from fuzz.seeds import indexes
 from fuzz.targets import read_index
-from hf_zero_stream.checkpoint import formats
+from hf_zero_stream.checkpoint import index
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.index import check_files, parse_index, read_index_file
 from hf_zero_stream.errors import CheckpointError, ReadError
@@ -86,7 +86,7 @@ def test_index_of_a_pickled_checkpoint(tmp_path: Path) -> None:
 
 
 def test_index_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "MAX_INDEX_BYTES", 100)
+    monkeypatch.setattr(index, "MAX_INDEX_BYTES", 100)
     with pytest.raises(CheckpointError, match="at most 100 bytes"):
         read_index_file(written(tmp_path, {"metadata": {}, "weight_map": {"a" * 100: SHARD}}))
 

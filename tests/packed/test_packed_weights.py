@@ -265,6 +265,6 @@ def test_of_another_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         values = {key: param.materialise() for key, param in dequantised.named_parameters()}
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"fp8"', '"of another"'))
-    found = (*plugins(), Plugin("another", quantisers={"of another": f"{__name__}:as_fp8"}))
-    monkeypatch.setattr("hf_zero_stream.plugins.packed.quantisers.plugins", lambda: found)
+    found = (*plugins(), Plugin("another", tools={"quantiser of another": f"{__name__}:as_fp8"}))
+    monkeypatch.setattr("hf_zero_stream.registry.plugins", lambda: found)
     check(tmp_path, torch.bfloat16, values)

@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 from hf_zero_stream.bindings.install import ImportWatch
-from hf_zero_stream.prefix import await_transformers
+from hf_zero_stream.prefix import reach
 
 
 def _noted(owner: Any, name: str, what: str) -> None:
@@ -86,4 +86,4 @@ if os.environ.get("PEERS_ARM") == "ours":
 if "PEERS_ARM" in os.environ:
     ImportWatch(_AFTER, lambda module: _AFTER[module.__name__](module)).__enter__()
 if os.environ.get("PEERS_ARM") == "ours":
-    await_transformers()
+    reach()
