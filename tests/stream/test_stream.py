@@ -260,10 +260,11 @@ def test_an_engine_needs_torch_alone() -> None:
     """What runs in vLLM's process, where the package is installed without what it depends on."""
     of_engine = {
         f"hf_zero_stream.plugins.stream.{name}" for name in ("wire", "receiver", "reads", "vllm_plugin", "vllm_engine")
-    } | {"hf_zero_stream.dtypes", "hf_zero_stream.plugin_api"}
+    } | {"hf_zero_stream.dtypes"}
+    imported_by_type_checkers = "hf_zero_stream.plugin_api"  # at run time it gives names as they are asked for
     for module in of_engine:
         sources = {source for source, _ in imports_of(module)}
         own = {source for source in sources if source.startswith("hf_zero_stream")}
-        assert own <= of_engine
+        assert own <= {*of_engine, imported_by_type_checkers}
         others = {source.partition(".")[0] for source in sources - own} - sys.stdlib_module_names
         assert others <= {"torch", "vllm"}, module
