@@ -61,7 +61,7 @@ for call in (
     except errors.ConfigError as error:
         print(error)
 assert bent() == before and not hasattr(model, "streaming_report")
-print("written:", [name for name in ("state", "cast", "sharded") if Path(name).exists()], hf_zero_stream.load_into.__name__)
+print("written:", [name for name in ("state", "cast", "sharded") if Path(name).exists()], hf_zero_stream.streaming.__name__)
 """
 
 
@@ -78,7 +78,7 @@ def test_all_is_stocks(zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: 
         *("save_state", "HostStates", "save_pretrained", "save_pretrained")
     ]
     assert "takes no dtype" in refused[2] and "no rank holds all of this LlamaForCausalLM" in refused[3]
-    assert "written: [] load_into\n" in printed
+    assert "written: [] streaming\n" in printed
 
 
 def test_a_value_that_is_no_boolean(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ def test_calls_fit_the_day() -> None:
 
 @pytest.mark.usefixtures("paper_gpus")
 class TestOnPaper:
+    @pytest.mark.plugin("forecast")
     @pytest.mark.parametrize("call", CALLS)
     def test_sample(self, tmp_path: Path, call: str) -> None:
         code, found, printed = day(tmp_path, call, SAMPLE[call])

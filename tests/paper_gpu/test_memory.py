@@ -34,6 +34,7 @@ def found(
     return SLACK_BYTES[request.param], run_ranks(2, in_one_process, trials, on=PAPER_GPUS, timeout=400)
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.parametrize("name", ["ZeRO-3", pytest.param("optimizer on the host", marks=pytest.mark.slow), "FSDP2"])
 def test_peaks_are_those_of_the_plan(found: tuple[int, list[dict[str, Any]]], name: str) -> None:
     slack_bytes, ranks = found

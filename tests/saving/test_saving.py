@@ -41,6 +41,7 @@ def stock(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
+@pytest.mark.plugin("verify")
 @pytest.mark.parametrize(
     ("world_size", "write_from"),
     [
@@ -64,6 +65,7 @@ def test_every_architecture(
             assert max(written) <= 1.1 * sum(written) / world_size, "every rank should write its share"
 
 
+@pytest.mark.plugin("verify")
 @pytest.mark.slow
 def test_in_another_dtype(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Tied weights stay tied when they are cast."""
