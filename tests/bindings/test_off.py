@@ -61,7 +61,8 @@ for call in (
     except errors.ConfigError as error:
         print(error)
 assert bent() == before and not hasattr(model, "streaming_report")
-print("written:", [name for name in ("state", "cast", "sharded") if Path(name).exists()], hf_zero_stream.streaming.__name__)
+written = [name for name in ("state", "cast", "sharded") if Path(name).exists()]
+print("written:", written, hf_zero_stream.streaming.__name__)
 """
 
 
