@@ -80,7 +80,7 @@ def make_checkpoint(folder: Path) -> Path:
 def train_and_save(folder: Path, target: Path, home: str, saver: str) -> tuple[str, list[float]]:
     """What is wrong after the load, or who made it; the losses after the save."""
     plain = whole_values(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False, share_reads=True)):
         session = Session(folder, home, saver, "none", seed=1)
         if wrong := differing(whole_values(session.model), plain):
             return f"wrong values: {', '.join(wrong[:4])}", []

@@ -1,6 +1,7 @@
 """Rows of the table that are mutated: what becomes of us if a release renames a function, or calls another one."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ def uncalled(row: Row, patch: pytest.MonkeyPatch) -> Row:
     """It is there, and nobody calls it: what transformers calls has another name."""
     importlib.import_module(row.module)
     for owner, name in row.places():
-        patch.setattr(owner, f"{name}_", vars(owner)[name], raising=False)
+        patch.setattr(owner, f"{name}_", inspect.getattr_static(owner, name), raising=False)
     return renamed(row, patch)
 
 
