@@ -262,6 +262,9 @@ def test_what_a_load_would_read(folder: Path) -> None:
         shards_of(folder)
 
 
-@pytest.mark.parametrize("command", [["plan", "--world-size", "2"], ["inspect"]])
+PLAN = pytest.param(["plan", "--world-size", "2"], marks=pytest.mark.plugin("forecast"))
+
+
+@pytest.mark.parametrize("command", [PLAN, ["inspect"]])
 def test_an_empty_folder(tmp_path: Path, command: list[str]) -> None:
     assert "nor any safetensors file" in run(*command, str(tmp_path), code=1).stderr
