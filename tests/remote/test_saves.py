@@ -93,8 +93,9 @@ def save_twice(how: str, checkpoint: Path, folder: Path, url: str, environment: 
     temporary = folder / f"temporary-{dist.get_rank()}"
     temporary.mkdir(parents=True)
     tempfile.tempdir = str(temporary)
-    with hf_zero_stream.streaming(StreamingConfig(verify="full")):
+    with hf_zero_stream.streaming():
         model = model_on(how, checkpoint)
+    with hf_zero_stream.streaming(StreamingConfig(verify="full")):
         hf_zero_stream.save_pretrained(model, folder / "local", max_shard_size=SHARD_SIZE)
         first = hf_zero_stream.save_pretrained(model, url, max_shard_size=SHARD_SIZE)
         dist.barrier()
