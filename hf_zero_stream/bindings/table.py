@@ -24,6 +24,9 @@ _ESSENTIAL = Weight.ESSENTIAL
 _MODEL = "transformers.modeling_utils:PreTrainedModel."
 _TRAINER = "saves and training states of the Trainer"
 _FSDP2 = "FSDP2 by accelerate"
+_MPI = rows(
+    "deepspeed.comm.comm:mpi_discovery bindings.streaming:discover_ranks", feature="an error that names launchers"
+)
 
 OURS: Mapping[PatchScope, Sequence[Row]] = {
     PatchScope.MODELS: [
@@ -46,18 +49,12 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             "torch.distributed.distributed_c10d:_update_default_pg bindings.streaming:enter_with_group",
             feature="ranks that no launcher announces",
         ),
-        *rows(
-            "deepspeed.comm.comm:mpi_discovery bindings.streaming:discover_ranks",
-            feature="an error that names launchers",
-        ),
+        *_MPI,
     ],
     PatchScope.BLOCK: [
         # Ranks make contact as soon as there is a process group.
         *rows("torch.distributed.distributed_c10d:_update_default_pg ranks.presence:set_default_group"),
-        *rows(
-            "deepspeed.comm.comm:mpi_discovery bindings.streaming:discover_ranks",
-            feature="an error that names launchers",
-        ),
+        *_MPI,
         # A load: an Auto class, what lies beside a model, the model's class.
         *rows(
             """
