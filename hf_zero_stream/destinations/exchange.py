@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from ..accelerators import all_gather, collective_device
 from ..checkpoint.nodes import View
-from ..planning.plan import Target
+from ..holdings.holding import LocalShard
+from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from .base import Batch, Item, SourcedTensor, flat_items
 
@@ -33,7 +34,7 @@ class Shared(NamedTuple):
         name: of the parameter.
         local: this rank's memory, flat: its piece of each row.
         view: gives all rows, whole.
-        target: the target for the elements of `view` from a first one to one past the last.
+        shard: that these rows are, of the parameter.
         ranks: those that read it together, in the same order on all of them.
         pieces: first and last byte within a row of what each of them holds.
         rows: how many there are.
@@ -43,7 +44,7 @@ class Shared(NamedTuple):
     name: str
     local: torch.Tensor
     view: View
-    target: Callable[[int, int], Target]
+    shard: LocalShard
     ranks: Sequence[int]
     pieces: Sequence[tuple[int, int]]
     row_bytes: int
@@ -52,18 +53,12 @@ class Shared(NamedTuple):
 
     @classmethod
     def of_replicas(
-        cls,
-        name: str,
-        local: torch.Tensor,
-        view: View,
-        ranks: Sequence[int],
-        target: Callable[[int, int], Target],
-        most: int,
+        cls, name: str, local: torch.Tensor, view: View, shard: LocalShard, ranks: Sequence[int], most: int
     ) -> Shared:
         """Elements that all of `ranks` have; the group that has most of them has `most`."""
         itemsize = local.dtype.itemsize
         pieces = [(0, itemsize)] * len(ranks)
-        return cls(name, local, view, target, ranks, pieces, itemsize, local.numel(), most)
+        return cls(name, local, view, shard, ranks, pieces, itemsize, local.numel(), most)
 
     def is_gathered(self, world_size: int) -> bool:
         """Whether every rank needs all that is read, so that one collective gathers it."""
@@ -151,18 +146,12 @@ def replica_batches(parameters: Mapping[str, SourcedTensor], coordinator: Coordi
     if coordinator.is_alone:
         return [Batch(flat_items(flat))]
     ranks = range(coordinator.world_size)
-    return exchange_batches(
-        (
-            Shared.of_replicas(name, memory, view, ranks, partial(_elements, name, memory.dtype), memory.numel())
-            for name, (memory, view) in flat.items()
-        ),
-        coordinator,
-        room,
-    )
 
+    def shared(name: str, memory: torch.Tensor, view: View) -> Shared:
+        whole = LocalShard(ParameterBox.whole(memory.shape), 0, 1)
+        return Shared.of_replicas(name, memory, view, whole, ranks, memory.numel())
 
-def _elements(name: str, dtype: torch.dtype, start: int, stop: int) -> Target:
-    return Target(name, dtype, stop - start, start, stop)
+    return exchange_batches((shared(name, *sourced) for name, sourced in flat.items()), coordinator, room)
 
 
 class _Exchanger:
@@ -191,7 +180,8 @@ class _Exchanger:
         def memory() -> torch.Tensor:
             return part.read_by(number, self._buffer(turn, self._nbytes)).view(shared.local.dtype)
 
-        return Item(shared.target(start * numel, stop * numel), shared.view, memory)
+        elements = start * numel, stop * numel
+        return Item(shared.shard.target(shared.name, shared.local.dtype, elements), shared.view, memory)
 
     def _number(self, part: _Part) -> int:
         return part.shared.ranks.index(self._coordinator.rank)

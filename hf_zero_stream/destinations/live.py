@@ -84,16 +84,10 @@ class SlotMemory(Destination):
                 f"{', '.join(names[:8])}. Copy the state again, or train the same parameters as when it was saved."
             )
         sharing = Sharing(self._coordinator, self.hints, self.device.type, is_on=self._shares_reads)
-        taken = {
-            (slot, key)
-            for slot, keys in self._wanted
-            for key in keys
-            if is_dtensor(slot.values) and self._is_taken(sharing, slot, key, views)
-        }
-        items = [
-            (slot, [item for key in keys if (slot, key) not in taken for item in _items(slot, key, views)])
-            for slot, keys in self._wanted
-        ]
+        items: list[tuple[Slot, list[Item]]] = []
+        for slot, keys in self._wanted:
+            own = [key for key in keys if not self._is_taken(sharing, slot, key, views)]
+            items.append((slot, [item for key in own for item in _items(slot, key, views)]))
         whole = {
             name: (value.view(-1), view) for name, value in self._whole.items() if (view := views[name]) is not None
         }
@@ -103,7 +97,9 @@ class SlotMemory(Destination):
         return [in_memory, *sharing.batches(), *swapped]
 
     def _is_taken(self, sharing: Sharing, slot: Slot, key: str, views: Mapping[str, Any]) -> bool:
-        """Whether ranks read together the state of a DTensor, which is cut as that is."""
+        """Whether ranks read together a state of a slot: of a DTensor, which is cut as that is."""
+        if not is_dtensor(slot.values):
+            return False
         (member,) = slot.members
         view, shard = views[entry_name(key, member.name)], LocalShard(member.box, 0, 1)
         if view.sizes != member.box.shape:  # it is cut already

@@ -73,28 +73,25 @@ class Sharing:
     ) -> Shared | None:
         if is_cut(sharded):
             return None
-        if not is_dtensor(sharded):
-            ranks, cuts = [*range(self._coordinator.world_size)], list[Cut]()
-        else:
+        ranks: Sequence[int] = range(self._coordinator.world_size)
+        cuts: Sequence[Cut] = ()
+        if is_dtensor(sharded):
             dims, cuts = replicated_dims(sharded), cuts_of(name, sharded, managed)
             if managed is None or inner_spec(managed) is not None:  # FSDP2 is not alone in cutting it
                 also = dims if self._replicas else None
                 columns = _columns_of(name, flat, view, shard, cuts, sharded, self._hints, also)
                 if columns is not None:
                     return columns
-            ranks = ranks_at(sharded.device_mesh, sharded.device_mesh.get_coordinate(), dims)
+            ranks = ranks_at(sharded.device_mesh, tuple(sharded.device_mesh.get_coordinate()), dims)
         if not self._replicas or len(ranks) == 1:
             return None
-        own = shard._replace(copy=0, is_on_other_meshes=False)
         most = ParameterBox.of_cuts(shard.box.shape, [cut._replace(part=0) for cut in cuts]).numel
-        return Shared.of_replicas(
-            name,
-            flat,
-            narrowed(view, shard.box),
-            ranks,
-            lambda start, stop: own.target(name, flat.dtype, (start, stop)),
-            most,
-        )
+        return Shared.of_replicas(name, flat, narrowed(view, shard.box), _first_copy(shard), ranks, most)
+
+
+def _first_copy(shard: LocalShard) -> LocalShard:
+    """`shard`, of which each rank that holds it reads other elements."""
+    return shard._replace(copy=0, is_on_other_meshes=False)
 
 
 def _columns_of(
@@ -105,7 +102,7 @@ def _columns_of(
     cuts: Sequence[Cut],
     sharded: Any,
     hints: Hints,
-    also: Sequence[int] | None,
+    also: tuple[int, ...] | None,
 ) -> Shared | None:
     """Decide how ranks along one dimension of a mesh read a parameter together; None if each reads its own part.
 
@@ -139,17 +136,17 @@ def _columns_of(
     for part in range(cut.parts):
         ((start, stop),) = ParameterBox.of_cuts((length,), [Cut(0, cut.parts, part)]).intervals[0]
         coordinate[mesh_dim] = part
-        holders = ranks_at(sharded.device_mesh, coordinate, also)
+        holders = ranks_at(sharded.device_mesh, tuple(coordinate), also)
         ranks += holders
         pieces += [(start * after, stop * after)] * len(holders)
     if len(ranks) * max(end - begin for begin, end in pieces) > CHUNK_BYTES:
         return None
-    rows_of = (shard._replace(copy=0, is_on_other_meshes=False) if also is not None else shard)._replace(box=box)
+    rows_of = (shard if also is None else _first_copy(shard))._replace(box=box)
     return Shared(
         name,
         flat,
         narrowed(view, box),
-        lambda start, stop: rows_of.target(name, flat.dtype, (start, stop)),
+        rows_of,
         ranks,
         pieces,
         length * after,

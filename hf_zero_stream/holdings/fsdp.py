@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -290,34 +290,30 @@ def _placed(name: str, sharded: Any) -> Iterator[_Placed]:
         yield placement, mesh.size(number), coordinates[number]
 
 
-def replicated_dims(sharded: Any) -> list[int]:
+def replicated_dims(sharded: Any) -> tuple[int, ...]:
     """The dimensions of the mesh of a DTensor along which ranks hold the same."""
-    return [number for number, placement in enumerate(sharded.placements) if isinstance(placement, Replicate)]
+    return tuple(number for number, placement in enumerate(sharded.placements) if isinstance(placement, Replicate))
 
 
-def ranks_at(mesh: Any, coordinate: Sequence[int], free: Collection[int] | None) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def ranks_at(mesh: Any, coordinate: tuple[int, ...], free: tuple[int, ...] | None) -> Sequence[int]:
     """The rank at the `coordinate` of a mesh; with `free` dimensions all along these, in order.
 
     Those too at the same places of other meshes that are cut from the same one: of tensor parallelism under FSDP2,
     what only FSDP2 shards is on a mesh of its own for each rank of tensor parallelism.
     """
-    return _ranks_at(mesh, tuple(coordinate), None if free is None else tuple(free))
-
-
-@functools.lru_cache(maxsize=1024)
-def _ranks_at(mesh: Any, coordinate: tuple[int, ...], free: tuple[int, ...] | None) -> list[int]:
     wanted = tuple(slice(None) if number in (free or ()) else at for number, at in enumerate(coordinate))
-    ranks: list[int] = mesh.mesh[wanted].reshape(-1).tolist()
+    ranks: list[int] = sorted(mesh.mesh[wanted].reshape(-1).tolist())
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     if free is None or root.mesh.numel() == mesh.mesh.numel():
-        return sorted(ranks)
+        return ranks
     place_of = {
         rank: place for place, rank in zip(product(*map(range, root.mesh.shape)), root.mesh.reshape(-1).tolist())
     }
     places = [place_of[rank] for rank in mesh.mesh.reshape(-1).tolist()]
     varies = [dim for dim in range(root.ndim) if len({place[dim] for place in places}) > 1]
     if prod(root.mesh.shape[dim] for dim in varies) != len(places):
-        return sorted(ranks)  # it is no slice of the other, so nothing says which meshes are beside it
+        return ranks  # it is no slice of the other, so nothing says which meshes are beside it
     mine = {tuple(place_of[rank][dim] for dim in varies) for rank in ranks}
     return sorted(rank for rank, place in place_of.items() if tuple(place[dim] for dim in varies) in mine)
 

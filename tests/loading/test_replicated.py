@@ -8,7 +8,6 @@ import copy
 import io
 import os
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,10 +25,12 @@ from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
 from hf_zero_stream.destinations.deepspeed import replicas
 from hf_zero_stream.destinations.deepspeed.replicas import EngineReplicas
-from hf_zero_stream.destinations.exchange import Shared, _elements, rounds_of
+from hf_zero_stream.destinations.exchange import Shared, rounds_of
 from hf_zero_stream.errors import ReadError
 from hf_zero_stream.holdings.deepspeed import partitions as own
+from hf_zero_stream.holdings.holding import LocalShard
 from hf_zero_stream.holdings.introspection import is_streamed
+from hf_zero_stream.planning.boxes import ParameterBox
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources.local import LocalFiles
@@ -157,8 +158,8 @@ def test_rounds_cover_every_element_once(room: int, world_size: int, of_all: boo
             local = torch.zeros(max(0, most - group), dtype=[torch.float32, torch.bfloat16][most % 2])
             seen.setdefault((str(most), group), torch.zeros(local.numel(), dtype=torch.int64))
             view = View.whole(HostTensor.of(local))
-            target = partial(_elements, str(most), local.dtype)
-            tensors.append(Shared.of_replicas(str(most), local, view, ranks, target, most))
+            whole = LocalShard(ParameterBox.whole(local.shape), 0, 1)
+            tensors.append(Shared.of_replicas(str(most), local, view, whole, ranks, most))
         each_room = max(room, 4 * world_size)
         for parts, is_gathered, used in rounds_of(tensors, world_size if of_all else 2 * world_size, each_room):
             assert is_gathered == of_all and used <= (max(16, each_room // world_size) if of_all else each_room)
