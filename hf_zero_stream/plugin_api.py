@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         shards_of,
         without_path,
     )
-    from .checkpoint.lazy import LazyTensor, copy_attributes
+    from .checkpoint.lazy import LazyTensor, copy_attributes, materialise_written
     from .checkpoint.map import CheckpointMap, view_of
     from .checkpoint.nodes import (
         Blockwise,
@@ -78,11 +78,14 @@ if TYPE_CHECKING:
     from .cli.checkpoints import loadable, refuse_unloadable, share_reads_advice
     from .cli.models import lazy_model, load_arguments, quantisation_of, transformers_errors
     from .cli.page import svg_of, write_page
-    from .destinations.base import Batch, Destination, Item, allocating, item_of, narrowed, replace_lazy
+    from .destinations.base import Batch, Destination, Item, allocating, fill_whole, item_of, narrowed, replace_lazy
     from .destinations.deepspeed import zero3
     from .destinations.deepspeed.partitioned import Partitioned
+    from .destinations.deepspeed.replicas import will_be_flattened
     from .destinations.deepspeed.zero3 import compatible_ops, partition_dtype, undecided
+    from .destinations.deferred import InPlace
     from .destinations.dtensor import DTensors
+    from .destinations.replicated import chunk_bytes
     from .dtypes import dtype_name, dtype_named
     from .engine.compute import MemoryEvaluator
     from .engine.execute import HugePages, run_in_threads
@@ -94,12 +97,14 @@ if TYPE_CHECKING:
     from .holdings import fsdp
     from .holdings.deepspeed.partitions import own_range
     from .holdings.holder import refuse_meta
-    from .holdings.holding import Holding, open_flat
+    from .holdings.holding import Holding, LocalShard, open_flat
     from .holdings.introspection import (
         CONVERTED,
+        CUT,
         PACKED,
         has_partition,
         is_adapted,
+        is_cut,
         is_dtensor,
         is_packed,
         is_sharded,
@@ -109,12 +114,13 @@ if TYPE_CHECKING:
         shards_modules,
     )
     from .holdings.own_names import adapter_names, named_buffers, named_parameters, own_names
-    from .holdings.slots import STEPS, VALUES, Training
+    from .holdings.slots import STEPS, VALUES, Member, Slot, Training
     from .loading.arguments import may_be_at_url, url_of
     from .loading.choice import is_pipeline, refuse_sharding, settings_for, warn_of_open_dtype
+    from .loading.deferral import Deferral, deferrals_of
     from .loading.dry_load import lazily_loaded, load_of_layouts, model_class_of
     from .loading.integration import outside_zero_init
-    from .planning.boxes import Cut, ParameterBox
+    from .planning.boxes import Cut, Interval, ParameterBox
     from .planning.plan import LoadPlan, Target, materialise_reason
     from .ranks.coordinator import Coordinator, expected_at, meeting
     from .ranks.presence import Location, Presence, digest_of, is_alone

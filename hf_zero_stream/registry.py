@@ -243,6 +243,7 @@ GROUP = "hf_zero_stream.plugins"
 
 OURS: Mapping[str, str] = {
     "autoep": "mixtures of experts by DeepSpeed's expert_parallel (AutoEP)",
+    "autotp": "tensor parallelism by DeepSpeed's tensor_parallel.autotp_size (AutoTP)",
     "flat": "engines of ZeRO stages 1 and 2 without a second copy of the model",
     "nvme": "parameters in DeepSpeed's swap files (offload_param to NVMe)",
     "verify": "loads that compare what they placed with the files: verify=sample, full",

@@ -194,6 +194,8 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             accelerate.accelerator:Accelerator.prepare_model              loading.deferral:prepare_model
             accelerate.accelerator:fsdp2_prepare_model                    loading.deferral:prepare_fsdp2         >=1.6
             accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict        loading.deferral:load_full_state_dict  >=1.6
+            deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model \
+                                                                          loading.deferral:configure_model model
             torch.nn:Parameter.__setattr__                                loading.deferral:set_attribute
             torch.nn.parallel.distributed:DistributedDataParallel.__init__ loading.deferral:wrap module
             torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.__init__ \
@@ -204,15 +206,6 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             """,
             weight=_ESSENTIAL,
             feature=_FSDP2,
-        ),
-        *rows(
-            """
-            _apply_autotp_partitioning    loading.deferral:apply_partitioning  model
-            _configure_distributed_model  loading.deferral:configure_model     model
-            """,
-            "deepspeed.runtime.engine:DeepSpeedEngine.",
-            weight=_ESSENTIAL,
-            feature="AutoTP",
         ),
     ],
     WHOLE: [

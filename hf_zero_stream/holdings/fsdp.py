@@ -28,7 +28,7 @@ from .. import accelerators
 from ..errors import UnsupportedError, refuse_unknown_version, require_names
 from ..planning.boxes import Cut, ParameterBox
 from ..ranks.coordinator import Coordinator
-from .holding import PARAMETERS, Holding, LocalShard, open_flat, refuse_unknown
+from .holding import PARAMETERS, Holding, LocalShard, cut_shard_of, open_flat, refuse_unknown
 from .introspection import is_cut, local_of
 from .own_names import modules
 
@@ -233,9 +233,7 @@ def local_shard_of(name: str, param: Any, managed: Managed | None, coordinator: 
     if isinstance(param, DTensor):
         return dtensor_shard_of(name, param, managed)
     if is_cut(param):
-        from .deepspeed.autotp_shards import autotp_shard_of  # imports deepspeed, which takes seconds
-
-        return autotp_shard_of(name, param)
+        return cut_shard_of(name, param)
     refuse_unknown({name: param}, PARAMETERS, "an optimizer's parameter")
     return LocalShard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
 

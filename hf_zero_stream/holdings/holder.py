@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -91,27 +90,3 @@ def refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:
             "Give them values first: load the model without offload to the CPU or to disk by a device_map, or call "
             "to_empty() and fill them."
         )
-
-
-def unknown_shards_reason(trained: Any) -> str:
-    """Why only DeepSpeed knows what ranks hold of a model; "" if `trained` is no engine of such a kind."""
-    if "deepspeed" not in sys.modules:
-        return ""
-    from .deepspeed import autotp_shards
-
-    return autotp_shards.unknown_shards_reason(trained)
-
-
-def is_model_parallel(engine: Any) -> bool:
-    """Whether ranks of a DeepSpeed engine hold parts of its model."""
-    from .deepspeed import autotp_shards
-
-    return autotp_shards.is_model_parallel(engine)
-
-
-def refuse_unknown_shards(trained: Any, doing: str) -> None:
-    """Raise an UnsupportedError (``{doing}: ...``) for an engine of which only DeepSpeed knows what ranks hold."""
-    if "deepspeed" in sys.modules:
-        from .deepspeed import autotp_shards
-
-        autotp_shards.refuse_unknown_shards(trained, doing)

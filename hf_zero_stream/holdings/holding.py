@@ -27,7 +27,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import Target, partition_range
-from .introspection import has_partition, is_cut, is_dtensor, local_of
+from .introspection import autotp_shards, has_partition, is_cut, is_dtensor, local_of
 from .own_names import named_buffers, named_parameters
 
 
@@ -126,6 +126,28 @@ def held_replicas(
     return {name: holding(param) for name, param in params.items()}
 
 
+def cut_shard_of(name: str, param: Any) -> LocalShard:
+    """The elements of parameter `name` that AutoTP has left to this rank, which other ranks may hold too.
+
+    Raises:
+        UnsupportedError: DeepSpeed does not say which elements they are, or ranks hold some of them in common.
+    """
+    shard: LocalShard = autotp_shards().shard_of(name, param)
+    return shard
+
+
+def held_cut(
+    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+) -> dict[str, Holding]:
+    """A :class:`Holder`: the parts that AutoTP has left."""
+
+    def holding(name: str, param: nn.Parameter) -> Holding:
+        part = cut_shard_of(name, param)
+        return Holding(part.box, param.dtype, *part.share, partial(open_flat, param), is_whole=part.copies > 1)
+
+    return {name: holding(name, param) for name, param in params.items()}
+
+
 class Kind(NamedTuple):
     """A kind of parameters or buffers.
 
@@ -162,7 +184,7 @@ def _is_on_each_rank(buffer: Any) -> bool:
 
 PARAMETERS = (
     Kind("a partition of ZeRO-3", has_partition, _partition, ".holdings.deepspeed.engine:held_partitions"),
-    Kind("a part that AutoTP has left", is_cut, _itself, ".holdings.deepspeed.autotp_shards:held_autotp_shards"),
+    Kind("a part that AutoTP has left", is_cut, _itself, ".holdings.holding:held_cut"),
     Kind("a shard (DTensor)", is_dtensor, local_of, ".holdings.fsdp:held_shards"),
     Kind("a plain tensor", _is_whole, _itself, ".holdings.holding:held_replicas"),
 )

@@ -32,7 +32,7 @@ LOADED_SHAPES = "_hf_zero_stream_loaded_shapes"
 """The attribute of a model with the shapes that its parameters had when they were loaded, by own names."""
 
 CUT = "ds_autotp_universal_checkpoint_meta"
-"""The attribute of a parameter of which DeepSpeed's AutoTP has left a part; see :mod:`.deepspeed.autotp_shards`."""
+"""The attribute of a parameter of which DeepSpeed's AutoTP has left a part; see :mod:`..plugins.autotp.shards`."""
 
 
 def instances_of(*kinds: type) -> list[Any]:
@@ -58,11 +58,61 @@ def is_cut(param: Any) -> bool:
     return hasattr(param, CUT) and not getattr(param, CUT)["conversion"]["replicated"]
 
 
+def autotp_shards() -> Any:
+    """:mod:`..plugins.autotp.shards`, which knows what parts of parameters are; else a MissingPluginError."""
+    return tool("autotp_shards", "autotp", "a model that DeepSpeed's AutoTP has cut")
+
+
 def whole_shape(tensor: Any) -> torch.Size:
     """The shape of a parameter of which this rank may hold a part."""
     if is_cut(tensor):
         return torch.Size(getattr(tensor, CUT)["conversion"]["original_shape"])
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
+_SIZES = {
+    "get_model_parallel_world_size": "model parallelism",
+    "get_tensor_model_parallel_world_size": "tensor parallelism",
+    "get_slice_parallel_world_size": "tensor parallelism",
+    "get_pipeline_model_parallel_world_size": "stages of a pipeline",
+    "get_pipe_parallel_world_size": "stages of a pipeline",
+}
+"""What an `mpu` may say of its groups, under Megatron's names and DeepSpeed's own; one that has no such group may lack
+the method.
+"""
+
+
+def unknown_shards_reason(trained: Any) -> str:
+    """Why only DeepSpeed knows what the ranks of `trained` hold of its model; "" if it is no such engine.
+
+    They may hold parts of it by an `mpu`, or as stages of a pipeline, which looks like plain data parallelism: each
+    rank has tensors under all names of the model. So the engine is asked what its groups are.
+    """
+    engine: Any = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ())
+    if not isinstance(trained, engine):
+        return ""
+    if trained.autotp_size() > 1:
+        reason: str = autotp_shards().unknown_reason(trained)
+        return reason
+    for name, kind in _SIZES.items():
+        size = getattr(trained.mpu, name, lambda: 1)()
+        if size > 1:
+            return f"its mpu has {kind} over {size} ranks, and says nothing of what each parameter is a part of"
+    return ""
+
+
+def is_model_parallel(engine: Any) -> bool:
+    """Whether ranks of a DeepSpeed engine hold parts of its model, known or not."""
+    return engine.autotp_size() > 1 or bool(unknown_shards_reason(engine))
+
+
+def refuse_unknown_shards(trained: Any, doing: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ...``) if only DeepSpeed knows what ranks hold of the model."""
+    if why := unknown_shards_reason(trained):
+        raise UnsupportedError(
+            f"{doing}: expected an engine whose ranks have the same model; {why}. Use DeepSpeed's own "
+            "engine.save_checkpoint and engine.load_checkpoint (inside streaming() too), or what gathers its parts."
+        )
 
 
 def has_partition(param: Any) -> bool:

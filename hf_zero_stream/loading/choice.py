@@ -20,7 +20,7 @@ from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
-from ..registry import broken_plugins, import_object, plugins
+from ..registry import broken_plugins, import_object, plugins, tool
 from ..settings import scope
 from ..settings.config import (
     StreamingConfig,
@@ -155,14 +155,12 @@ def make_load(choice: Choice, coordinator: Coordinator) -> Load:
             )
             return Load(settings, config_without_auto(ds_config), coordinator, shards)
         case Way.FSDP2:
-            from .deferral import Deferral
+            from .deferral import load_for_fsdp2
 
             reader = "the first rank of each node" if is_fsdp_enabled() else "each rank"
-            return Deferral.load(settings, coordinator, stock_reader=reader)
+            return load_for_fsdp2(settings, coordinator, stock_reader=reader)
         case Way.AUTOTP:
-            from .deferral import Deferral
-
-            return Deferral.load_for_autotp(settings, coordinator)
+            return tool("load_for_autotp", "autotp", "tensor_parallel.autotp_size")(settings, coordinator)
         case _:
             return _load_whole(choice, coordinator)
 

@@ -1,14 +1,10 @@
-"""Models that ``from_pretrained`` leaves lazy, because accelerate will shard them by FSDP2, or DeepSpeed by AutoTP.
+"""Models that ``from_pretrained`` leaves lazy: accelerate will shard them by FSDP2, or a plug-in says what comes.
 
 ``accelerator.prepare()`` shards such a model on the meta device, with all of accelerate's own options, and then each
 rank reads its own shards only. A model that is used before, or never prepared, reads all of itself.
 
 In ``from_pretrained`` a rank reads headers and buffers, alone: ranks may come to it minutes apart. They meet in
 ``prepare()``, as in stock, and compare there what each of them has opened.
-
-``deepspeed.initialize`` cuts a model for AutoTP with its own code, which meets lazy tensors: what it keeps of a
-parameter is a view of the checkpoint's tensors, whatever it has done to get there, and has no memory. Then each rank
-reads what is kept of each, and ranks read for each other what DeepSpeed has left whole.
 """
 
 from __future__ import annotations
@@ -17,26 +13,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..accelerators import collective_device
 from ..bindings.table import DEFERRED, installed
 from ..checkpoint.lazy import LazyTensor, materialise_written
 from ..checkpoint.nodes import View
 from ..destinations.base import Destination, fill_whole
 from ..destinations.deferred import Deferred, InPlace
-from ..destinations.replicated import chunk_bytes
 from ..engine.load import Load
 from ..engine.opened import OpenCheckpoint
 from ..errors import UnsupportedError
 from ..holdings import fsdp
-from ..holdings.fsdp import local_shard_of
-from ..holdings.holding import LocalShard
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
@@ -66,25 +57,14 @@ class Deferral:
         until: str = "accelerator.prepare() shards it by FSDP2",
     ) -> None:
         self.config = config
-        self._stock_reader = stock_reader
+        self.stock_reader = stock_reader
         self._until = until
         self._checkpoint: OpenCheckpoint
         self._lock = threading.RLock()
         self._has_warned = False
 
-    @classmethod
-    def load(cls, config: StreamingConfig, coordinator: Coordinator, stock_reader: str) -> Load:
-        """A load that leaves a model's parameters lazy, until accelerate shards it; `stock_reader` as in reports."""
-        fsdp.param_class()  # raises a VersionError for one that is not known
-        return cls(config, stock_reader)._load(coordinator, fsdp.no_byte_shards_reason())
-
-    @classmethod
-    def load_for_autotp(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
-        """A load that leaves a model's parameters lazy, until DeepSpeed cuts them; see :mod:`.autotp`."""
-        why = "DeepSpeed's AutoTP cuts matrices, and knows nothing of packed ones"
-        return cls(config, until="deepspeed.initialize() cuts it by AutoTP")._load(coordinator, why)
-
-    def _load(self, coordinator: Coordinator, packing_unsupported_reason: str) -> Load:
+    def load(self, coordinator: Coordinator, packing_unsupported_reason: str) -> Load:
+        """A load that leaves a model's parameters lazy; weights may be packed unless there is a reason why not."""
         load = Load(
             self.config, {}, coordinator, Deferred(self, self._attach, self._until, packing_unsupported_reason)
         )
@@ -176,6 +156,12 @@ class Deferral:
             return load.finish(model, logger)
 
 
+def load_for_fsdp2(config: StreamingConfig, coordinator: Coordinator, stock_reader: str) -> Load:
+    """A load that leaves a model's parameters lazy, until accelerate shards it; `stock_reader` as in reports."""
+    fsdp.param_class()  # raises a VersionError for one that is not known
+    return Deferral(config, stock_reader).load(coordinator, fsdp.no_byte_shards_reason())
+
+
 def deferrals_of(model: nn.Module) -> list[Deferral]:
     """Return the deferrals of `model` and of its parts, in an order that is the same on all ranks."""
     attached = [vars(module).get(_ATTRIBUTE) for module in model.modules()]
@@ -208,7 +194,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
             with set_in_context(_is_sharding, True):
                 model = original(accelerator, model)
             destination = replacement.put_back(model, shares_reads=not first.config.compares_values)
-            destination.stock_reader = first._stock_reader
+            destination.stock_reader = first.stock_reader
             report: Any = first.fill(model, coordinator, destination)
             for owner in owners:
                 owner.streaming_report = report
@@ -263,49 +249,7 @@ def resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any,
     return original(self, *args, **kwargs)
 
 
-def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Have DeepSpeed cut a lazy model, and read this rank's parts (all ranks)."""
-    deferrals = deferrals_of(model)
-    if not deferrals:
-        return original(self, model, *args, **kwargs)
-    with expected_at(LOAD), meeting(LOAD) as coordinator:
-        materialise_written(model.parameters())
-        lazy = _lazy(model)
-        if any(others != lazy.keys() for others in coordinator.all_gather(set(lazy))):  # some ranks have used it
-            fill_whole(model)
-        nodes = {id(param): param.node for param in lazy.values()}
-        result = original(self, model, *args, **kwargs)
-        # What DeepSpeed has touched on any rank may be a part.
-        whole = {name for name, param in _lazy(model).items() if nodes.get(id(param)) is param.node}
-        whole.intersection_update(*coordinator.all_gather(whole))
-        owners = {deferral: deferral.detach(model) for deferral in deferrals}
-        from ..destinations.deepspeed.replicas import will_be_flattened  # an engine of DeepSpeed calls
-
-        will_be_flattened(model, self.zero_optimization_stage())
-        device, held = collective_device(), partial(_held, coordinator)
-        for deferral in deferrals:
-            chunk = chunk_bytes(deferral.config, device)
-            destination = InPlace(deferral, coordinator, device, whole, chunk, held)
-            destination.into, destination.stock_reader = "the parts that AutoTP has cut", deferral._stock_reader
-            report: Any = deferral.fill(model, coordinator, destination)
-            for owner in owners[deferral]:
-                owner.streaming_report = report
-        return result
-
-
 def configure_model(original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The way of all engines: one that has not cut a lazy model wants all of it."""
+    """The way of all engines of DeepSpeed: one that nobody has cut a lazy model for wants all of it."""
     fill_whole(model)
     return original(self, model, *args, **kwargs)
-
-
-def _held(coordinator: Coordinator, name: str, param: torch.Tensor) -> LocalShard | None:
-    """Return the local shard of parameter `name` that the lazy `param` is; None if DeepSpeed's map does not say."""
-    try:
-        return local_shard_of(name, param, None, coordinator)
-    except UnsupportedError:
-        return None
-
-
-def _lazy(model: nn.Module) -> dict[str, LazyTensor]:
-    return {name: param for name, param in model.named_parameters() if isinstance(param, LazyTensor)}

@@ -20,8 +20,7 @@ from ..destinations.live_memory import LiveShards
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp
-from ..holdings.holder import refuse_unknown_shards
-from ..holdings.introspection import is_packed, local_of
+from ..holdings.introspection import is_packed, local_of, refuse_unknown_shards
 from ..holdings.own_names import fixed_names, named_buffers
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ..destinations.base import fill_whole
 from ..errors import ConfigError, UnsupportedError, UrlError
-from ..holdings.holder import refuse_unknown_shards, refuse_unreadable
-from ..holdings.introspection import has_gathered, lacks_values
+from ..holdings.holder import refuse_unreadable
+from ..holdings.introspection import has_gathered, lacks_values, refuse_unknown_shards
 from ..holdings.own_names import modules
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE, MeetingKind

@@ -23,8 +23,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.utils import logging
 
 from ..bindings.install import is_defined_by, is_replaced, replaced_methods
-from ..holdings.holder import unknown_shards_reason
-from ..holdings.introspection import is_sharded
+from ..holdings.introspection import is_sharded, unknown_shards_reason
 
 
 logger = logging.get_logger(__name__)

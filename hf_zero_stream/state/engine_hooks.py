@@ -21,7 +21,7 @@ from ..checkpoint.deepspeed_names import (
     world_size_of,
 )
 from ..errors import UnsupportedError
-from ..holdings.holder import is_model_parallel, unknown_shards_reason
+from ..holdings.introspection import is_model_parallel, unknown_shards_reason
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD
 from ..registry import tool

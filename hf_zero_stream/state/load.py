@@ -18,7 +18,7 @@ from ..checkpoint.file_digests import refuse_other_bytes
 from ..checkpoint.format import excerpt
 from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, UnsupportedError
-from ..holdings.holder import refuse_unknown_shards
+from ..holdings.introspection import refuse_unknown_shards
 from ..holdings.own_names import own_names, own_or_clean
 from ..holdings.slots import Training
 from ..loading.integration import finish_saves_into

@@ -6,11 +6,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
+from hf_zero_stream.errors import MissingPluginError
+from hf_zero_stream.holdings.holder import holdings
+from hf_zero_stream.holdings.introspection import CUT
 from hf_zero_stream.loading import choice
-from hf_zero_stream.loading.choice import Choice, Way, choose, for_one_rank
+from hf_zero_stream.loading.choice import Choice, Way, choose, for_one_rank, make_load
+from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.settings.scope import enter, leave
+from tests.support.plugins import without_plugin
 
 
 def chosen(ds_config: dict[str, Any] | None = None, strict: bool | None = None, **kwargs: Any) -> Choice:
@@ -49,6 +55,16 @@ def test_what_will_be_sharded(several: None, monkeypatch: pytest.MonkeyPatch, re
     assert (found.way, found.is_joint, found.settings.read_from) == (Way.AUTOTP, is_joint, read_from)
     monkeypatch.setattr(choice, "shards_by_fsdp2", lambda: True)
     assert chosen().way is Way.FSDP2 and chosen(device_map="cpu").way is Way.STOCK
+
+
+def test_what_a_plugin_would_have_cut(several: None) -> None:
+    cut = nn.Parameter(torch.ones(2))
+    setattr(cut, CUT, {"conversion": {"replicated": False}})
+    with without_plugin("autotp"):
+        with pytest.raises(MissingPluginError, match=r"tensor_parallel.autotp_size needs the plug-in 'autotp'"):
+            make_load(chosen({"tensor_parallel": {"autotp_size": 2}}), Coordinator.of_this_rank())
+        with pytest.raises(MissingPluginError, match=r"AutoTP has cut needs the plug-in 'autotp'"):
+            holdings(nn.ParameterList([cut]), masters=False, rank=0, world_size=1)
 
 
 def test_a_destination_of_a_plugin_comes_first(several: None) -> None:

@@ -17,7 +17,7 @@ from tests.support.hosts import can_mount
 
 
 FOUND_BEFORE = [
-    "home=autotp1,model=even",
+    pytest.param("home=autotp1,model=even", marks=pytest.mark.plugin("autotp")),
     "optimizer=none_entry",
     "change=lora_resized,wrapper=accelerate",
     "optimizer=own_state_dict,home=zero3_offload",

@@ -14,9 +14,9 @@ from torch import nn
 from ...checkpoint.nodes import Computed, View
 from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
-from ...holdings.deepspeed.autotp_shards import autotp_shard_of
 from ...holdings.deepspeed.engine import masters_of
 from ...holdings.deepspeed.partitions import gather, select_gathered
+from ...holdings.holding import cut_shard_of
 from ...holdings.introspection import is_cut
 from ...holdings.own_names import named_parameters
 from ...holdings.slots import VALUES, Member, Slot, memory_of
@@ -130,7 +130,7 @@ class _Filling:
             shared = memory_of(slot, member, VALUES) if slot.is_in_one_piece else slot.values
         flat, box = self.scattered.flat(name, shared), None
         if is_cut(param):
-            part = autotp_shard_of(name, param)
+            part = cut_shard_of(name, param)
             box, view = part.box, narrowed(view, part.box)
             self.direct.append(item_of(part.target(name, shared.dtype), view, flat))
         else:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -33,13 +32,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ...errors import UnsupportedError, refuse_unknown_version, require_names
+from ...planning.boxes import ParameterBox
+from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
-from ..holding import Holding, open_flat
-from ..introspection import instances_of
+from ..holding import Holding, cut_shard_of, open_flat
+from ..introspection import autotp_shards, instances_of, is_cut, refuse_unknown_shards
 from ..own_names import named_parameters, parameters
 from ..slots import STEPS, VALUES, Member, Slot, Training, entries_of, holding_of, in_memory, slots_of_parameters
 from . import partitions
-from .autotp_shards import autotp_shard_of, is_empty_on_any_rank, is_empty_shard, refuse_unknown_shards, trained_box
 
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         slots = slots_of_masters(wrapper, names, coordinator.rank, coordinator.world_size)
         _refuse_out_of_reach(wrapper, names, slots)
     if engine.autotp_size() > 1:
-        _add_empty_parts(model, optimizer, slots)
+        autotp_shards().add_empty_parts(model, optimizer, slots)
     return Training(
         model=model,
         optimizer=optimizer,
@@ -132,23 +132,6 @@ def _unseen_steps(wrapper: Any, optimizer: Any) -> str:
     if wrapper is optimizer or type(wrapper) in (DeepSpeedZeroOptimizer_Stage3, *_STAGES_0_TO_2):
         return ""
     return f"{type(wrapper).__name__} may step by code of its own"
-
-
-def _add_empty_parts(model: nn.Module, optimizer: Any, slots: list[Slot]) -> None:
-    """Have the slots name the parameters of which this rank holds nothing: DeepSpeed gives them to no optimizer."""
-    params = dict(named_parameters(model))
-    empty = [name for name, param in params.items() if is_empty_on_any_rank(param)]
-    if empty and len(optimizer.param_groups) > 1:
-        raise UnsupportedError(
-            f"{', '.join(empty[:8])}: some ranks of tensor parallelism hold nothing of {len(empty)} parameter(s), and "
-            "the optimizer's groups do not say which of them these are in. Use one group, no more ranks of tensor "
-            "parallelism than key-value heads, or DeepSpeed's own checkpoints."
-        )
-    known = {member.name for slot in slots for member in slot.members}
-    for name in empty:
-        if not params[name].numel() and name not in known:
-            box = autotp_shard_of(name, params[name]).box
-            slots[0] = replace(slots[0], members=[*slots[0].members, Member(name, box, 0, 0, 0)])
 
 
 def _refuse_data_efficiency(engine: Any) -> None:
@@ -322,10 +305,9 @@ def held_by_optimizers(
         if name in trained:
             _refuse_differing(name, param, is_in_context=id(param) in in_context)
             found[name] = holding_of(*trained[name][0], VALUES)
-        elif trained and is_empty_shard(param):  # no optimizer trains what has no elements
-            box, _ = trained_box(name, param, rank, world_size)
-            nothing = torch.empty(0, dtype=torch.float32)
-            found[name] = Holding(box, nothing.dtype, 0, 0, partial(nullcontext, nothing))
+        elif trained and is_cut(param) and param.requires_grad and not param.numel():
+            nothing = torch.empty(0, dtype=torch.float32)  # no optimizer trains what has no elements
+            found[name] = Holding(cut_shard_of(name, param).box, nothing.dtype, 0, 0, partial(nullcontext, nothing))
     return found
 
 
@@ -407,13 +389,25 @@ def _stages_0_to_2(wrapper: Any, names: Mapping[int, str], rank: int, world_size
             continue
         is_whole = isinstance(wrapper, (FP16_Optimizer, FP16_UnfusedOptimizer))
         name = names[id(param)]
-        box, share = trained_box(name, param, rank, world_size)
+        box, share = _trained_box(name, param, rank, world_size)
         if is_whole:
             start, stop = share
         member = Member(name, box, first, start, stop, is_whole)
         members.setdefault(id(part), (part, []))[1].append(member)
     for key, (part, of_part) in members.items():
         yield Slot(groups[key], part, entries_of(wrapper.optimizer, part), of_part, has_masters=True)
+
+
+def _trained_box(name: str, param: Any, rank: int, world_size: int) -> tuple[ParameterBox, tuple[int, int]]:
+    """The box of parameter `name`, none of ZeRO-3, of which an optimizer trains the elements, and this rank's share.
+
+    The share are the elements that it gives if it trains all of the box.
+    """
+    if is_cut(param):
+        part = cut_shard_of(name, param)
+        return part.box, part.share
+    _, start, stop = partition_range(param.numel(), rank, world_size)
+    return ParameterBox.whole(param.shape), (start, stop)
 
 
 def _fragments_of(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:

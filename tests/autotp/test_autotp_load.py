@@ -13,10 +13,10 @@ from transformers.integrations import HfDeepSpeedConfig
 import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.reports.measures import AnonymousMemory
+from tests.autotp.test_autotp import CONFIGS, TEXT, checkpoint_of, config_of, engine_of
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.training_state import train
-from tests.zero.test_autotp import CONFIGS, TEXT, checkpoint_of, config_of, engine_of
 
 
 CONFIGS["hooks"] = lambda: transformers.Qwen3Config(**TEXT, head_dim=12, tie_word_embeddings=True)

@@ -12,6 +12,7 @@ import transformers
 from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
+from tests.autotp.test_autotp import _layer, checkpoint_of, config_of
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.trainers import by_deepspeed, own_optimizer
@@ -27,7 +28,6 @@ from tests.support.training_state import (
     train_and_save,
     two_groups,
 )
-from tests.zero.test_autotp import _layer, checkpoint_of, config_of
 
 
 FP32 = torch.float32

@@ -3,32 +3,33 @@
 DeepSpeed leaves a map on each parameter that it cuts (``deepspeed.checkpoint.affine``): for each rank of tensor
 parallelism, pieces of the whole parameter and where they lie in the rank's part. A fused weight has a piece of each
 weight in it. What has no map is whole on every rank.
-
-Ranks of an engine may hold parts of one model in other ways, too: by an `mpu`, or as stages of a pipeline. They look
-like plain data parallelism: each rank has tensors under all names of the model. So the engine is asked what its groups
-are, before anything is taken for a replica.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.module_inject import layers
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import nn
 
-from ...checkpoint.nodes import row_major_strides
 from ...errors import UnsupportedError
-from ...planning.boxes import Interval, ParameterBox
-from ...planning.plan import partition_range
-from ..holding import Holding, LocalShard, open_flat
-from ..introspection import CUT, is_cut
+from ...plugin_api import (
+    CUT,
+    Interval,
+    LocalShard,
+    Member,
+    ParameterBox,
+    Slot,
+    is_cut,
+    named_parameters,
+    row_major_strides,
+)
 
 
 _DESCRIBED = (
@@ -48,19 +49,7 @@ _DESCRIBED = (
 """The layers that cut as their maps say. Those of ``Conv1D`` (GPT-2) transpose what they cut, which no map says."""
 
 
-def held_autotp_shards(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`..holding.Holder`: the parts that AutoTP has left, each of which other ranks may hold too."""
-
-    def holding(name: str, param: nn.Parameter) -> Holding:
-        part = autotp_shard_of(name, param)
-        return Holding(part.box, param.dtype, *part.share, partial(open_flat, param), is_whole=part.copies > 1)
-
-    return {name: holding(name, param) for name, param in params.items() if is_cut(param)}
-
-
-def autotp_shard_of(name: str, param: Any) -> LocalShard:
+def shard_of(name: str, param: Any) -> LocalShard:
     """The elements of parameter `name` that this rank holds, as one of the ranks of data parallelism that do.
 
     Raises:
@@ -83,24 +72,24 @@ def autotp_shard_of(name: str, param: Any) -> LocalShard:
     return LocalShard(box, copy, dist.get_world_size() // size)
 
 
-def trained_box(name: str, param: Any, rank: int, world_size: int) -> tuple[ParameterBox, tuple[int, int]]:
-    """The box of parameter `name`, none of ZeRO-3, of which an optimizer trains the elements, and this rank's share.
+def add_empty_parts(model: nn.Module, optimizer: Any, slots: list[Slot]) -> None:
+    """Have the slots name the parameters of which this rank holds nothing: DeepSpeed gives them to no optimizer."""
+    params = dict(named_parameters(model))
+    empty = [name for name, param in params.items() if _is_empty_on_any_rank(param)]
+    if empty and len(optimizer.param_groups) > 1:
+        raise UnsupportedError(
+            f"{', '.join(empty[:8])}: some ranks of tensor parallelism hold nothing of {len(empty)} parameter(s), and "
+            "the optimizer's groups do not say which of them these are in. Use one group, no more ranks of tensor "
+            "parallelism than key-value heads, or DeepSpeed's own checkpoints."
+        )
+    known = {member.name for slot in slots for member in slot.members}
+    for name in empty:
+        if not params[name].numel() and name not in known:
+            box = shard_of(name, params[name]).box
+            slots[0] = replace(slots[0], members=[*slots[0].members, Member(name, box, 0, 0, 0)])
 
-    The share are the elements that it gives if it trains all of the box.
-    """
-    if is_cut(param):
-        part = autotp_shard_of(name, param)
-        return part.box, part.share
-    _, start, stop = partition_range(param.numel(), rank, world_size)
-    return ParameterBox.whole(param.shape), (start, stop)
 
-
-def is_empty_shard(param: Any) -> bool:
-    """Whether other ranks of tensor parallelism hold all of `param`, which is trained."""
-    return is_cut(param) and not param.numel() and bool(param.requires_grad)
-
-
-def is_empty_on_any_rank(param: Any) -> bool:
+def _is_empty_on_any_rank(param: Any) -> bool:
     """Whether any rank of tensor parallelism holds nothing of `param`, which is trained; the same on all ranks."""
     if not is_cut(param) or not param.requires_grad:
         return False
@@ -194,37 +183,7 @@ def _undescribed(name: str, why: str) -> UnsupportedError:
     )
 
 
-_SIZES = {
-    "get_model_parallel_world_size": "model parallelism",
-    "get_tensor_model_parallel_world_size": "tensor parallelism",
-    "get_slice_parallel_world_size": "tensor parallelism",
-    "get_pipeline_model_parallel_world_size": "stages of a pipeline",
-    "get_pipe_parallel_world_size": "stages of a pipeline",
-}
-"""What an `mpu` may say of its groups, under Megatron's names and DeepSpeed's own; one that has no such group may lack
-the method.
-"""
-
-
-def unknown_shards_reason(trained: Any) -> str:
-    """Why only DeepSpeed knows what the ranks of `trained` hold of its model; "" if it is no such engine."""
-    if not isinstance(trained, DeepSpeedEngine):
-        return ""
-    if trained.autotp_size() > 1:
-        return _unknown_autotp_reason(trained)
-    for name, kind in _SIZES.items():
-        size = getattr(trained.mpu, name, lambda: 1)()
-        if size > 1:
-            return f"its mpu has {kind} over {size} ranks, and says nothing of what each parameter is a part of"
-    return ""
-
-
-def is_model_parallel(engine: DeepSpeedEngine) -> bool:
-    """Whether ranks of `engine` hold parts of its model, known or not."""
-    return engine.autotp_size() > 1 or bool(unknown_shards_reason(engine))
-
-
-def _unknown_autotp_reason(engine: Any) -> str:
+def unknown_reason(engine: Any) -> str:
     """Why it is not known what ranks hold where AutoTP has cut the model of `engine`; "" if it is."""
     combined = [("ZeRO-3", engine.zero_optimization_stage() == 3), ("experts", engine.has_moe_layers)]
     for kind, is_there in combined:
@@ -233,16 +192,7 @@ def _unknown_autotp_reason(engine: Any) -> str:
     try:
         for name, param in engine.module.named_parameters():
             if is_cut(param):
-                autotp_shard_of(name, param)
+                shard_of(name, param)
     except UnsupportedError as error:
         return str(error)
     return ""
-
-
-def refuse_unknown_shards(trained: Any, doing: str) -> None:
-    """Raise an UnsupportedError (``{doing}: ...``) if only DeepSpeed knows what ranks hold of the model."""
-    if why := unknown_shards_reason(trained):
-        raise UnsupportedError(
-            f"{doing}: expected an engine whose ranks have the same model; {why}. Use DeepSpeed's own "
-            "engine.save_checkpoint and engine.load_checkpoint (inside streaming() too), or what gathers its parts."
-        )

@@ -1,0 +1,90 @@
+"""Models that ``from_pretrained`` leaves lazy until ``deepspeed.initialize`` cuts them.
+
+DeepSpeed cuts with its own code, which meets lazy tensors: what it keeps of a parameter is a view of the checkpoint's
+tensors, whatever it has done to get there, and has no memory. Then each rank reads what is kept of each, and ranks
+read for each other what DeepSpeed has left whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import UnsupportedError
+from ...plugin_api import (
+    LOAD,
+    Coordinator,
+    Deferral,
+    InPlace,
+    LazyTensor,
+    Load,
+    LocalShard,
+    ParameterBox,
+    StreamingConfig,
+    chunk_bytes,
+    collective_device,
+    deferrals_of,
+    expected_at,
+    fill_whole,
+    installed,
+    is_cut,
+    materialise_written,
+    meeting,
+    will_be_flattened,
+)
+from . import CUT_LATER
+
+
+def load_for_autotp(config: StreamingConfig, coordinator: Coordinator) -> Load:
+    """A load that leaves a model's parameters lazy, until DeepSpeed cuts them."""
+    deferral = Deferral(config, until="deepspeed.initialize() cuts it by AutoTP")
+    installed(CUT_LATER).while_alive(deferral)
+    return deferral.load(coordinator, "DeepSpeed's AutoTP cuts matrices, and knows nothing of packed ones")
+
+
+def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Have DeepSpeed cut a lazy model, and read this rank's parts (all ranks)."""
+    deferrals = deferrals_of(model)
+    if not deferrals:
+        return original(self, model, *args, **kwargs)
+    with expected_at(LOAD), meeting(LOAD) as coordinator:
+        materialise_written(model.parameters())
+        lazy = _lazy(model)
+        if any(others != lazy.keys() for others in coordinator.all_gather(set(lazy))):  # some ranks have used it
+            fill_whole(model)
+        nodes = {id(param): param.node for param in lazy.values()}
+        result = original(self, model, *args, **kwargs)
+        # What DeepSpeed has touched on any rank may be a part.
+        whole = {name for name, param in _lazy(model).items() if nodes.get(id(param)) is param.node}
+        whole.intersection_update(*coordinator.all_gather(whole))
+        owners = {deferral: deferral.detach(model) for deferral in deferrals}
+        will_be_flattened(model, self.zero_optimization_stage())
+        device, held = collective_device(), partial(_held, coordinator)
+        for deferral in deferrals:
+            chunk = chunk_bytes(deferral.config, device)
+            destination = InPlace(deferral, coordinator, device, whole, chunk, held)
+            destination.into, destination.stock_reader = "the parts that AutoTP has cut", deferral.stock_reader
+            report: Any = deferral.fill(model, coordinator, destination)
+            for owner in owners[deferral]:
+                owner.streaming_report = report
+        return result
+
+
+def _held(coordinator: Coordinator, name: str, param: torch.Tensor) -> LocalShard | None:
+    """Return the local shard of parameter `name` that the lazy `param` is; None if DeepSpeed's map does not say."""
+    if not is_cut(param):
+        return LocalShard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
+    from .shards import shard_of  # imports deepspeed
+
+    try:
+        return shard_of(name, param)
+    except UnsupportedError:
+        return None
+
+
+def _lazy(model: nn.Module) -> dict[str, LazyTensor]:
+    return {name: param for name, param in model.named_parameters() if isinstance(param, LazyTensor)}
