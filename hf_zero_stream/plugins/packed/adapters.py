@@ -1,4 +1,7 @@
-"""PEFT's adapters on packed weights: refused by name where these cannot have them, else as on weights of values."""
+"""PEFT's adapters on packed weights: refused by name where these cannot have them, else as on weights of values.
+
+Those of experts (``target_parameters``) are made in :mod:`.expert_adapters`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import nn
 
 from ...errors import UnsupportedError
 from ...plugin_api import packed_weights, tensors_of_adapter
+from .modules import is_packed_experts
 
 
 _STARTS_WITHOUT_VALUES = ("gaussian", "eva")
@@ -19,7 +23,13 @@ def inject_adapter(
     original: Callable[..., Any], self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
     """``BaseTuner.inject_adapter`` on a model with packed weights."""
-    _refuse_reading(self.peft_config[adapter_name])
+    config = self.peft_config[adapter_name]
+    _refuse_reading(config)
+    experts = {type(module) for module in model.modules() if is_packed_experts(module)}
+    if experts and _is_lora(config):
+        from .expert_adapters import take_experts
+
+        take_experts(config, experts)
     result = original(self, model, adapter_name, *args, **kwargs)
     _cast_adapters(model, adapter_name)
     return result
@@ -29,8 +39,13 @@ def inject_parameters(
     original: Callable[..., Any], self: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """``BaseTuner._inject_parameters``. PEFT has just made target_parameters of target_modules that are experts'."""
-    _refuse_packed_targets(model, peft_config.target_parameters or ())
+    _refuse_packed_targets(model, peft_config.target_parameters or (), takes_experts=_is_lora(peft_config))
     return original(self, peft_config, model, *args, **kwargs)
+
+
+def _is_lora(config: Any) -> bool:
+    """Whether adapters of this config may have layers of our own."""
+    return hasattr(config, "_register_custom_module")
 
 
 def _refuse_reading(config: Any) -> None:
@@ -48,17 +63,18 @@ def _refuse_reading(config: Any) -> None:
     )
 
 
-def _refuse_packed_targets(model: nn.Module, targets: Iterable[str]) -> None:
+def _refuse_packed_targets(model: nn.Module, targets: Iterable[str], *, takes_experts: bool) -> None:
     targets = tuple(targets)
     for prefix, module in model.named_modules():
+        if takes_experts and is_packed_experts(module):
+            continue
         for key in packed_weights(module):
             name = f"{prefix}.{key}"
             if any(name == target or name.endswith(f".{target}") for target in targets):
                 raise UnsupportedError(
-                    f"target_parameters: {name} is a parameter of packed bytes (hf_zero_stream's keep_quantized), "
-                    "to which no adapter can be added. PEFT adds such targets itself where target_modules is "
-                    '"all-linear", or has names of the experts\' matrices (gate_proj, ...). Name other modules in '
-                    "target_modules, or load with keep_quantized=False."
+                    f"target_parameters: {name} is a parameter of packed bytes (hf_zero_stream's keep_quantized). Of "
+                    "such parameters only those of experts take adapters, and of LoRA. Name the module of another "
+                    "one in target_modules, or load with keep_quantized=False."
                 )
 
 

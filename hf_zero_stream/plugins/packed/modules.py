@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +34,11 @@ class PackedLinear(nn.Linear):
 def note_packed(module: nn.Module, key: str, weight: PackedWeight) -> None:
     """Note that the parameter `key` of `module` is packed; copies of `module` keep it."""
     vars(module).setdefault(PACKED, {})[key] = weight
+
+
+def is_packed_experts(module: nn.Module) -> bool:
+    """Whether `module` has packed parameters that are stacks of experts' matrices."""
+    return any(weight.is_stack for weight in packed_weights(module).values())
 
 
 class _Product(torch.autograd.Function):
@@ -96,3 +101,31 @@ def _grouped(
             torch.mm(rows[begin:end], matrix.t() if transpose else matrix, out=result[begin:end])
             del matrix  # before the next one is made
     return result
+
+
+class Factors(NamedTuple):
+    """An adapter of experts: that of expert e adds ``scaling * of_outputs[e] @ of_inputs[e]`` to its matrix.
+
+    `of_inputs` is [experts, rank, inputs], `of_outputs` [experts, outputs, rank].
+    """
+
+    of_inputs: torch.Tensor
+    of_outputs: torch.Tensor
+    scaling: float
+
+    def product(self, input: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+        """What the adapter adds to :func:`grouped_product`: [rows, outputs], in the adapter's dtype."""
+        rows, spans = input.to(self.of_inputs.dtype), [*enumerate(pairwise([0, *ends]))]
+        # One expert is always asked, also without rows, so that factors get a gradient, for which ranks wait.
+        asked = [span for span in spans if span[1][0] < span[1][1]] or spans[:1]
+        products = [
+            rows[begin:end] @ self.of_inputs[number].t() @ self.of_outputs[number].t()
+            for number, (begin, end) in asked
+        ]
+        return torch.cat(products) * self.scaling
+
+
+def factors_beside(experts: nn.Module) -> dict[str, list[Factors]]:
+    """The adapters that are active in the pass under way, by the name of the parameter."""
+    found: dict[str, list[Factors]] = vars(experts).setdefault("_hf_zero_stream_factors", {})
+    return found

@@ -30,7 +30,7 @@ from ...plugin_api import (
     packed_weights,
 )
 from .dequantised import without_quantizer
-from .modules import PackedLinear, grouped_product, note_packed
+from .modules import PackedLinear, factors_beside, grouped_product, note_packed
 from .programs import NotPackable, NotQuantised
 from .quantised_rows import quantised
 from .quantising import QuantisingQuantizer, sources_of
@@ -250,7 +250,7 @@ def _experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Compute transformers' ``grouped_mm_experts_forward``, in its order, for the experts that tokens go to."""
-    packed = packed_weights(self)
+    packed, beside = packed_weights(self), factors_beside(self)
     up = "gate_up_proj" if self.has_gate else "up_proj"
     count = len(packed[up].rows)
     experts, order = torch.sort(top_k_index.reshape(-1))
@@ -258,6 +258,8 @@ def _experts_forward(
 
     def product(rows: torch.Tensor, key: str) -> torch.Tensor:
         result = grouped_product(rows, getattr(self, key), packed[key], ends, self.is_transposed)
+        for factors in beside.get(key, ()):
+            result = result + factors.product(rows, ends).to(result.dtype)
         return result + getattr(self, f"{key}_bias")[experts] if self.has_bias else result
 
     between = product(hidden_states[order // top_k_index.size(-1)], up)
