@@ -70,6 +70,10 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             _MODEL,
             weight=_ESSENTIAL,
         ),
+        *rows(
+            "peft.peft_model:PeftModel.save_pretrained saving.calls:save_adapters_hook save_directory state_dict",
+            feature="saves of adapters",
+        ),
         # accelerate: what it prepares, saves and resumes.
         *rows(
             """

@@ -7,6 +7,7 @@ on rank 0 alone, while the others wait, and each save that it comes to is carrie
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -25,12 +26,16 @@ from ..checkpoint.lazy import LazyTensor
 from ..errors import PeerError, SaveError, UnsupportedError
 from ..holdings.introspection import (
     forget_quantizer,
+    has_gathered,
     has_partition,
+    is_dtensor,
     is_gathered_whole,
     is_packed,
+    is_peft_model,
     is_sharded,
     lacks_values,
 )
+from ..holdings.own_names import adapter_names, named_parameters
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.presence import Presence, is_alone
 from ..ranks.rendezvous import SAVE, DoneAlone, pass_by
@@ -65,7 +70,7 @@ def save_pretrained(
     Settings (who writes, whether files are compared, a bar) are those of :class:`streaming` around the call.
 
     Args:
-        model: the model, or the engine, or what ``accelerator.prepare`` made of it.
+        model: the model, or the engine, or what ``accelerator.prepare`` made of it. Of PEFT's the adapters are saved.
         folder: where to save: a folder, which only rank 0 must see, or a URL (``s3://``, ``gs://``, ``az://``).
         max_shard_size: of a file, in bytes, or as in ``"5GB"``.
         dtype: of the floating-point weights; default: the model's own. ``torch.float32`` saves the fp32 values that
@@ -90,7 +95,8 @@ def save_pretrained(
     with operation(SAVE, folder=folder):
         save = Save(model, folder, **call)
         if not _has_own_code(save.model):
-            refuse_unknown_arguments({"max_shard_size": max_shard_size, **kwargs})
+            others = _OF_PEFT if is_peft_model(save.model) else ()
+            refuse_unknown_arguments({"max_shard_size": max_shard_size, **kwargs}, others)
             return save.pretrained()
         refuse_url(folder, f"{type(save.model).__name__}.save_pretrained")
     report = run_on_leader(save.model, save.call_own_code, {"dtype": dtype})  # which may change modules
@@ -143,6 +149,25 @@ def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *a
         return original(*bound.args, **bound.kwargs)
 
 
+_OF_PEFT = ("selected_adapters", "save_embedding_layers")
+"""Arguments that PEFT's ``save_pretrained`` has, and transformers' has not."""
+
+
+def save_adapters_hook(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``PeftModel.save_pretrained``, which saves what one rank has of adapters: under ZeRO-3 that is nothing."""
+    call = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    call |= call.pop("kwargs", {})
+    names = adapter_names(self)
+    in_parts = any(
+        has_partition(param) or is_dtensor(param) for name, param in named_parameters(self) if name in names
+    )
+    if not active_configs() or not in_parts or call.get("state_dict") is not None or has_gathered(self):
+        return original(self, *args, **kwargs)
+    del call["self"]
+    save_pretrained(self, call.pop("save_directory"), **call)
+    return None
+
+
 def _is_ours(arguments: Mapping[str, Any]) -> bool:
     """Whether all ranks save together what a call of ``save_pretrained`` asks for; else transformers does.
 
@@ -176,6 +201,8 @@ def _save_alone(arguments: Mapping[str, Any]) -> None:
 
 def _has_own_code(model: PreTrainedModel) -> bool:
     """Whether another ``save_pretrained`` than transformers' saves `model`, and may write more than that does."""
+    if is_peft_model(model):
+        return False
     has_own = "save_pretrained" in vars(model)  # in place of its class's
     return has_own or type(model).save_pretrained is not PreTrainedModel.save_pretrained
 

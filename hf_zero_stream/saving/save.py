@@ -19,19 +19,20 @@ from transformers.utils import logging
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta
-from ..holdings.introspection import is_packed
-from ..holdings.own_names import named_parameters
+from ..holdings.introspection import is_packed, is_peft_model
+from ..holdings.own_names import adapter_names, named_parameters, own_names
 from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
 from ..reports.closing import tell
 from ..reports.save import SaveReport, SavingRank
+from ..seams.adapters import lay_out_adapters
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .arguments import dtype_of_argument, kind_of_save, make_ready, refuse_values
 from .count import anything, ignored_by
 from .files import Comparison, ShardWriter
-from .lazy_parameters import LazyParameters, state_dict_without_values
+from .lazy_parameters import LazyParameters, held_values, state_dict_without_values
 from .pending import PendingSave, note_weights
 from .places import Place, Publishing, Written, place_at, refuse_other_places
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
@@ -85,10 +86,9 @@ class Save:
                 "distributed_checkpoint=True: a distributed checkpoint is not a safetensors checkpoint; leave it out."
             )
         inner = unwrapped(model)
-        if not (isinstance(inner, PreTrainedModel) or takes_any or is_of_training):
+        if not (isinstance(inner, PreTrainedModel) or is_peft_model(inner) or takes_any or is_of_training):
             raise UnsupportedError(
-                f"save_pretrained: expected a transformers model or an engine around one; got {type(inner)}. "
-                "A PEFT model saves its adapters itself, and they are not large."
+                f"save_pretrained: expected a model of transformers or PEFT, or an engine of one; got {type(inner)}"
             )
         if not is_of_training:
             make_ready(model, inner, "save_pretrained", _OUTSIDE)
@@ -109,7 +109,9 @@ class Save:
         return report
 
     def weights(self) -> SaveItem:
-        """Give the item that transformers' ``save_pretrained`` would save."""
+        """Give the item that the ``save_pretrained`` of transformers, or of PEFT, would save."""
+        if is_peft_model(self.model):
+            return self._adapters()
         variant = self._kwargs.get("variant")
         model = self.model
         # Of a model with adapters transformers saves these alone, and packed weights are written as they are.
@@ -117,6 +119,29 @@ class Save:
         left_out = anything if in_part else ignored_by(model)
         lay_out, index = self._lay_out_pretrained, index_name(variant)
         return SaveItem(lay_out=lay_out, index_name=index, dtype=self._dtype, left_out=left_out)
+
+    def _adapters(self) -> SaveItem:
+        model, chosen = self.model, self._kwargs.get("selected_adapters")
+        # A state has embeddings that are trained. For PEFT they may be saved with adapters, trained or not.
+        embeddings = False if self._is_of_training else self._kwargs.get("save_embedding_layers", "auto")
+        adapters = adapter_names(model)
+        names = {name for name, param in named_parameters(model) if param.requires_grad or name in adapters}
+        own, kept = own_names(model), own_names(model, keeps_adapters=True)
+        buffers = {kept[name] for name, _ in model.named_buffers(remove_duplicate=False) if own[name] in adapters}
+
+        def lay_out(folder: Path, parameters: LazyParameters) -> list[NotedShard]:
+            if not self._is_of_training:
+                model.create_or_update_model_card(str(folder))
+            entries = parameters.entries(buffers=buffers)
+            return lay_out_adapters(model, folder, entries, chosen, save_embedding_layers=embeddings)
+
+        return SaveItem(
+            lay_out=lay_out,
+            index_name="adapter_model.safetensors.index.json",
+            dtype=self._dtype,
+            held=partial(held_values, model, names, self._work.coordinator) if embeddings is False else None,
+            left_out=anything,  # a state has all that is trained
+        )
 
     def _lay_out_pretrained(self, folder: Path, parameters: LazyParameters) -> list[NotedShard]:
         entries, numel, dtype = parameters.entries(self._state_dict), parameters.numel, self._dtype

@@ -159,7 +159,12 @@ def onload_layer(original: Callable[..., Any], layer: Any) -> Iterator[None]:
 
 
 def lay_out_adapters(
-    model: Any, folder: Path, entries: Mapping[str, torch.Tensor], adapters: Collection[str] | None = None
+    model: Any,
+    folder: Path,
+    entries: Mapping[str, torch.Tensor],
+    adapters: Collection[str] | None = None,
+    *,
+    save_embedding_layers: bool | str = False,
 ) -> list[NotedShard]:
     """Lay out the shards of `adapters` as ``model.save_pretrained`` does, from the lazy `entries` of its state dict.
 
@@ -168,20 +173,34 @@ def lay_out_adapters(
     from peft import get_peft_model_state_dict
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
+    if unknown := sorted({*(adapters or ())} - model.peft_config.keys()):
+        raise ConfigError(f"selected_adapters: no adapter {unknown[0]}; known are {', '.join(model.peft_config)}")
     noted = []
     for name in model.peft_config if adapters is None else adapters:
         with _inference_config(model.peft_config[name], prompt := _prompt_of(model, name)):
             tensors = get_peft_model_state_dict(
-                model, state_dict=dict(entries), adapter_name=name, save_embedding_layers=False
+                model, state_dict=dict(entries), adapter_name=name, save_embedding_layers=save_embedding_layers
             )
         if prompt is not None:
             tensors["prompt_embeddings"] = entries[prompt]
         inner = "" if name == "default" else name
-        config = copy.copy(model.peft_config[name])
-        config.inference_mode = True  # as PEFT saves it
-        config.save_pretrained(str(folder / inner))
+        _save_config(model, name, folder / inner)
         noted.append(NotedShard(str(Path(inner, SAFETENSORS_WEIGHTS_NAME)), tensors, {"format": "pt"}))
     return noted
+
+
+def _save_config(model: Any, adapter: str, folder: Path) -> None:
+    """Save an adapter's config as PEFT does: what AutoPeftModel needs is in it."""
+    config, task = copy.copy(model.peft_config[adapter]), None
+    is_prompt = config.is_prompt_learning
+    if config.base_model_name_or_path is None:
+        base = model.base_model if is_prompt else model.base_model.model
+        config.base_model_name_or_path = vars(base).get("name_or_path") or None
+    if config.task_type is None:
+        cls = model._get_base_model_class(is_prompt_tuning=is_prompt)
+        task = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
+    config.inference_mode = True
+    config.save_pretrained(str(folder), auto_mapping_dict=task)
 
 
 def _prompt_of(model: Any, adapter: str) -> str | None:

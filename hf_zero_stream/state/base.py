@@ -11,7 +11,6 @@ The digests of what was left out are recorded. A resume compares them with the b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,15 +23,12 @@ from transformers.utils import logging
 from ..dtypes import dtype_named
 from ..errors import ConfigError
 from ..holdings.introspection import PACKED, is_adapted, is_packed
-from ..holdings.own_names import adapter_names, modules, named_parameters, own_names
+from ..holdings.own_names import modules, own_names
 from ..holdings.slots import Training
 from ..ranks.coordinator import Coordinator
-from ..saving.count import anything
 from ..saving.lazy_parameters import digests_of, held_values
 from ..saving.parameters import refuse_or_say_differing
-from ..saving.preparation import SaveItem
 from ..saving.write import threads_of
-from ..seams.adapters import lay_out_adapters
 from .digests import Digest, digests_in_memory, in_checkpoint, note_in_checkpoint, places_of
 from .record import StateRecord
 from .tensors import names_in
@@ -188,17 +184,3 @@ def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
 
 def _is_plain(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def adapter_weights(model: nn.Module, coordinator: Coordinator) -> SaveItem:
-    """Give the item that PEFT's own ``save_pretrained`` saves: the adapters."""
-    adapters = adapter_names(model)
-    names = {name for name, param in named_parameters(model) if param.requires_grad or name in adapters}
-    own, kept = own_names(model), own_names(model, keeps_adapters=True)
-    buffers = {kept[name] for name, _ in model.named_buffers(remove_duplicate=False) if own[name] in adapters}
-    return SaveItem(
-        lay_out=lambda folder, parameters: lay_out_adapters(model, folder, parameters.entries(buffers=buffers)),
-        index_name="adapter_model.safetensors.index.json",
-        held=partial(held_values, model, names, coordinator),
-        left_out=anything,  # the state has all that is trained
-    )

@@ -45,7 +45,7 @@ from ..saving.save import Save
 from ..seams.ds_config import settings_in_force
 from ..settings.config import StreamingConfig
 from . import rng, schedules
-from .base import adapter_weights, split_base
+from .base import split_base
 from .digests import places_of
 from .foreign import write_guard_files
 from .forms import agreed, kept_here, numbered, recorded_options
@@ -244,7 +244,7 @@ def _save(
         items: list[SaveItem] = []
         max_shard_size = kwargs.get("max_shard_size", "5GB")
         if with_weights and (is_adapted(model) or not exclude_frozen):
-            weights = _weights(model, save, max_shard_size, coordinator)
+            weights = _weights(model, save, max_shard_size)
             items.append(replace(weights, changes_with=steps.of_values))
         how: dict[str, Any] = {"steps": steps, "max_shard_size": max_shard_size, "coordinator": coordinator}
         items.append(state_item(training, record, kept, name, **how))
@@ -286,11 +286,10 @@ def _host_place(
     return found
 
 
-def _weights(model: nn.Module, save: Save, max_shard_size: int | str, coordinator: Coordinator) -> SaveItem:
+def _weights(model: nn.Module, save: Save, max_shard_size: int | str) -> SaveItem:
     """Give the item beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
-    if is_peft_model(model):
-        return adapter_weights(model, coordinator)
-    return save.weights() if isinstance(model, PreTrainedModel) else weights_item(max_shard_size)
+    has_own = isinstance(model, PreTrainedModel) or is_peft_model(model)
+    return save.weights() if has_own else weights_item(max_shard_size)
 
 
 def _groups(training: Training, options: Sequence[Mapping[str, Any]], forms: Mapping[str, int]) -> list[GroupRecord]:
