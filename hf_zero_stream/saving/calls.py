@@ -46,6 +46,7 @@ from ..seams.wrappers import unwrapped
 from ..settings.scope import active_configs, set_in_context
 from ..sources.base import is_url
 from .arguments import SIGNATURE, SaveArguments, kind_of_save, refuse_unknown_arguments, refuse_url
+from .beside import Kept
 from .pending import operation
 from .save import Save
 
@@ -57,6 +58,7 @@ def save_pretrained(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | str | None = None,
+    values: Kept | None = None,
     **kwargs: Unpack[SaveArguments],
 ) -> SaveReport:
     """Save the whole of a model that ranks share, as transformers' ``save_pretrained`` would; nothing is gathered.
@@ -75,6 +77,8 @@ def save_pretrained(
         max_shard_size: of a file, in bytes, or as in ``"5GB"``.
         dtype: of the floating-point weights; default: the model's own. ``torch.float32`` saves the fp32 values that
             the optimizer trains, if it has them.
+        values: what is written in place of the values of parameters, an average of weights for instance, as
+            :func:`hf_zero_stream.save_state` takes it `beside`. What it lacks are the model's own values.
         kwargs: anything else that transformers' ``save_pretrained`` takes, for instance ``variant``.
 
     Returns:
@@ -91,18 +95,29 @@ def save_pretrained(
     call: dict[str, Any] = {"max_shard_size": max_shard_size, "dtype": dtype, **kwargs}
     leader = _leader.get()
     if leader is not None:  # a save_pretrained of the model's own calls this
+        _refuse_values(model, values)
         return leader.save(model, folder, call)
     with operation(SAVE, folder=folder):
-        save = Save(model, folder, **call)
+        save = Save(model, folder, values=values, **call)
         if not _has_own_code(save.model):
             others = _OF_PEFT if is_peft_model(save.model) else ()
             refuse_unknown_arguments({"max_shard_size": max_shard_size, **kwargs}, others)
             return save.pretrained()
+        _refuse_values(save.model, values)
         refuse_url(folder, f"{type(save.model).__name__}.save_pretrained")
     report = run_on_leader(save.model, save.call_own_code, {"dtype": dtype})  # which may change modules
     if report is None:
         raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
     return report
+
+
+def _refuse_values(model: Any, values: Kept | None) -> None:
+    """Raise an UnsupportedError for `values` that code of the model's own, on rank 0, would have to pass on."""
+    if values is not None:
+        raise UnsupportedError(
+            f"save_pretrained(values=...): {type(model).__name__}'s own save_pretrained saves the model's values. "
+            "Copy these into the model, or into another one of its class, and save that."
+        )
 
 
 def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

@@ -43,12 +43,14 @@ class Selection:
     Attributes:
         dtype: of what is of floating point; None: as it is held.
         held: what is saved under the own names of parameters in place of their values; None: the values.
+        instead: of some parameters, what is saved in place of values; in the parameters' dtypes, if `dtype` is None.
         prefix: what the names of all that begin with in a plan.
         also: what is saved too, by its names in a plan, which are those in the files.
     """
 
     dtype: torch.dtype | None = None
     held: Holds | None = None
+    instead: Holds | None = None
     prefix: str = ""
     also: Holds | None = None
 
@@ -60,6 +62,8 @@ class Selection:
         else:
             held = self.held()
             found = {name: held[name] for name, _ in named_parameters(model) if name in held}
+        if self.instead is not None:
+            found |= {name: it for name, it in self.instead().items() if name in found}
         return {f"{self.prefix}{name}": it for name, it in found.items()} | (
             {} if self.also is None else {**self.also()}
         )
@@ -98,6 +102,7 @@ class LazyParameters:
         self._own = {name: planned for name, planned in named.items() if planned in self.holdings}
         params = dict(named_parameters(model))
         self._names = {id(params[name]): planned for name, planned in self._own.items()}
+        self._dtypes = {planned: params[name].dtype for name, planned in self._own.items() if selection.instead}
         lazy = {key: self._whole(planned) for key, planned in self._names.items()}
         every = named_parameters(model, remove_duplicate=False)
         self._by_name = {name: lazy[id(param)] for name, param in every if id(param) in lazy}
@@ -158,10 +163,10 @@ class LazyParameters:
     def _whole(self, name: str) -> Any:
         """All of what has this name in the plan."""
         holding = self.holdings[name]
-        return self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)))
+        return self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)), self._dtypes.get(name))
 
-    def _lazy(self, view: View) -> Any:
-        return in_dtype(LazyTensor.of(view, self._materialise), self._dtype)
+    def _lazy(self, view: View, dtype: torch.dtype | None = None) -> Any:
+        return in_dtype(LazyTensor.of(view, self._materialise), self._dtype or dtype)
 
     def state_dict(self, *, keeps_adapters: bool = True, buffers: Collection[str] = ()) -> dict[str, Any]:
         """``model.state_dict()`` with lazy tensors, by own names; or what is held in place of values, and `buffers`.

@@ -21,6 +21,7 @@ from ..errors import UnsupportedError
 from ..holdings.holder import refuse_meta
 from ..holdings.introspection import is_packed, is_peft_model
 from ..holdings.own_names import adapter_names, named_parameters, own_names
+from ..holdings.slots import VALUES, holdings_of
 from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
 from ..reports.closing import tell
@@ -30,9 +31,10 @@ from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .arguments import dtype_of_argument, kind_of_save, make_ready, refuse_values
+from .beside import Kept, slots_beside
 from .count import anything, ignored_by
 from .files import Comparison, ShardWriter
-from .lazy_parameters import LazyParameters, held_values, state_dict_without_values
+from .lazy_parameters import Holds, LazyParameters, held_values, state_dict_without_values
 from .pending import PendingSave, note_weights
 from .places import Place, Publishing, Written, place_at, refuse_other_places
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
@@ -56,6 +58,7 @@ class Save:
 
     Args:
         state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
+        values: what is saved in place of the values of parameters.
         coordinator: the ranks, if they have come together already.
         takes_any: the model may be any module; then what is laid out is the caller's.
         is_of_training: plans are kept for the next save; the caller has made the model, of any class, ready.
@@ -68,6 +71,7 @@ class Save:
         *,
         dtype: torch.dtype | str | None = None,
         state_dict: Mapping[str, Any] | None = None,
+        values: Kept | None = None,
         coordinator: Coordinator | None = None,
         takes_any: bool = False,
         is_of_training: bool = False,
@@ -94,7 +98,7 @@ class Save:
             make_ready(model, inner, "save_pretrained", _OUTSIDE)
         refuse_meta(dict(named_parameters(inner)))
         self.model: PreTrainedModel = inner
-        self._place, self._dtype, self._state_dict = place, dtype, state_dict
+        self._place, self._dtype, self._state_dict, self._values = place, dtype, state_dict, values
         self._is_of_training = is_of_training
         self.has_one_place = False
         """Whether ranks have agreed already on where they save."""
@@ -105,7 +109,8 @@ class Save:
     def pretrained(self) -> SaveReport:
         """Save what transformers' ``save_pretrained`` would."""
         report = self.run(self.weights())
-        note_weights(self.model)
+        if self._values is None:
+            note_weights(self.model)
         return report
 
     def weights(self) -> SaveItem:
@@ -118,7 +123,15 @@ class Save:
         in_part = getattr(model, "_hf_peft_config_loaded", False) or is_packed(model)
         left_out = anything if in_part else ignored_by(model)
         lay_out, index = self._lay_out_pretrained, index_name(variant)
-        return SaveItem(lay_out=lay_out, index_name=index, dtype=self._dtype, left_out=left_out)
+        return SaveItem(
+            lay_out=lay_out, index_name=index, dtype=self._dtype, instead=self._instead(), left_out=left_out
+        )
+
+    def _instead(self) -> Holds | None:
+        """What holds the values that the call gives in place of the model's own."""
+        if (values := self._values) is None:
+            return None
+        return lambda: holdings_of(slots_beside(self.model, VALUES, values, self._work.coordinator), VALUES)
 
     def _adapters(self) -> SaveItem:
         model, chosen = self.model, self._kwargs.get("selected_adapters")
@@ -140,6 +153,7 @@ class Save:
             index_name="adapter_model.safetensors.index.json",
             dtype=self._dtype,
             held=partial(held_values, model, names, self._work.coordinator) if embeddings is False else None,
+            instead=self._instead(),
             left_out=anything,  # a state has all that is trained
         )
 

@@ -17,7 +17,7 @@ from ..bindings.tracebacks import shortening
 from ..checkpoint.file_digests import refuse_other_bytes
 from ..checkpoint.format import excerpt
 from ..checkpoint.urls import UrlPath, checkpoints_at
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..holdings.introspection import refuse_unknown_shards
 from ..holdings.own_names import own_names, own_or_clean
 from ..holdings.slots import Training
@@ -28,6 +28,7 @@ from ..ranks.rendezvous import LOAD
 from ..registry import tool
 from ..reports.closing import resuming, tell
 from ..reports.text import bytes_text, count_text
+from ..saving.beside import Beside, Kept
 from ..saving.pending import operation
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
@@ -97,6 +98,7 @@ def load_state(
     with_scheduler: bool = True,
     with_rng: bool = True,
     strict: bool = True,
+    beside: Mapping[str, Kept] | None = None,
     hosts: bool = False,
 ) -> Resumed:
     """Go on from a training state, at any number of ranks and any ZeRO stage, and between ZeRO and FSDP2 (all ranks).
@@ -116,6 +118,8 @@ def load_state(
         with_rng: go on with the random numbers that this rank had.
         strict: raise if the state lacks anything that the model has, or has anything else. If false, what it lacks
             stays as it is. What the optimizer trains must be in the state in any case.
+        beside: what is kept beside the model, as for ``save_state``: it gets the values that were saved, also where
+            ranks hold other parts than then.
         hosts: `folder` is that of each host, as for ``save_state(hosts=True)``. The newest state of which these hosts
             have all pieces between them is taken, and a warning names newer ones.
 
@@ -135,6 +139,7 @@ def load_state(
         with_scheduler=with_scheduler,
         with_rng=with_rng,
         strict=strict,
+        beside=beside,
     )
     if not hosts:
         with _place_of_state(folder) as place:
@@ -187,6 +192,7 @@ def _resumed(
     with_scheduler: bool = True,
     with_rng: bool = True,
     strict: bool = True,
+    beside: Mapping[str, Kept] | None = None,
     all_as_rank_0: bool = False,
 ) -> Resumed:
     """Load the state.
@@ -208,6 +214,8 @@ def _resumed(
             found = found.renamed(partial(own_or_clean, names))
             record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place, rank))
             training = training.without_frozen(record.trained)
+            _refuse_other_names(beside or {}, record, place)
+            apart = Beside.of(training.model, beside or {}, record.keys, coordinator)
             if isinstance(found, StateRecord):
                 _refuse_other_files(found, place, coordinator)
                 if has_base(training.model, record):
@@ -217,7 +225,7 @@ def _resumed(
             drop_options(training.optimizer, groups)
             set_entries(training.optimizer, training.slots, record.form_of, whole)
             foreign = None if isinstance(found, StateRecord) else found.states_for(training, coordinator)
-            load_values(training, place, record, foreign, coordinator, rank=rank, strict=strict)
+            load_values(training, place, record, foreign, coordinator, beside=apart, rank=rank, strict=strict)
             rates = _set_rest(training, record)
             for number, recorded in enumerate(groups):  # after the scheduler, which may not set the rate
                 set_group(training.optimizer, number, recorded, training.slots)
@@ -239,6 +247,8 @@ def _resumed(
         _say_what_follows(training, record, place, coordinator.world_size, all_as_rank_0=all_as_rank_0)
         if isinstance(found, StateRecord):
             _say_what_is_not_there(training, found, with_scheduler, place)
+            if left := [key for key in record.beside if key not in (beside or {})]:
+                logger.warning(f"{place}: {', '.join(left)} is there too, beside the model; beside= would load it.")
     data = (found.for_rank(coordinator.rank) if isinstance(found, StateRecord) else record).data
     return Resumed(place.name, restored(data), dict(record.counters), record.world_size)
 
@@ -286,6 +296,14 @@ def _refuse_other_files(record: StateRecord, place: Path, coordinator: Coordinat
     config = settings_in_force()
     if config.verify == "full" and not isinstance(place, UrlPath):
         refuse_other_bytes(record.digests, place, config, coordinator)
+
+
+def _refuse_other_names(beside: Mapping[str, Kept], record: StateRecord, place: Path) -> None:
+    if lacking := [key for key in beside if key not in record.beside]:
+        raise ConfigError(
+            f"{place}: beside: expected {', '.join(record.beside) or 'nothing'}, as was saved beside the model; got "
+            f"{', '.join(lacking)}. Leave out what is not there, and begin it anew."
+        )
 
 
 def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRecord | ForeignState]:

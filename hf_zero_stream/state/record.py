@@ -107,6 +107,7 @@ class StateRecord:
         forms: what is kept of parameters: each different one once.
         whole: own names of the parameters of which anything belongs to a slot as a whole.
         parts: what that is, by a digest of what lies in the slot.
+        beside: the names of what users keep beside parameters, each in files of its own (:mod:`..saving.beside`).
         untrained: own names of buffers and of parameters that are not trained, whose values are in the state.
         base: of adapters, digests of what is not trained and not in the state, by own names (:mod:`.base`); else None.
         base_of: where that was loaded from.
@@ -131,6 +132,7 @@ class StateRecord:
     forms: Sequence[Form]
     whole: Sequence[str] = ()
     parts: Mapping[str, SlotPart] = field(default_factory=dict)
+    beside: Sequence[str] = ()
     untrained: Sequence[str] = ()
     base: Mapping[str, Sequence[Any]] | None = None
     base_of: str = ""
@@ -328,6 +330,7 @@ def _is_key(value: Any) -> bool:
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "optimizer": lambda value: isinstance(value, str),
     "keys": lambda value: isinstance(value, list) and all(map(_is_key, value)),
+    "beside": lambda value: _are_names(value) and all(map(_is_key, value)),
     "whole": _are_names,
     "untrained": _are_names,
     "base": _is_base,

@@ -37,6 +37,7 @@ from ..ranks.rendezvous import SAVE
 from ..registry import tool
 from ..reports.save import SaveReport
 from ..saving.arguments import make_ready, refuse_unknown_arguments, refuse_url
+from ..saving.beside import Beside, Kept
 from ..saving.pending import PendingSave, note_state, operation
 from ..saving.places import Place, Publishing, place_at, places_at, refuse_other_places
 from ..saving.preparation import Finalizer, SaveItem, as_save_error
@@ -68,7 +69,7 @@ from .tensors import differing, digests_of_buffers, mark_as_older, names_in, oth
 from .wholes import with_own_options, with_parts
 
 
-HOST_ARGUMENTS = "beside", "facts", "told"
+HOST_ARGUMENTS = "files", "facts", "told"
 """What states on hosts are given by those who save them, and users do not give; see their ``HostPlace``."""
 
 
@@ -94,6 +95,7 @@ def save_state(
     scaler: Any = None,
     tag: str | None = None,
     data: Any = None,
+    beside: Mapping[str, Kept] | None = None,
     batch_size: int | None = None,
     with_weights: bool = True,
     keep_older: bool = True,
@@ -119,6 +121,11 @@ def save_state(
         tag: the name of the state's folder; default: ``global_step`` and the number of steps.
         data: anything that JSON can hold and that you will need, such as the position in the data. Each rank may give
             its own, and gets it back.
+        beside: by a name of yours, such as ``"ema"``, what you keep for each parameter, or some: an average of
+            weights. It is a mapping of parameters' names to tensors (what this rank holds of the parameter, element
+            for element: the local shard, the partition; or all of it), or a module with the same parameters.
+            :func:`load_state` takes the same, and fills it. In the background, copies of it are written, which take
+            host memory of their own.
         batch_size: samples in a step of all ranks, of a model that is not in an engine; needed to go on with another
             number of ranks in a scheduler that accelerate steps once for each rank.
         with_weights: save the weights too; False saves the state alone.
@@ -165,6 +172,7 @@ def save_state(
             coordinator,
             tag=f"global_step{training.counters[STEPS]}" if tag is None else str(tag),
             data=data,
+            beside=beside or {},
             with_weights=with_weights,
             keep_older=keep_older,
             exclude_frozen=exclude_frozen,
@@ -186,6 +194,7 @@ def _save(
     *,
     tag: str,
     data: Any,
+    beside: Mapping[str, Kept],
     with_weights: bool,
     keep_older: bool,
     exclude_frozen: bool,
@@ -240,6 +249,9 @@ def _save(
             untrained, digests_of_base = split_base(training, record.buffers, coordinator)
             base = {name: digest.to_json() for name, digest in digests_of_base.items()}
             record = replace(record, untrained=untrained, base=base, base_of=places_of(model))
+        with coordinator.reporting():
+            apart = Beside.of(model, beside, record.keys, coordinator, copies=asynchronous)
+        record = replace(record, beside=[*beside])
         steps = Steps.of_training(training) if asynchronous else Steps()
         items: list[SaveItem] = []
         max_shard_size = kwargs.get("max_shard_size", "5GB")
@@ -247,7 +259,7 @@ def _save(
             weights = _weights(model, save, max_shard_size)
             items.append(replace(weights, changes_with=steps.of_values))
         how: dict[str, Any] = {"steps": steps, "max_shard_size": max_shard_size, "coordinator": coordinator}
-        items.append(state_item(training, record, kept, name, **how))
+        items.append(state_item(training, record, kept, name, apart, **how))
         write_rest = partial(_write_record, name, record, random_states, has_zero)
         finalizer = Finalizer(write_rest, LATEST, replaced)
         saved: SaveReport | PendingSave

@@ -38,6 +38,7 @@ from ..holdings.steps import Steps
 from ..loading.arguments import MODEL_FILES
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
+from ..saving.beside import Beside
 from ..saving.lazy_parameters import LazyParameters, digest, held_values
 from ..saving.preparation import SaveItem
 from ..seams.session import LazyModel
@@ -171,6 +172,7 @@ def state_item(
     record: StateRecord,
     kept: Kept,
     folder: str,
+    beside: Beside,
     *,
     steps: Steps,
     max_shard_size: int | str,
@@ -184,13 +186,15 @@ def state_item(
         # Those of groups in which it does not go whole.
         held = holdings_of([slot for slot in training.slots if key not in kept.whole.get(slot.group, ())], key)
         states[key] = {name: held[name] for name in order if name in held}
+    states |= {key: holdings_of(slots, key) for key, slots in beside.slots.items()}
 
     def values() -> dict[str, Holding]:
         return {**held_values(model, untrained, coordinator), **holdings_of(training.slots, VALUES)}
 
     def also() -> dict[str, Holding]:
         found = {entry_name(key, name): held for key in states for name, held in states[key].items()}
-        return {**found, **held_of_parts(training, record), **held_of_buffers(model, record.buffers, coordinator)}
+        found |= {**held_of_parts(training, record), **held_of_buffers(model, record.buffers, coordinator)}
+        return found | beside.held_buffers(coordinator)
 
     def lay_out_state(where: Path, parameters: LazyParameters) -> list[NotedShard]:
         entries = _named(VALUES, own_entries(parameters, untrained))
@@ -211,7 +215,7 @@ def state_item(
         buffers=untrained,
         changes_with={
             **_named(VALUES, {**steps.of_values, **steps.of_states}),
-            **{name: step for key in states for name, step in _named(key, steps.of_states).items()},
+            **{name: step for key in kept.keys for name, step in _named(key, steps.of_states).items()},
         },
     )
 

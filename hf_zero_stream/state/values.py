@@ -24,6 +24,7 @@ from ..holdings.introspection import has_partition
 from ..holdings.slots import BUFFERS, VALUES, WHOLE, Slot, Training, entry_name
 from ..loading.into import make_ready
 from ..ranks.coordinator import Coordinator
+from ..saving.beside import Beside, buffers_key
 from ..seams.ds_config import settings_in_force
 from .forms import form_for
 from .record import Form, StateRecord
@@ -33,6 +34,8 @@ from .wholes import refuse_absent, tensors_of
 
 logger = logging.get_logger(__name__)
 
+
+_NOTHING = Beside()
 
 States = Callable[[Load, Collection[str]], Mapping[str, Mapping[str, Any]]]
 """Gives lazy tensors of the states of these keys, by the names that the model has for them now."""
@@ -45,19 +48,21 @@ def load_values(
     foreign: States | None,
     coordinator: Coordinator,
     *,
+    beside: Beside,
     rank: int,
     strict: bool,
 ) -> None:
     """Read all values and elementwise states from the state in `place` (all ranks, in a load's meeting).
 
-    Those of a `foreign` state are given; what it lacks stays as it is. For `rank` and `strict` see
-    :func:`load_model_values`.
+    What is kept `beside` the model is read too. A `foreign` state is given; what it lacks stays as it is. For `rank`
+    and `strict` see :func:`load_model_values`.
     """
     # Where new masters cannot be brought into the model, it reads its values itself.
     copies = training.copy_masters is not None
     apart = {member.name for slot in training.slots if not slot.is_in_one_piece for member in slot.members}
     without = record.trained - apart if copies else frozenset[str]()
-    _load(training.model, training, place, record, foreign, coordinator, rank=rank, strict=strict, without=without)
+    how: Any = {"rank": rank, "strict": strict, "without": without, "beside": beside}
+    _load(training.model, training, place, record, foreign, coordinator, **how)
     if training.copy_masters is not None:
         training.copy_masters()
 
@@ -84,8 +89,12 @@ def _load(
     rank: int,
     strict: bool,
     without: AbstractSet[str],
+    beside: Beside = _NOTHING,
 ) -> None:
-    """Read what `model` has but for parameters `without`, and what its `training` keeps, in one load (all ranks)."""
+    """Read what `model` has but for parameters `without`, and what its `training` keeps, in one load (all ranks).
+
+    And what is kept `beside` it.
+    """
     is_complete, of_keys = strict and foreign is None, foreign or partial(lazy_states, model, place)
     needed = (names_in(model) if record.base is None else {*record.untrained} | record.trained) - without
     keys, more = [VALUES], [BUFFERS] if record.buffers else []
@@ -98,9 +107,12 @@ def _load(
             memories.append(live_destination(model, coordinator, config, with_masters=training is None))
         wanted: Wanted = []
         if training is not None:
-            keys += record.keys
+            keys += [*record.keys, *beside.slots]
             more += [WHOLE] if record.has_tensors_of_parts else []
+            more += [buffers_key(key) for key in beside.slots]
             wanted, whole = wanted_of(training, record.keys, record.form_of), tensors_of(training, record)
+            wanted = [*wanted, *((slot, [key]) for key, slots in beside.slots.items() for slot in slots)]
+            whole |= beside.buffers
         device = training.device if training is not None else memories[0].device
         how: Any = {"hides_zero3": _is_partitioned(model), "shares_reads": not config.compares_values}
         memories.append(SlotMemory(wanted, device, coordinator, whole=whole, records=records_by_id(model), **how))

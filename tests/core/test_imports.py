@@ -282,6 +282,7 @@ PUBLIC = {
 HOMES = {
     # register_optimizer_step_pre_hook, and that of what comes after a step
     "torch.optim.optimizer": ("hf_zero_stream.bindings.history", "hf_zero_stream.saving.snapshot"),
+    "torch.optim.swa_utils": ("hf_zero_stream.saving.beside",),  # AveragedModel
     "torch.utils.cpp_extension": ("hf_zero_stream.extensions",),
     "transformers.models.auto": ("hf_zero_stream.auto",),
     "transformers.quantizers": ("hf_zero_stream.cli.models",),

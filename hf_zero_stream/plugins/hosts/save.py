@@ -76,7 +76,7 @@ class HostPlace(Place):
     Args:
         training: what is saved.
         keep: states of this training that stay, this one included.
-        beside: files of this rank that belong to the state too, by their names.
+        files: those of this rank that belong to the state too, by their names.
         facts: what the caller knows that tells this training from others, beside :func:`.choice.facts_of`.
         told: called when all hosts have the state, with the id of the training and its steps.
     """
@@ -91,7 +91,7 @@ class HostPlace(Place):
         copies: int,
         training: Training,
         keep: int = 1,
-        beside: Mapping[str, bytes] | None = None,
+        files: Mapping[str, bytes] | None = None,
         facts: Mapping[str, Any] | None = None,
         told: Callable[[str, int], object] | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class HostPlace(Place):
         for name, value, least in (("copies", copies, 0), ("keep", keep, 1)):
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}: expected a whole number from {least} on; got {value!r}")
-        self._copies, self._keep, self._beside = copies, keep, dict(beside or {})
+        self._copies, self._keep, self._files = copies, keep, dict(files or {})
         self._training, self._facts = training, {**facts_of(training), **(facts or {})}
         self._told = told
 
@@ -123,7 +123,7 @@ class HostPlace(Place):
             state = self._write_pieces(work, paths[hosts.leader], plan, joined(of_hosts))
             with work.clock("publish"):
                 tree = coordinator.broadcast(named(partial(self._tree, publication, plan, finalizer)))
-                for of_rank in coordinator.all_gather(self._beside):
+                for of_rank in coordinator.all_gather(self._files):
                     tree |= of_rank
                 coordinator.run_on_all(lambda: None if own is None else self._commit(own, state, tree))
         except BaseException:

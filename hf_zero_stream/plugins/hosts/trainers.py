@@ -121,8 +121,8 @@ class SaveOnHosts(TrainerCallback):
         trained, own = trained_by(trainer)
         with tempfile.TemporaryDirectory() as folder:
             write_small_files(trainer, Path(folder))
-            beside = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-        self.states.save(trained, data={CLIENT: {}}, beside=beside, **own)
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        self.states.save(trained, data={CLIENT: {}}, files=files, **own)
 
 
 def attach(states: Any, trainer: Any, every: int) -> str | None:
