@@ -218,7 +218,6 @@ if TYPE_CHECKING:
     )
     from .sources.memory import free_memory
     from .sources.page_cache import drop_from_cache, fill_cache
-    from .sources.relay import RelayedFiles, RelayServer
     from .state.base import quantised_names
     from .state.callers import look_for_state, name_in
     from .state.forms import ADAMS

@@ -250,6 +250,7 @@ OURS: Mapping[str, str] = {
     "hosts": "states on the hosts' own disks or in their memory",
     "demo": "hf-zero-stream demo",
     "forecast": "plan(), hf-zero-stream plan, and the memory that reports say training will need",
+    "relay": "ranks that read for others: read_from=rank0, local_rank0; pieces of states that lie on other hosts",
     "remote": "checkpoints at s3://, gs://, az://, https:// and hf:// URLs",
     "packed": "quantised checkpoints: weights that stay quantised, dequantising and quantising while loading",
     "pickled": "checkpoints of torch.save, torch.distributed.checkpoint and DeepSpeed, and hf-zero-stream convert",

@@ -9,13 +9,13 @@ Folders that are the package's, with what users see of them:
 - ``sharded``: FSDP2, tensor parallelism and ``distributed_config``
 - ``saving``: ``save_pretrained`` and its like; ``crash`` kills saves at each of their steps
 - ``state``: training states and how training goes on; ``crash`` kills their saves
-- ``ranks``: how ranks find, wait for and read for each other
+- ``ranks``: how ranks find and wait for each other
 - ``bindings``: what is bent in other packages, other versions of them, and the frameworks above them
 - ``cli``: the command line
 
 Of plug-ins, each of which can be away: ``autoep``, ``autotp``, ``demo``, ``flat``, ``forecast``, ``hosts``, ``nvme``,
-``packed``, ``pickled``, ``remote``, ``stream``, ``tools``, ``verify`` and ``watch``; and ``plugins``: those of others,
-and what plug-ins import of the core.
+``packed``, ``pickled``, ``relay``, ``remote``, ``stream``, ``tools``, ``verify`` and ``watch``; and ``plugins``: those
+of others, and what plug-ins import of the core.
 
 Topics across all of it:
 

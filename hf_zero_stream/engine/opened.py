@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from ..checkpoint.map import CheckpointMap
 from ..checkpoint.nodes import View
 from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
+from ..registry import tool
 from ..settings.config import READS_STAGED, StreamingConfig
 from ..sources.base import RETRIES, ByteSource, Hints, Retries
 from ..sources.by_path import FilesByPath, mounted_folders
@@ -34,7 +35,6 @@ from .lanes import Lane, SideLane
 
 
 if TYPE_CHECKING:
-    from ..sources.relay import RelayServer
     from .compute import ShardEvaluator
 
 
@@ -68,7 +68,8 @@ class OpenCheckpoint:
         self._device = device
         self.staging_bytes = config.staging_on(device.type)
         self._is_relayed = False
-        self._server: RelayServer | None = None
+        self._server: Any = None
+        """Of :mod:`..plugins.relay`: it reads for other ranks."""
         self._ahead: ReadAhead | None = None
         self._pinning: threading.Thread | None = None
         self.shards: tuple[Shard, ...] = ()
@@ -216,15 +217,14 @@ class OpenCheckpoint:
         first = len(self.shards)
         self.shards, self.mounts = (*self.shards, *shards), mounted_folders()
         if self.relays and shards and not self._is_relayed:
-            from ..sources.relay import RelayedFiles, RelayServer
-
+            relay = tool("relay", "relay", f"read_from={self.config.read_from!r}")
             reader, *clients = self._reader_and_clients()
             with self.coordinator.naming_dead_rank():
                 group = dist.new_group(backend="gloo")
             if self.coordinator.rank == reader:
-                self._server = RelayServer(self.source, clients, group)
+                self._server = relay.RelayServer(self.source, clients, group)
             else:
-                self.source = RelayedFiles(self.source, reader, group)
+                self.source = relay.RelayedFiles(self.source, reader, group)
             self._is_relayed = True
         self.source.add(shards)
         if self._is_relayed:

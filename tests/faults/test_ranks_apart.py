@@ -69,6 +69,7 @@ def defer_where_rank_0_reads(folders: list[Path]) -> int:
     return lazy
 
 
+@pytest.mark.plugin("relay")
 def test_a_deferral_where_one_rank_reads_for_others(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = zoo_checkpoint("llama")
     small = shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -171,8 +171,8 @@ COLUMNS = [("torch.distributed", "all_to_all_single")]
 BROADCAST = [("torch.distributed", "broadcast")]
 SUM = [("torch.distributed", "all_reduce")]
 GATHER = [("torch.distributed", "gather")]
-REQUEST = [("hf_zero_stream.sources.relay:RelayedFiles", "_ask")]
-ANSWER = [("hf_zero_stream.sources.relay:RelayServer", "_answer")]
+REQUEST = [("hf_zero_stream.plugins.relay.relay:RelayedFiles", "_ask")]
+ANSWER = [("hf_zero_stream.plugins.relay.relay:RelayServer", "_answer")]
 OF_DEEPSPEED = [("deepspeed.comm", "all_gather_into_tensor")]
 
 
@@ -211,6 +211,7 @@ def test_killed_in_a_collective(even_checkpoint: Path, tmp_path: Path, name: str
     check_survivor(folder, tmp_path, act, places, number, victim)
 
 
+@pytest.mark.plugin("relay")
 @pytest.mark.parametrize(("places", "victim"), [(REQUEST, 1), (ANSWER, 0)], ids=["client", "reader"])
 def test_killed_while_reads_are_relayed(even_checkpoint: Path, tmp_path: Path, places: Any, victim: int) -> None:
     check_survivor(even_checkpoint, tmp_path, load_by_rank_0, places, 1, victim)

@@ -52,11 +52,9 @@ IN_MAKE_TEST |= {"FSDP2, verify", "TP and EP", "accelerate, on the host"}
 
 def rows(names: Iterable[str]) -> list[Any]:
     """For ``parametrize``. A trial costs seconds of all ranks, and the others differ less from these."""
-    slow, verify = [pytest.mark.slow], [pytest.mark.plugin("verify")]
-    return [
-        pytest.param(name, marks=slow * (name not in IN_MAKE_TEST) + verify * name.endswith(", verify"))
-        for name in names
-    ]
+    needs = {"verify": pytest.mark.plugin("verify"), "rank 0 reads": pytest.mark.plugin("relay")}
+    marks = {name: [mark for what, mark in needs.items() if name.endswith(f", {what}")] for name in names}
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_MAKE_TEST) + marks[name]) for name in marks]
 
 
 def stock_of_zero(name: str) -> tuple[int, dict[str, Any]]:

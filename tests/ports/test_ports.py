@@ -181,6 +181,7 @@ def read_through_rank_0(folder: Path) -> str:
         return type(checkpoint.source).__name__
 
 
+@pytest.mark.plugin("relay")
 def test_a_rank_reads_for_another(cluster: None, tmp_path: Path) -> None:
     for name, content in CONTENTS.items():
         (tmp_path / name).write_bytes(content)

@@ -155,7 +155,7 @@ subprocess.run(command)
 """
 
 
-@pytest.mark.plugin("watch")
+@pytest.mark.plugin("watch", "relay")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "world_size", "victim", "readers"),

@@ -173,7 +173,7 @@ def digest_of_one_rank(folder: Path) -> str:
 
 
 @pytest.mark.plugin("verify")
-@pytest.mark.parametrize("read_from", ["all", "rank0"])
+@pytest.mark.parametrize("read_from", ["all", pytest.param("rank0", marks=pytest.mark.plugin("relay"))])
 @pytest.mark.sample(1)
 def test_digests(cluster: None, tmp_path: Path, read_from: str) -> None:
     """That of one rank's load: replicas count once."""
@@ -241,7 +241,10 @@ def load_with_a_victim_sharded(folder: Path, victim: int, settings: dict[str, An
 
 
 @pytest.mark.plugin("watch")
-@pytest.mark.parametrize(("victim", "settings"), [(2, {}), (0, {"read_from": "rank0"})])
+@pytest.mark.parametrize(
+    ("victim", "settings"),
+    [(2, {}), pytest.param(0, {"read_from": "rank0"}, marks=pytest.mark.plugin("relay"))],
+)
 def test_killed(cluster: None, zoo_checkpoint: Checkpoint, victim: int, settings: dict[str, Any]) -> None:
     outcomes = run_ranks_expecting_errors(
         3, load_with_a_victim_sharded, zoo_checkpoint("qwen3_moe"), victim, settings, timeout=90

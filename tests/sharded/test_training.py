@@ -267,7 +267,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.plugin("forecast", "verify")
+@pytest.mark.plugin("forecast", "relay", "verify")
 @pytest.mark.slow
 def test_each_byte_is_read_once(cluster: None, mixture: Path) -> None:
     for (exchanged, alone, verified, relayed, by_default), planned in run_ranks(2, reports_of, mixture, TP):

@@ -175,7 +175,7 @@ def resume_error(folder: Path, target: Path, stage: int, how: dict[str, str]) ->
     return ""
 
 
-@pytest.mark.plugin("verify")
+@pytest.mark.plugin("relay", "verify")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_changed_byte(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, asynchronous: bool) -> None:
     folder, target = zoo_checkpoint("llama"), tmp_path / "state"

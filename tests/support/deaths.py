@@ -13,10 +13,9 @@ import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.destinations import replicated
+from hf_zero_stream.destinations import exchange
 from hf_zero_stream.ranks import presence
 from hf_zero_stream.ranks.presence import Location
-from hf_zero_stream.sources import relay
 from tests.support.cluster import SOON_S, Outcome
 from tests.support.disk import replace_reads
 from tests.support.messages import error_of
@@ -32,17 +31,19 @@ def kill_in_first_read() -> None:
 
 
 def kill_in_second_all_gather() -> None:
-    real, calls = replicated.all_gather, []
+    real, calls = exchange.all_gather, []
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         return real(*args, **kwargs) if len(calls) < 2 else kill_this_process()
 
-    replicated.all_gather = gather
+    exchange.all_gather = gather
 
 
 def kill_in_a_request() -> None:
-    relay.RelayedFiles._ask = lambda *args: kill_this_process()
+    from hf_zero_stream.plugins.relay.relay import RelayedFiles
+
+    RelayedFiles._ask = lambda *args: kill_this_process()  # type: ignore[method-assign]
 
 
 def look_as_on_other_hosts() -> None:

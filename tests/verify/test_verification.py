@@ -254,6 +254,7 @@ def verified_through_a_relay(folder: Path) -> str:
     return model.streaming_report.digest
 
 
+@pytest.mark.plugin("relay")
 def test_read_by_another_rank(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     digests = run_ranks(2, verified_through_a_relay, zoo_checkpoint("llama"))
     ((alone,),) = run_ranks(1, verified_in_fp32, zoo_checkpoint("llama"))

@@ -41,8 +41,8 @@ from tests.support.zoo import Checkpoint
         (4, 2, kill_in_first_read, {}, {}),
         (3, 1, kill_in_first_read, None, {}),
         (4, 1, kill_in_second_all_gather, None, {"staging_bytes": 2**15}),
-        (3, 0, kill_in_first_read, {}, {"read_from": "rank0"}),
-        (3, 2, kill_in_a_request, {}, {"read_from": "rank0"}),
+        pytest.param(3, 0, kill_in_first_read, {}, {"read_from": "rank0"}, marks=pytest.mark.plugin("relay")),
+        pytest.param(3, 2, kill_in_a_request, {}, {"read_from": "rank0"}, marks=pytest.mark.plugin("relay")),
     ],
     ids=["ZeRO-3, rank 0", "ZeRO-3", "shared", "shared, in a collective", "reader for others", "read for by another"],
 )

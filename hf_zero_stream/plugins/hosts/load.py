@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from transformers.utils import logging
@@ -17,12 +17,11 @@ from ...plugin_api import (
     ByteSource,
     Coordinator,
     LocalFiles,
-    RelayedFiles,
-    RelayServer,
     Retries,
     SourceFile,
     Training,
     mounted,
+    tool,
 )
 from .choice import Chosen, FoundState, TrainingMark, choose, joined, mark_of, piece_name
 from .folders import (
@@ -161,17 +160,18 @@ def pieces_mounted(place: Path, coordinator: Coordinator) -> Iterator[None]:
     with ExitStack() as stack:
         here = LocalFiles(pieces, retries=Retries())
         stack.callback(here.close)
-        clients = dict[int, RelayedFiles]()
-        server: RelayServer | None = None
+        clients: dict[int, Any] = {}
+        server: Any = None
         if relays := any(readers):  # else each host has every piece
+            relay = tool("relay", "relay", f"{place}: to read pieces that lie on other hosts")
             with coordinator.naming_dead_rank():
                 group = dist.new_group(backend="gloo")
             asking = [rank for rank, of_rank in enumerate(readers) if coordinator.rank in of_rank]
             for reader in sorted({*reader_of.values()}):
-                clients[reader] = RelayedFiles(here, reader, group, shares_group=True)
+                clients[reader] = relay.RelayedFiles(here, reader, group, shares_group=True)
                 clients[reader].add(pieces)
             if asking:
-                server = RelayServer(here, asking, group, shares_group=True)
+                server = relay.RelayServer(here, asking, group, shares_group=True)
             coordinator.agree()
         elsewhere: dict[int, ByteSource] = {piece: clients[reader] for piece, reader in reader_of.items()}
 

@@ -2,7 +2,7 @@
 
 A piece has the bytes that one rank wrote, of many files, one run of bytes after the other. The runs of all pieces
 cover the files between them. A rank reads a piece that its host has; another one through a rank of a host that has it
-(see :mod:`...sources.relay`). What a file begins with, its header, lies on every host in a file of the same name.
+(see :mod:`..relay`). What a file begins with, its header, lies on every host in a file of the same name.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.sources import relay
+from hf_zero_stream.plugins.relay import relay
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.support.commands import run_command
 from tests.support.disk import failing, replace_reads

@@ -21,8 +21,8 @@ from transformers.core_model_loading import WeightConverter
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.sources import relay
-from hf_zero_stream.sources.relay import RelayServer
+from hf_zero_stream.plugins.relay import relay
+from hf_zero_stream.plugins.relay.relay import RelayServer
 from tests import sampling
 from tests.loading.test_odd_parameters import Normalises, ThroughNumpy
 from tests.support import odd_models

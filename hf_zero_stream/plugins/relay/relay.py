@@ -14,8 +14,8 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from ..errors import ReadError
-from .base import ByteSource, SourceFile
+from ...errors import ReadError
+from ...plugin_api import ByteSource, SourceFile
 
 
 CHUNK_BYTES = 8 * 2**20
