@@ -170,7 +170,7 @@ EXCHANGE = [("hf_zero_stream.destinations.exchange", "all_gather")]
 COLUMNS = [("torch.distributed", "all_to_all_single")]
 BROADCAST = [("torch.distributed", "broadcast")]
 SUM = [("torch.distributed", "all_reduce")]
-GATHER = [("torch.distributed", "gather")]
+QUANTISED = [("hf_zero_stream.plugins.packed.batches", "all_gather")]
 REQUEST = [("hf_zero_stream.plugins.relay.relay:RelayedFiles", "_ask")]
 ANSWER = [("hf_zero_stream.plugins.relay.relay:RelayServer", "_answer")]
 OF_DEEPSPEED = [("deepspeed.comm", "all_gather_into_tensor")]
@@ -185,8 +185,7 @@ CASES: dict[str, tuple[Any, list[tuple[str, str]], int]] = {
     "save": (save_under_zero, AGREEMENT, 2),
     "save by rank 0": (save_by_rank_0, COLUMNS, 1),
     "broadcast": (load_shards, BROADCAST, 1),
-    "gather": (load_quantised, GATHER, 1),
-    "broadcast of joined weights": (load_quantised, BROADCAST, 2),
+    "gather of quantised parts": (load_quantised, QUANTISED, 1),
     "sum of shards": (load_missing_shards, SUM, 1),
     "comparison of tied parameters": (load_both_ends_of_a_tie, SUM, 1),
     "gathered by DeepSpeed": (load_missing_under_zero, OF_DEEPSPEED, 1),

@@ -1,7 +1,7 @@
 """Batches in which the ranks quantise weights together: each reads and quantises 1/N of the values of every weight.
 
-One rank joins what all have made of a weight and sends it to all, each of which takes its own bytes. So a rank has
-1/N of a batch's values, the bytes of those weights that it joins, and the bytes of one weight that is being sent.
+They gather what all have made, one weight after the other; each rank joins it and takes its own bytes. So a rank has
+1/N of a batch's values, or of the bytes that are made of them, and the bytes of one weight.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from ...plugin_api import Batch, Coordinator, Item, Target, allocating, collective_device
+from ...plugin_api import Batch, Coordinator, Item, Target, all_gather, allocating, collective_device
 from .quantised_rows import Quantised
 
 
@@ -56,6 +55,7 @@ class _BatchGroup:
         self._coordinator = coordinator
         self._device = device
         self._values: list[torch.Tensor] = []
+        self._received = torch.empty(0)
 
     def batch(self) -> Batch:
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
@@ -76,60 +76,43 @@ class _BatchGroup:
     def _memory(self, number: int) -> torch.Tensor:
         return self._values[number]
 
-    def _joins(self, number: int) -> int:
-        """The rank that joins the weight `number`: each joins some."""
-        return number % self._coordinator.world_size
-
     def _finish(self) -> None:
-        # Only what cannot fail stands between agreements: a rank that raised would leave others in a collective.
-        coordinator = self._coordinator
-        made = coordinator.run_on_all(self._quantised)
-        gathered = [self._gathered(number, each) for number, each in enumerate(made)]
-        del made
-        rows = coordinator.run_on_all(partial(self._joined, gathered))
-        for number, weight in enumerate(self._weights):
-            row = self._sent(number, weight.node, rows.pop(number, None))
-            weight.node.record_quant_state(row)
-            weight.take(row)
+        made, failure = self._coordinator.run_on_all(self._quantised), None
+        for weight in self._weights:
+            parts = self._gathered(made.pop(0))
+            try:
+                if failure is None:
+                    row = weight.node.joined(parts)
+                    weight.node.record_quant_state(row)
+                    weight.take(row)
+            except Exception as error:  # raised now, it would leave others in the next collective
+                failure = error
+        self._received = torch.empty(0)
+        self._coordinator.agree(failure)
 
     def _quantised(self) -> list[torch.Tensor]:
         """This rank's part of each weight, in a buffer for the longest part; values are freed one after the other."""
+        world_size = self._coordinator.world_size
         where = self._device if self._coordinator.is_alone else collective_device()
         found = []
         for number, (name, node, _) in enumerate(self._weights):
             made = node.quantise(self._values[number])
             self._values[number] = torch.empty(0)
-            longest = node.part_nbytes(self._coordinator.world_size)
-            with allocating(name, longest, where, self._coordinator.rank):
-                buffer = torch.zeros(longest, dtype=torch.uint8, device=where)
+            with allocating(name, node.part_nbytes(world_size), where, self._coordinator.rank):
+                buffer = torch.zeros(node.part_nbytes(world_size), dtype=torch.uint8, device=where)
             buffer[: made.numel()] = made
             found.append(buffer)
+        if world_size > 1:
+            nbytes = world_size * max(map(len, found))
+            with allocating("one of the weights that are quantised", nbytes, where, self._coordinator.rank):
+                self._received = torch.empty(nbytes, dtype=torch.uint8, device=where)
         return found
 
-    def _gathered(self, number: int, made: torch.Tensor) -> list[torch.Tensor]:
-        """Gather the parts of a weight that all ranks have made, on the rank that joins it; others return nothing."""
-        world_size, joins = self._coordinator.world_size, self._joins(number)
+    def _gathered(self, made: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The parts of a weight that all ranks have made (all ranks)."""
+        world_size = self._coordinator.world_size
         if world_size == 1:
             return [made]
-        parts = [torch.empty_like(made) for _ in range(world_size)] if joins == self._coordinator.rank else None
-        self._coordinator.run(dist.gather, made, parts, joins)
-        return parts or []
-
-    def _joined(self, gathered: Sequence[list[torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """The weights that this rank joins, by number; frees the parts."""
-        rows = {}
-        for number, parts in enumerate(gathered):
-            if parts:
-                rows[number] = self._weights[number].node.joined(parts)
-                parts.clear()
-        return rows
-
-    def _sent(self, number: int, node: Quantised, row: torch.Tensor | None) -> torch.Tensor:
-        """All bytes of a weight: `row` on the rank that has joined it, and sends it to the others."""
-        if self._coordinator.world_size > 1:
-            if row is None:
-                assert node.weight is not None
-                row = torch.empty(node.weight.row_bytes, dtype=torch.uint8, device=collective_device())
-            self._coordinator.run(dist.broadcast, row, self._joins(number))
-        assert row is not None
-        return row
+        received = self._received[: world_size * len(made)]
+        self._coordinator.run(all_gather, received, made)
+        return received.split(len(made))

@@ -1,7 +1,7 @@
 """Weights that are quantised while they are loaded, by all ranks together: each quantises a part of the values.
 
 A quantised tensor may depend on all values (the mean that double quantisation subtracts), so that no rank can make its
-own bytes from its own values. So each rank quantises some whole blocks, and one rank joins what all have made.
+own bytes from its own values. So each rank quantises some whole blocks, and all join what all have made.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Quantised(Opaque):
     """The row of bytes of a packed weight; its only argument gives the values, flat.
 
     As any :class:`Opaque`, it can be computed on one rank. Where ranks share the work, each calls :meth:`part`, and
-    quantises those values by :meth:`quantise`; one calls :meth:`joined` with what all have made; each calls
+    quantises those values by :meth:`quantise`; then :meth:`joined` with what all have made, and
     :meth:`record_quant_state` with the row.
     """
 
