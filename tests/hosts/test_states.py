@@ -59,6 +59,7 @@ def resume(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], st
     return found
 
 
+@pytest.mark.plugin("relay")
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_of_three_hosts_go_on(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     """And other numbers of ranks, and a host that has nothing."""
@@ -259,6 +260,7 @@ def load_for_fsdp2(disks: Path, folder: Path, hosts: Sequence[str], prepares: bo
     return all(torch.equal(values[key], wanted[key]) for key in values)
 
 
+@pytest.mark.plugin("relay")
 @pytest.mark.parametrize(("hosts", "prepares"), [("ab", True), ("aa", False)])
 def test_weights_of_a_state_under_fsdp2(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, hosts: str, prepares: bool

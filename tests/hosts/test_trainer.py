@@ -81,6 +81,7 @@ def train(
     }
 
 
+@pytest.mark.plugin("relay")
 @pytest.mark.parametrize("zero", [True, False], ids=["ZeRO-3", "FSDP2"])
 @pytest.mark.parametrize("by_settings", [True, False])
 def test_a_host_is_killed(

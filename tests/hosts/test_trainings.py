@@ -89,6 +89,7 @@ def runs(work: Path, *starts: Start, shared: bool = False) -> list[tuple[int, st
     return [run_ranks(len(start.hosts), run, start, work, shared)[0] for start in starts]
 
 
+@pytest.mark.plugin("relay")
 @needs_mounts
 def test_hosts_that_were_away(cluster: None, tmp_path: Path) -> None:
     """The most steps count, not how many states were on the hosts that were there; nor does a save remove it."""
@@ -101,6 +102,7 @@ def test_hosts_that_were_away(cluster: None, tmp_path: Path) -> None:
     assert left == ["00000002", "00000011"]  # on c
 
 
+@pytest.mark.plugin("relay")
 @needs_mounts
 def test_hosts_that_were_away_and_a_shared_disk(cluster: None, tmp_path: Path) -> None:
     _, (begin, said, left), (again, _, _) = runs(
