@@ -86,7 +86,6 @@ if TYPE_CHECKING:
     from .destinations.deferred import InPlace
     from .destinations.dtensor import DTensors
     from .destinations.replicated import chunk_bytes
-    from .dtypes import dtype_name, dtype_named
     from .engine.compute import MemoryEvaluator
     from .engine.execute import HugePages, run_in_threads
     from .engine.load import Load
@@ -194,7 +193,7 @@ if TYPE_CHECKING:
         without_own_section,
     )
     from .settings.scope import resource_around, set_in_context
-    from .settings.values import floating_dtype
+    from .settings.values import dtype_name, dtype_named, floating_dtype
     from .sources.base import (
         RETRIES,
         ByteSource,

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..dtypes import dtype_name, is_dtype_name
 from ..errors import CheckpointError, ReadError
+from ..settings.values import dtype_name, is_dtype_name
 from ..sources.base import as_read_error
 from ..sources.local import open_nonblocking, status_of_regular
 from .format import excerpt, parse_object

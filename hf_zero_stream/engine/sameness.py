@@ -16,12 +16,12 @@ from torch import nn
 from ..checkpoint.format import ShardHeader
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import FileTensor, View
-from ..dtypes import dtype_name
 from ..errors import CheckpointError, DisagreementError, installed_version
 from ..holdings.introspection import whole_shape
 from ..ranks.coordinator import Coordinator, shortened
 from ..ranks.presence import digest_of
 from ..settings.config import StreamingConfig
+from ..settings.values import dtype_name
 
 
 LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate")

@@ -25,10 +25,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..bindings import history
-from ..dtypes import dtype_name, dtype_named, is_dtype_name
 from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
+from ..settings.values import dtype_name, dtype_named, is_dtype_name
 from . import fsdp
 from .fsdp import local_shard_of
 from .holding import Holding

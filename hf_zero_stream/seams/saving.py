@@ -27,10 +27,10 @@ from ..bindings.table import installed
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
-from ..dtypes import dtype_name
 from ..holdings.introspection import forget_quantizer, has_partition, is_packed
 from ..registry import PatchScope, tool
 from ..settings.scope import set_in_context
+from ..settings.values import dtype_name
 
 
 @dataclass(frozen=True)

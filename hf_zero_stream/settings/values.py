@@ -1,4 +1,4 @@
-"""The values that the annotations of settings allow, and how they are read from text."""
+"""Values as text: the names of dtypes, and what the annotations of settings allow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from fractions import Fraction
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from ..dtypes import dtype_name, dtype_named, is_dtype_name
 from ..errors import ConfigError
 
 
@@ -71,6 +70,28 @@ def _read(kind: Any, value: Any, is_written: bool) -> Any:
     if is_written or (kind is Size and isinstance(value, str)):
         return parse_size(value, units=kind is Size)
     return value if type(value) is int and value >= 0 else None  # a bool is an int, but `staging_bytes=True` a mistake
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, or of what is given by one."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_dtype_name(name: Any) -> bool:
+    """Whether a dtype has this name."""
+    import torch  # settings and headers do without
+
+    return isinstance(name, str) and isinstance(vars(torch).get(name), torch.dtype)
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """The dtype of this name; a ValueError if there is none."""
+    import torch
+
+    if not is_dtype_name(name):
+        raise ValueError(f"{name!r} is the name of no dtype")
+    found: torch.dtype = vars(torch)[name]
+    return found
 
 
 def torch_name(dtype: Any) -> str:

@@ -20,7 +20,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..dtypes import dtype_named
 from ..errors import ConfigError
 from ..holdings.introspection import PACKED, is_adapted, is_packed
 from ..holdings.own_names import modules, own_names
@@ -29,6 +28,7 @@ from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import digests_of, held_values
 from ..saving.parameters import refuse_or_say_differing
 from ..saving.write import threads_of
+from ..settings.values import dtype_named
 from .digests import Digest, digests_in_memory, in_checkpoint, note_in_checkpoint, places_of
 from .record import StateRecord
 from .tensors import names_in

@@ -26,7 +26,6 @@ from ..checkpoint.state_folder import files_of
 from ..checkpoint.tensor_digests import digest_of_values
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.visitor import Visitor
-from ..dtypes import dtype_name, dtype_named
 from ..engine.execute import run_in_threads
 from ..engine.load import Load
 from ..engine.places import cached_folder
@@ -39,6 +38,7 @@ from ..loading.dry_load import lazily_loaded, lazily_loaded_like
 from ..ranks.coordinator import Coordinator
 from ..saving.preparation import quiet
 from ..seams.ds_config import settings_in_force
+from ..settings.values import dtype_name, dtype_named
 
 
 _WORD = 2**64

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checkpoint.format import excerpt
-from ..dtypes import dtype_name, dtype_named
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..holdings.slots import (
     Forms,
@@ -34,6 +33,7 @@ from ..holdings.slots import (
 )
 from ..ranks.coordinator import Coordinator
 from ..saving.parameters import refuse_differing
+from ..settings.values import dtype_name, dtype_named
 from .plain import is_same, plain, restored
 from .record import Form, GroupRecord, StateRecord
 

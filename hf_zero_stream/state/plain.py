@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..dtypes import dtype_name, dtype_named
 from ..errors import UnsupportedError
+from ..settings.values import dtype_name, dtype_named
 
 
 _PAIRS, _TUPLE, _ARRAY = "(key, value)", "(tuple)", "(array)"  # JSON has only strings as keys, and no tuples

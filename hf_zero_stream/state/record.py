@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.format import parse_object
-from ..dtypes import dtype_name, is_dtype_name
 from ..errors import CheckpointError
 from ..holdings.slots import Slot, is_storage_kind
+from ..settings.values import dtype_name, is_dtype_name
 from ..sources.base import is_plain_name
 from .digests import Digest
 from .plain import restored

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from ..dtypes import dtype_name, dtype_named
 from ..errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from ..holdings.holding import Holding, open_flat
 from ..holdings.introspection import local_of
 from ..holdings.slots import WHOLE, Slot, Training, entry_name, storage_kind
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
+from ..settings.values import dtype_name, dtype_named
 from .forms import Kept, Wholes, option_of, with_kind
 from .record import GroupRecord, SlotPart, StateRecord
 
