@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import accelerators
-    from .accelerators import all_gather, collective_device, free_bytes, is_accelerator, kind, settle, synchronise
+    from .accelerators import (
+        all_gather,
+        collective_device,
+        free_bytes,
+        is_accelerator,
+        kind,
+        pinned,
+        settle,
+        sleeping_event,
+        stream,
+        synchronise,
+    )
     from .bindings import history
     from .bindings.install import override_methods
     from .bindings.streaming import streaming
@@ -60,6 +71,7 @@ if TYPE_CHECKING:
         Copy,
         FileTensor,
         HostTensor,
+        Leaf,
         Node,
         Opaque,
         Pointwise,
@@ -87,14 +99,14 @@ if TYPE_CHECKING:
     from .destinations.dtensor import DTensors
     from .destinations.replicated import chunk_bytes
     from .engine.compute import MemoryEvaluator
-    from .engine.execute import HugePages, run_in_threads
+    from .engine.execute import HugePages, execute_reads, run_in_threads
     from .engine.load import Load
     from .engine.opened import OpenCheckpoint
     from .engine.places import cached_folder, place_of, read_checkpoint_map
     from .engine.reader import Reader
     from .extensions import stale_lock_advice, stale_locks
     from .holdings import fsdp
-    from .holdings.deepspeed.partitions import own_range
+    from .holdings.deepspeed.partitions import local_device, own_range
     from .holdings.holder import refuse_meta
     from .holdings.holding import Holding, LocalShard, open_flat
     from .holdings.introspection import (
@@ -107,6 +119,7 @@ if TYPE_CHECKING:
         is_dtensor,
         is_packed,
         is_sharded,
+        lies_in_files,
         local_of,
         ops_of_quantizer,
         packed_weights,
@@ -120,7 +133,7 @@ if TYPE_CHECKING:
     from .loading.dry_load import lazily_loaded, load_of_layouts, model_class_of
     from .loading.integration import outside_zero_init
     from .planning.boxes import Cut, Interval, ParameterBox
-    from .planning.plan import LoadPlan, Target, materialise_reason
+    from .planning.plan import BatchPlan, LoadPlan, Target, materialise_reason, plan_batch
     from .ranks.coordinator import Coordinator, expected_at, meeting
     from .ranks.presence import Location, Presence, digest_of, is_alone
     from .ranks.rendezvous import LOAD, MeetingKind

@@ -247,6 +247,7 @@ OURS: Mapping[str, str] = {
     "flat": "engines of ZeRO stages 1 and 2 without a second copy of the model",
     "nvme": "parameters in DeepSpeed's swap files (offload_param to NVMe)",
     "verify": "loads that compare what they placed with the files: verify=sample, full",
+    "from_files": "frozen weights that stay in their files: frozen_weights=files",
     "hosts": "states on the hosts' own disks or in their memory",
     "demo": "hf-zero-stream demo",
     "forecast": "plan(), hf-zero-stream plan, and the memory that reports say training will need",

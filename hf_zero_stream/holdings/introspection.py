@@ -272,6 +272,11 @@ def ops_of_quantizer(conversion: Any) -> list[Any]:
     return [op for op in getattr(conversion, "operations", ()) if hasattr(op, "hf_quantizer")]
 
 
+def lies_in_files(param: Any) -> bool:
+    """Whether a frozen parameter's values stay in the checkpoint's files: a plug-in reads them when they are used."""
+    return getattr(param, "_hf_zero_stream_in_files", False)
+
+
 def is_adapted(model: Any) -> bool:
     """Whether of `model` only adapters are saved: by ``peft.get_peft_model``, or transformers' ``add_adapter``."""
     return is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)

@@ -87,6 +87,11 @@ def choose(
         warn_of_late_config()
     with expected_at(LOAD):
         chosen = partial(Choice, settings=(settings := settings_for(ds_config, strict)), ds_config=ds_config)
+        if settings.frozen_weights == "files" and not is_zero3:
+            raise UnsupportedError(
+                'frozen_weights="files" is for ZeRO-3, whose ranks gather a layer when it is used; no DeepSpeed '
+                "config with stage 3 is active. Make one first (HfDeepSpeedConfig, TrainingArguments), or leave it."
+            )
         if settings.destination:
             return chosen(way=Way.PLUGIN, is_joint=is_one_of_several())
         if is_zero3:
@@ -220,6 +225,9 @@ def _load_partitioned(choice: Choice, coordinator: Coordinator) -> Load:
     partitions = partitioned.Partitioned(full_config, coordinator, around=around)
     load = Load(choice.settings, full_config, coordinator, partitions)
     zero3.refuse_unsupported(full_config)
+    if choice.settings.frozen_weights == "files":
+        make_swapper = tool("file_swapper", "from_files", 'frozen_weights="files"')
+        partitions.file_swapper = make_swapper(load.checkpoint, full_config)
     if _builds_without_memory():
         raise UnsupportedError(
             "from_pretrained inside accelerate's init_empty_weights() would leave every parameter without values. "

@@ -48,7 +48,8 @@ class StreamingConfig:
 
     None of the settings but `keep_quantized` and `random_numbers` changes what is loaded, only how, and what `strict`
     refuses. Each rank may have its own settings, except for `read_from`, `share_reads`, `strict`, `verify`,
-    `destination`, `keep_quantized`, `random_numbers` and, where ranks share the reading, `staging_bytes`.
+    `destination`, `keep_quantized`, `frozen_weights`, `random_numbers` and, where ranks share the reading,
+    `staging_bytes`.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
@@ -92,6 +93,19 @@ class StreamingConfig:
     formats. So are those that a `BitsAndBytesConfig` quantises while they are loaded. A `quantization_config` with
     `dequantize=True` counts more. False dequantises where transformers would, and leaves the rest to stock. True
     raises where weights cannot be kept so in a sharded model; `"auto"` warns, and loads as with False.
+    """
+
+    frozen_weights: Literal["memory", "files"] = "memory"
+    """Under ZeRO-3, where weights lie that no optimizer trains: `"memory"`, or the checkpoint's `"files"`.
+
+    From there a rank reads its part of a weight whenever DeepSpeed is about to gather it, as a step needs each layer
+    twice. What an optimizer has at `deepspeed.initialize` is read into memory then. See docs/from_files.md.
+    """
+
+    frozen_bytes: Size = 0
+    """The most host memory that a rank takes for weights that stay in files; 0: its parts of the two largest layers.
+
+    In it are weights that are in use, those that come next, and those that were in use last.
     """
 
     random_numbers: Literal["plain", "stock"] = "plain"

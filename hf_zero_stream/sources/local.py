@@ -209,15 +209,19 @@ class LocalFiles:
             os.posix_fadvise(self._handle(number), start, length, os.POSIX_FADV_DONTNEED)
 
     def check_unchanged(self) -> None:
-        with self._lock:
-            handles = dict(self._handles)
-        for number, handle in handles.items():
-            path = self._files[number].path
-            self._check_identity(path, os.fstat(handle))
+        for path in self.check_open():
             try:
                 self._check_identity(path, os.stat(path))
             except FileNotFoundError:
                 raise _changed_error(path, "removed") from None
+
+    def check_open(self) -> list[str]:
+        """The paths of the files that are open; a CheckpointError if one of these was written to or truncated."""
+        with self._lock:
+            handles = {self._files[number].path: handle for number, handle in self._handles.items()}
+        for path, handle in handles.items():
+            self._check_identity(path, os.fstat(handle))
+        return [*handles]
 
     def finish(self) -> None:
         pass

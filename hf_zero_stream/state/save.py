@@ -28,7 +28,7 @@ from ..bindings.tracebacks import shortening
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..checkpoint.file_digests import recorded
 from ..errors import ConfigError, SaveError, UnsupportedError
-from ..holdings.introspection import is_adapted, is_peft_model
+from ..holdings.introspection import is_adapted, is_peft_model, lies_in_files
 from ..holdings.own_names import named_parameters
 from ..holdings.slots import STEPS, Training
 from ..holdings.steps import Steps, unseen_reason
@@ -214,8 +214,9 @@ def _save(
         )
     here = kept_here(training)
     options = [recorded_options(training.optimizer, each) for each in range(len(training.optimizer.param_groups))]
-    # Packed weights lie in memory as in no file of a state.
-    has_base = exclude_frozen or is_adapted(model) or keeps_packing(model)
+    # Packed weights lie in memory as in no file of a state; and what stays in files no load may write to.
+    in_files = any(map(lies_in_files, model.parameters()))
+    has_base = exclude_frozen or is_adapted(model) or keeps_packing(model) or in_files
     data = plain(data, "data", exactly=True, with_tensors=True)
     random_state = rng.of_this_rank()
     buffers = {} if coordinator.is_alone else digests_of_buffers(model)

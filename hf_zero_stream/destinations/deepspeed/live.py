@@ -17,7 +17,7 @@ from ...holdings.deepspeed import partitions
 from ...holdings.deepspeed.engine import masters_of
 from ...holdings.deepspeed.partitions import gather, select_gathered
 from ...holdings.holding import cut_shard_of
-from ...holdings.introspection import is_cut
+from ...holdings.introspection import is_cut, lies_in_files
 from ...holdings.own_names import named_parameters
 from ...holdings.slots import VALUES, Member, Slot, memory_of
 from ...planning.plan import Target
@@ -65,6 +65,11 @@ class LiveModel(LiveWhole):
         convert_lazy(self._model, model, missing)
         parameters, buffers, scattered = self._sources(model, missing)
         self._loaded = [param for param, _ in parameters.values()]
+        if in_files := [name for name, (param, _) in parameters.items() if lies_in_files(param)]:
+            raise UnsupportedError(
+                f'{len(in_files)} parameters stay in the checkpoint\'s files (frozen_weights="files"), and cannot be '
+                f"written to: {', '.join(in_files[:8])}. Leave them out, or load the model with them in memory."
+            )
         filling = _Filling(flat_items(buffers), scattered)
         for name, (param, view) in parameters.items():
             trained = self.masters.get(id(param), ())

@@ -51,6 +51,8 @@ class Partitioned(Destination):
         self._dtype = zero3.partition_dtype(ds_config) if ds_config else None
         self._model: nn.Module | None = None
         self._swapped: list[nn.Parameter] = []
+        self.file_swapper: Any = None
+        """What a plug-in brings to read some partitions whenever they are needed, in place of this load."""
 
     def refuse_packed(self) -> None:
         zero3.refuse_packed(self._ds_config)
@@ -81,6 +83,8 @@ class Partitioned(Destination):
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
         swapped = self._swap_batches(model, items) if zero3.uses_nvme(self._ds_config) else []
+        if self.file_swapper is not None:
+            self.into = self.file_swapper.take(model, items)
         batches = [Batch([*items.values(), *flat_items(buffers)])]
         if joint:
             batches += import_object(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
@@ -115,7 +119,7 @@ class Partitioned(Destination):
     def allocate(self) -> None:
         model, self._model = self._model, None
         assert model is not None
-        zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around)
+        zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around, self.file_swapper)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
         run_with_touched_parameters(initialise, module, partitions.is_partitioned, self._fetched)

@@ -9,6 +9,7 @@ done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -76,8 +77,8 @@ class PartitionedInit(Init):
     """``deepspeed.zero.Init`` over a module whose parameters are placeholders (see :func:`placeholder`).
 
     After construction each of them is a ZeRO-3 parameter, whose partition (see :func:`own_range`) is still to be
-    filled, but for the padding: it is zero. Only those that are `swapped` go to swap files. Other parameters are
-    treated as stock does.
+    filled, but for the padding: it is zero. Only those that are `swapped` go to swap files, and those that a
+    `file_swapper` has taken it reads itself. Other parameters are treated as stock does.
 
     Inside a ``zero.Init`` of the caller's, `around`, that one decides on everything, as in stock.
     """
@@ -88,7 +89,9 @@ class PartitionedInit(Init):
         ds_config: Mapping[str, Any],
         swapped: Iterable[nn.Parameter],
         around: Init | None = None,
+        file_swapper: Any = None,
     ) -> None:
+        self._file_swapper = file_swapper
         self._swapped = set(map(id, swapped))  # no parameters: they keep this object alive
         if around is not None:
             self.__dict__.update(vars(around), module=module)  # its devices, groups, dtype and swapper
@@ -119,7 +122,10 @@ class PartitionedInit(Init):
                 super()._convert_to_zero_parameters([param])
                 continue
             self._convert_to_deepspeed_param(param)
-            self._allocate_partition(param)
+            if self._file_swapper is None or not self._file_swapper.has_taken(param):
+                self._allocate_partition(param)
+            else:
+                self._file_swapper.adopt(param, self, partial(self._allocate_partition, param))
             free_param(param)
 
     def _allocate_partition(self, param: Any) -> None:
