@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from .bindings.streaming import streaming
     from .bindings.table import OURS, TABLE, install_model_rows, installed
     from .checkpoint import safetensors
-    from .checkpoint.contents import contents_of, folder_format
     from .checkpoint.deepspeed_names import GUARD, OPTIMIZER, SWAPPED, ZERO_2_MODEL, names_in, zero_folder_of
-    from .checkpoint.file_digests import WORD, digest_of_bytes, digest_of_range
+    from .checkpoint.digests import BLOCK, WORD, bits_of, digest_of_bytes, digest_of_range, digest_of_values
     from .checkpoint.format import (
         MAX_DIMENSIONS,
         NotAMap,
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
         file_dtype_name,
         parse_object,
     )
-    from .checkpoint.formats import UNFINISHED, holds_values, map_from_headers, read_map
+    from .checkpoint.formats import UNFINISHED, contents_of, folder_format, holds_values, map_from_headers, read_map
     from .checkpoint.index import (
         INDEX,
         SINGLE,
@@ -84,7 +83,6 @@ if TYPE_CHECKING:
     )
     from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard, parse_entry
     from .checkpoint.state_folder import state_folder_of
-    from .checkpoint.tensor_digests import BLOCK, bits_of, digest_of_values
     from .checkpoint.urls import UrlCheckpoints, checkpoints_at, without_secrets
     from .cli import frame
     from .cli.checkpoints import loadable, refuse_unloadable, share_reads_advice
@@ -94,7 +92,6 @@ if TYPE_CHECKING:
     from .destinations.deepspeed import zero3
     from .destinations.deepspeed.partitioned import Partitioned
     from .destinations.deepspeed.replicas import will_be_flattened
-    from .destinations.deepspeed.zero3 import compatible_ops, partition_dtype, undecided
     from .destinations.deferred import InPlace
     from .destinations.dtensor import DTensors
     from .destinations.replicated import chunk_bytes
@@ -154,11 +151,10 @@ if TYPE_CHECKING:
         rows,
         tool,
     )
-    from .reports.load import PHASES, Verification
-    from .reports.measures import AnonymousMemory, GrowthPeak, PhaseClock, collector_paused
+    from .reports.load import Verification
+    from .reports.measures import AnonymousMemory, GrowthPeak, collector_paused
     from .reports.save import SaveReport, SavingRank
-    from .reports.tables import wrapped
-    from .reports.text import Tabular, bytes_text, count_text, fold, folded_names
+    from .reports.text import Tabular, bytes_text, count_text, fold, folded_names, wrapped
     from .saving.arguments import dtype_of_argument, make_ready
     from .saving.count import refuse_cut, smaller_ones
     from .saving.files import Comparison, ShardWriter, reserve
@@ -228,8 +224,7 @@ if TYPE_CHECKING:
         open_nonblocking,
         status_of_regular,
     )
-    from .sources.memory import free_memory
-    from .sources.page_cache import drop_from_cache, fill_cache
+    from .sources.page_cache import drop_from_cache, fill_cache, free_memory
     from .state.base import quantised_names
     from .state.callers import look_for_state, name_in
     from .state.forms import ADAMS

@@ -22,9 +22,8 @@ from ..settings.config import (
     with_settings,
 )
 from ..settings.log import NOTICE, follow_levels
-from .install import PatchScope
+from .install import PatchScope, shorten
 from .table import REACHED, installed
-from .tracebacks import shorten
 
 
 Function = TypeVar("Function")

@@ -1,4 +1,7 @@
-"""The formats of files, by the ends of their names; maps made of headers, whatever the format."""
+"""The formats of files, by the ends of their names, and of folders, by what is in them; maps made of their headers.
+
+Plug-ins bring formats; this package's own are safetensors, and a training state.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import ReadError
+from ..errors import ReadError, UnsupportedError
 from ..registry import (
     DISTRIBUTED_ENDING,
     METADATA,
     TORCH_ENDINGS,
     FileFormat,
+    FolderFormat,
     import_named,
+    import_object,
     missing_plugin_error,
     plugins,
 )
 from ..sources.base import ByteSource
 from ..sources.local import LocalFiles
-from .format import ShardHeader
-from .index import TORCH_SINGLE, has_weights
+from .deepspeed_names import zero_folder_of
+from .format import NotAMap, ShardHeader
+from .index import TORCH_SINGLE, has_weights, shards_of
 from .map import CheckpointMap
 
 
@@ -152,3 +158,65 @@ def map_from_headers(
         parts.append(parse(path, first_shard, header))
         first_shard += len(parts[-1].shards)
     return CheckpointMap.joined(names, parts, weight_map or {})
+
+
+_STATE = FolderFormat(
+    "training state", ".checkpoint.state_folder:state_folder_of", ".checkpoint.state_folder:read_state"
+)
+
+
+def _folders() -> Iterator[FolderFormat]:
+    """Yield the formats of folders that go before formats of files, which are those that transformers loads."""
+    yield from (row for plugin in plugins() for row in plugin.folders)
+    yield _STATE
+
+
+def folder_format(path: str | os.PathLike[str]) -> tuple[FolderFormat, Path] | None:
+    """The format of a folder that goes before formats of files, and the path that it is read by; None if it has none.
+
+    Raises a MissingPluginError if the plug-in of ours that reads it is not there.
+    """
+    path = Path(path)
+    for row in _folders():
+        if (place := import_object(row.find)(path)) is not None:
+            return row, place
+    if zero_folder_of(path) or distributed_file(path):
+        raise missing_plugin_error("pickled", os.fspath(path))
+    return None
+
+
+def contents_of(path: str | os.PathLike[str]) -> CheckpointMap:
+    """The contents of a checkpoint: a folder or a single file of this host, whose headers are read.
+
+    If a folder has several kinds of files, those count that transformers would load: safetensors go first. If it has
+    none of these, a ZeRO checkpoint of DeepSpeed counts, or the folder of its tag; its tensors are the fp32 values.
+    Those of a training state of ours are too, if `path` is the folder of its tag.
+
+    Raises:
+        ReadError: a file is missing or cannot be read.
+        CheckpointError: the checkpoint is not sound.
+        UnsupportedError: its tensors are no ranges of bytes.
+        MissingPluginError: the plug-in of ours that reads it is not there.
+    """
+    if (found := folder_format(path)) is not None:
+        row, place = found
+        contents: CheckpointMap = import_object(row.read)(place)
+        return contents
+    try:
+        return read_map(*shards_of(path))
+    except NotAMap as reason:
+        raise UnsupportedError(
+            f"{reason}. So it is no map of bytes, and only running its pickle could say what is in it. Load the "
+            "checkpoint with from_pretrained, and save that as safetensors."
+        ) from reason
+
+
+def format_of(path: str | os.PathLike[str]) -> FileFormat | FolderFormat:
+    """The format of a checkpoint, by the names of its files.
+
+    Raises:
+        CheckpointError: a folder holds none, or its index is not sound.
+        MissingPluginError: the plug-in of ours that reads it is not there.
+    """
+    found = folder_format(path)
+    return format_of_file(shards_of(path)[0][0]) if found is None else found[0]

@@ -33,7 +33,7 @@ def refuse_unloadable(place: str) -> None:
         return
     if os.path.isfile(place):
         raise CheckpointError(f"{place}: expected the checkpoint's folder, which has a config.json; found a file.")
-    from ..checkpoint.contents import contents_of, format_of
+    from ..checkpoint.formats import contents_of, format_of
     from ..registry import FolderFormat
 
     found = format_of(place)

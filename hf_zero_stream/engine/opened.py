@@ -28,8 +28,7 @@ from ..settings.config import READS_STAGED, StreamingConfig
 from ..sources.base import RETRIES, ByteSource, Hints, Retries
 from ..sources.by_path import FilesByPath, mounted_folders
 from ..sources.local import LocalFiles, identity_of
-from ..sources.memory import free_memory
-from ..sources.page_cache import ReadAhead
+from ..sources.page_cache import ReadAhead, free_memory
 from .execute import run_in_threads
 from .lanes import Lane, SideLane
 

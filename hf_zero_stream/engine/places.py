@@ -71,7 +71,7 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
 
 def read_checkpoint_map(place: str) -> CheckpointMap:
     """Map the checkpoint at `place` by its headers; no weight is read."""
-    from ..checkpoint.contents import contents_of
+    from ..checkpoint.formats import contents_of
 
     if not is_url(place):
         return contents_of(place)

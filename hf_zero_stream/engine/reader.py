@@ -12,22 +12,22 @@ from ..destinations.base import Batch, Item
 from ..planning.plan import LoadPlan, plan_batch
 from ..registry import tool
 from ..reports.closing import what_is_loaded
-from ..reports.load import Verification
+from ..reports.load import PHASES, Verification
 from ..reports.measures import AnonymousMemory, PhaseClock, progress_bar
 from .execute import execute_reads
 from .opened import OpenCheckpoint
 
 
 class Reader:
-    """Fills destinations from an open checkpoint; adds to `clock`; samples `memory` where it may be at its peak.
+    """Fills destinations from an open checkpoint; samples `memory` where it may be at its peak.
 
-    `doing` is what the progress bar is named.
+    `clock` is added to, if there is one. `doing` is what the progress bar is named.
     """
 
     def __init__(
-        self, checkpoint: OpenCheckpoint, clock: PhaseClock, memory: AnonymousMemory, doing: str = ""
+        self, checkpoint: OpenCheckpoint, clock: PhaseClock | None, memory: AnonymousMemory, doing: str = ""
     ) -> None:
-        self._checkpoint, self._clock, self._memory = checkpoint, clock, memory
+        self._checkpoint, self._clock, self._memory = checkpoint, clock or PhaseClock(PHASES), memory
         self._doing = doing or f"Streaming {what_is_loaded()}"
         self.verification = Verification(how=checkpoint.config.verify)
         self.staging_bytes = 0

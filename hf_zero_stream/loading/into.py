@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..bindings.tracebacks import shortening
+from ..bindings.install import shortening
 from ..destinations.base import Destination, fill_whole, refuse_wrapped
 from ..destinations.live import live_destination
 from ..destinations.live_memory import LiveShards

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers.utils import logging
 
+from ..bindings.install import callers_line
 from ..bindings.table import WHOLE, installed
-from ..bindings.tracebacks import callers_line
 from ..seams.ds_config import active_config
 from ..settings.config import (
     announced_local_rank,

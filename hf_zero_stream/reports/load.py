@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .tables import MOST_RANK_ROWS, table_of_ranks, wrapped
-from .text import Tabular, bytes_text, count_text, fold, folded_names
+from .text import MOST_RANK_ROWS, Tabular, bytes_text, count_text, fold, folded_names, table_of_ranks, wrapped
 
 
 PHASES = ("model", "index", "plan", "wait", "read", "convert", "copy", "finalise", "total")

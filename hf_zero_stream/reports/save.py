@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .load import Report
-from .tables import table_of_ranks, wrapped
-from .text import bytes_text, count_text
+from .text import bytes_text, count_text, table_of_ranks, wrapped
 
 
 PHASES = ("plan", "copy", "write", "sync", "held", "verify", "publish", "total")

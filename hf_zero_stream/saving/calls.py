@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..bindings.install import shortening
 from ..bindings.table import installed
-from ..bindings.tracebacks import shortening
 from ..checkpoint.lazy import LazyTensor
 from ..errors import PeerError, SaveError, UnsupportedError
 from ..holdings.introspection import (

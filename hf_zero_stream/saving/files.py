@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoint.file_digests import digest_of_bytes
+from ..checkpoint.digests import digest_of_bytes
 from ..checkpoint.safetensors import ShardToWrite
 from ..errors import SaveError
 from ..reports.text import bytes_text
@@ -56,7 +56,7 @@ class ShardWriter:
 
     def __init__(self, paths: Sequence[Path], *, has_digests: bool = False) -> None:
         self.digests: Counter[int] = Counter()
-        """By shard, the digest of the bytes that this writer has written (:mod:`..checkpoint.file_digests`)."""
+        """By shard, the digest of the bytes that this writer has written (:mod:`..checkpoint.digests`)."""
         self._paths, self._has_digests = paths, has_digests
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()

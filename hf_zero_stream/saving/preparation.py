@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers.utils import logging
 
-from ..checkpoint.file_digests import WORD, digest_of_bytes
+from ..checkpoint.digests import WORD, digest_of_bytes
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..errors import SaveError, system_errors_as
 from ..holdings.holding import Holding, persistent_buffers

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..accelerators import is_accelerator, settle, side_streams
 from ..bindings.table import installed
-from ..checkpoint.file_digests import digest_of_bytes
+from ..checkpoint.digests import digest_of_bytes
 from ..engine.execute import run_in_threads
 from ..errors import SaveError
 from ..holdings.holding import Holding

@@ -1,6 +1,6 @@
 """Digests of values in memory, and of what the checkpoint holds that a model was loaded from: are they the same?
 
-A digest is a sum over the elements (:mod:`..checkpoint.tensor_digests`). So each rank reads and sums a part, whatever
+A digest is a sum over the elements (:mod:`..checkpoint.digests`). So each rank reads and sums a part, whatever
 it holds of the model, and the digest of a tensor does not depend on the number of ranks.
 
 The checkpoint is read once in a process, by all ranks together, each an equal part, through a bounded buffer.
@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.digests import digest_of_values
 from ..checkpoint.index import SINGLE
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.state_folder import files_of
-from ..checkpoint.tensor_digests import digest_of_values
 from ..destinations.skeleton import LazyTensorModule, convert_lazy
 from ..destinations.visitor import Visitor
 from ..engine.execute import run_in_threads

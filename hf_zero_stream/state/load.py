@@ -13,8 +13,8 @@ from typing import Any, cast
 from transformers.utils import logging
 
 from ..bindings import history
-from ..bindings.tracebacks import shortening
-from ..checkpoint.file_digests import refuse_other_bytes
+from ..bindings.install import shortening
+from ..checkpoint.digests import refuse_other_bytes
 from ..checkpoint.format import excerpt
 from ..checkpoint.urls import UrlPath, checkpoints_at
 from ..errors import CheckpointError, ConfigError, UnsupportedError

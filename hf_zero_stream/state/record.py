@@ -119,7 +119,7 @@ class StateRecord:
             (:mod:`.tensors`).
         dtype: of what is trained: masters, or the parameters themselves.
         weights: the files of weights that were saved with it, beside its folder. No resume reads them.
-        digests: of the files of the state, in hexadecimal, by name (:mod:`..checkpoint.file_digests`).
+        digests: of the files of the state, in hexadecimal, by name (:mod:`..checkpoint.digests`).
         shared: by other names of tied parameters, and of buffers that layers share, the first name of each.
         live: what torch calls tensors in wrappers, by own names.
         training: its id (:mod:`..bindings.history`).

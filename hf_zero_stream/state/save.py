@@ -24,9 +24,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..bindings import history
-from ..bindings.tracebacks import shortening
+from ..bindings.install import shortening
 from ..checkpoint.deepspeed_names import entries_of_deepspeed
-from ..checkpoint.file_digests import recorded
+from ..checkpoint.digests import recorded
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..holdings.introspection import is_adapted, is_peft_model, lies_in_files
 from ..holdings.own_names import named_parameters

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.bindings import tracebacks
+from hf_zero_stream.bindings import install
 from hf_zero_stream.errors import PACKAGE, HfZeroStreamError, PeerError
 from hf_zero_stream.ranks.store import Verdict
 
@@ -66,4 +66,4 @@ def test_an_error_of_another_rank_is_one_line(
             raise error
         sys.excepthook(type(error), error, error.__traceback__)
         assert "Traceback" in (shown := capsys.readouterr().err) and "raise error" in shown and str(error) in shown
-    assert sys.excepthook.func is tracebacks._show and sys.excepthook.args == (sys.__excepthook__,)  # type: ignore[attr-defined]
+    assert sys.excepthook.func is install._show and sys.excepthook.args == (sys.__excepthook__,)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hf_zero_stream.sources import memory
+from hf_zero_stream.sources import page_cache
 
 
 GIB = 2**30
@@ -17,8 +17,8 @@ GIB = 2**30
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with 100 GiB of free memory, and a process of which nothing is said yet."""
     free = psutil.virtual_memory()._replace(available=100 * GIB)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
-    monkeypatch.setattr(memory, "_PROCESS", tmp_path / "proc")
+    monkeypatch.setattr(page_cache.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(page_cache, "_PROCESS", tmp_path / "proc")
     (tmp_path / "proc").mkdir()
     return tmp_path
 
@@ -46,7 +46,7 @@ def fill(group: Path, limit: object, used: int, cached: int, version: int = 2) -
 
 
 def test_a_machine_without_containers(machine: Path) -> None:
-    assert memory.free_memory() == 100 * GIB
+    assert page_cache.free_memory() == 100 * GIB
 
 
 def test_version_2(machine: Path) -> None:
@@ -55,9 +55,9 @@ def test_version_2(machine: Path) -> None:
     fill(mount / "slurm/job_7/step_0", "max", 3 * GIB, 0)
     fill(mount / "slurm/job_7", 8 * GIB, 5 * GIB, 2 * GIB)
     fill(mount / "slurm", 64 * GIB, 9 * GIB, 0)
-    assert memory.free_memory() == 5 * GIB
+    assert page_cache.free_memory() == 5 * GIB
     fill(mount / "slurm/job_7/step_0", 3 * GIB, 4 * GIB, 0)
-    assert memory.free_memory() == 0
+    assert page_cache.free_memory() == 0
 
 
 @pytest.mark.parametrize("group", ["/", "/docker/7f/inner", "/../../docker/7f"])
@@ -65,17 +65,17 @@ def test_inside_of_a_container(machine: Path, group: str) -> None:
     """It sees its own group at the mount, whatever the process is told of where it is."""
     mount = place_process(machine, group, "/docker/7f" if "inner" in group else "/", "cgroup2")
     fill(mount, 6 * GIB, GIB, 0)
-    assert memory.free_memory() == 5 * GIB
+    assert page_cache.free_memory() == 5 * GIB
 
 
 @pytest.mark.parametrize("limit", [2 * GIB, 2**63 - 4096])
 def test_version_1(machine: Path, limit: int) -> None:
     mount = place_process(machine, "/docker/7f", "/docker/7f", "cgroup", "rw,memory")
     fill(mount, limit, GIB, GIB // 2, version=1)
-    assert memory.free_memory() == min(100 * GIB, limit - GIB // 2)
+    assert page_cache.free_memory() == min(100 * GIB, limit - GIB // 2)
 
 
 def test_groups_that_limit_no_memory(machine: Path) -> None:
     mount = place_process(machine, "/a", "/", "cgroup", "rw,cpu")
     fill(mount / "a", 1, 1, 0, version=1)
-    assert memory.free_memory() == 100 * GIB
+    assert page_cache.free_memory() == 100 * GIB

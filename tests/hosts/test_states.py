@@ -170,14 +170,14 @@ def test_folders_that_are_refused(cluster: None, zoo_checkpoint: Checkpoint, tmp
 
 def place_in_container(place: Path, room: int) -> None:
     """Have this process read that it is in a container whose limit leaves so many bytes."""
-    from hf_zero_stream.sources import memory
+    from hf_zero_stream.sources import page_cache
 
     place.mkdir()
     (place / "cgroup").write_text("0::/\n")
     (place / "mountinfo").write_text(f"33 26 0:30 / {place} rw - cgroup2 cgroup rw\n")
     for name, text in (("max", "5000"), ("current", str(5000 - room)), ("stat", "inactive_file 0")):
         (place / f"memory.{name}").write_text(text)
-    memory._PROCESS = place
+    page_cache._PROCESS = place
 
 
 def save_refused(checkpoint: Path, disks: Path, folder: Path, fault: str) -> str:

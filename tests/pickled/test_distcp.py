@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_zero_stream
-from hf_zero_stream.checkpoint.contents import contents_of
+from hf_zero_stream.checkpoint.formats import contents_of
 from hf_zero_stream.errors import CheckpointError, ReadError, UnsupportedError
 from hf_zero_stream.plugins.pickled.convert import convert
 from tests.sharded.test_load_into_sharded import build

@@ -19,7 +19,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.checkpoint.file_digests import WORD, digest_of_bytes, digest_of_range, shares_of
+from hf_zero_stream.checkpoint.digests import WORD, digest_of_bytes, digest_of_range, shares_of
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.holdings import own_names
 from hf_zero_stream.ranks.presence import Presence

@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.checkpoint.contents import contents_of
+from hf_zero_stream.checkpoint.formats import contents_of
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.parity import ds_config

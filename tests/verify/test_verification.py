@@ -13,10 +13,10 @@ import transformers
 from safetensors.torch import save_file
 
 import hf_zero_stream
+from hf_zero_stream.checkpoint.digests import BLOCK, digest_of_values
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor
-from hf_zero_stream.checkpoint.tensor_digests import BLOCK, digest_of_values
 from hf_zero_stream.destinations import replicated
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.plugins.verify import verification

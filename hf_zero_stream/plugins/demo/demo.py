@@ -100,9 +100,9 @@ def run(
             accelerators,
             cached_folder,
             model_class_of,
-            partition_dtype,
             shards_of,
             transformers_errors,
+            zero3,
         )
 
     gpus = accelerators.device_count() if accelerators.kind() == "cuda" else 0
@@ -120,7 +120,7 @@ def run(
         shards = shards_of(folder)[0]
         with transformers_errors(str(folder)):
             model_class = model_class_of(str(folder), {"trust_remote_code": False}).__name__
-        dtype = dtype_name(partition_dtype(config))
+        dtype = dtype_name(zero3.partition_dtype(config))
         task = DemoTask(str(folder), model_class, dtype, config, loads, steps, name)
         arms: dict[str, dict[str, Any]] = {}
         for arm in ARMS:

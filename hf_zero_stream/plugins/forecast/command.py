@@ -230,12 +230,12 @@ def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> 
         return
     import torch
 
-    from ...plugin_api import partition_dtype, undecided  # FSDP2 needs no DeepSpeed
+    from ...plugin_api import zero3  # FSDP2 needs no DeepSpeed
 
-    auto = undecided(config)
+    auto = zero3.undecided(config)
     if auto:
         yield f'"{auto[0]}.enabled" is "auto": counted as off; say --dtype {auto[0]} if that is what it becomes.'
-    elif partition_dtype(config) == torch.float32:
+    elif zero3.partition_dtype(config) == torch.float32:
         yield "Parameters are in fp32, because the DeepSpeed config enables neither bf16 nor fp16."
 
 

@@ -22,7 +22,6 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from ...errors import ConfigError, UnsupportedError
 from ...plugin_api import (
     INDEX,
-    PHASES,
     SINGLE,
     AnonymousMemory,
     Batch,
@@ -34,7 +33,6 @@ from ...plugin_api import (
     LazyTensor,
     NotedShard,
     OpenCheckpoint,
-    PhaseClock,
     Publication,
     Reader,
     ShardToWrite,
@@ -140,7 +138,7 @@ def convert(
             with closing(ShardWriter(paths)) as files:
                 batches = [_batch(pieces, files) for pieces in _chunks(shards)]
                 if batches:
-                    reader = Reader(checkpoint, PhaseClock(PHASES), memory, "Converting the checkpoint")
+                    reader = Reader(checkpoint, None, memory, "Converting the checkpoint")
                     plan, leaves = reader.plan(batches)
                     reader.fill(batches, plan, leaves, plan.cost.bytes_read)
                 files.sync()

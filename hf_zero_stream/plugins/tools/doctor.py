@@ -190,9 +190,9 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     why = "" if is_known() else ", which this transformers does not have"
     yield Check("distributed_config", "no" if why else "ok", f"FSDP2 and tensor parallelism by transformers{why}")
     if find_spec("deepspeed"):
-        from ...plugin_api import compatible_ops
+        from ...plugin_api import zero3
 
-        ops |= compatible_ops()
+        ops |= zero3.compatible_ops()
         rooms = "destinations.deepspeed.partitioned", "loading.integration"
         yield _imports("streaming under ZeRO-3", "problem", *rooms)
         yield _imports("saves and training states", "problem", "saving.save", "state.save")

@@ -1,7 +1,7 @@
 """Compares placed values with the files: a second pass that shares no plan with the first.
 
 Every element that this rank placed is looked up in the files again (:class:`Lookup`), cast as the load casts it,
-and compared bit for bit. What was placed also gets a digest (:mod:`...checkpoint.tensor_digests`); a model's is the
+and compared bit for bit. What was placed also gets a digest (:mod:`...checkpoint.digests`); a model's is the
 sum of its parameters', each times an odd number from its name.
 
 Elements are looked up one by one, as a second opinion on planned reads: each element's place is followed through the

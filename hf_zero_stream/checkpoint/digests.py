@@ -1,8 +1,9 @@
-"""Digests of files that several ranks write or read, each a part.
+"""Digests of files and tensors of which several ranks write, read or hold parts.
 
 A file's digest is the sum of its 64-bit words (little-endian), each times an odd number that belongs to its place,
 modulo 2**64. A byte that is not there counts as zero. So the digests of parts add up to that of the file, wherever it
-is cut, and a byte that has changed or moved changes it. It is no protection against somebody who means harm.
+is cut, and a byte that has changed or moved changes it. It is no protection against somebody who means harm. That of a
+tensor is made so of its elements' bits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, ReadError
@@ -21,8 +23,8 @@ from ..settings.config import StreamingConfig
 
 
 WORD = 2**64
-_BLOCK = 2**16
-"""Words whose factors are in one table; a further factor belongs to the block."""
+BLOCK = 2**16
+"""Words or elements whose factors are in one table; a further factor belongs to the block."""
 
 _READ_BYTES = 8 * 2**20
 
@@ -36,8 +38,9 @@ def odd_factors(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @cache
-def _table() -> NDArray[np.uint64]:
-    return odd_factors(np.arange(1, _BLOCK + 1, dtype=np.uint64) << np.uint64(32))
+def _factors() -> NDArray[np.uint64]:
+    """A factor for each position in a block."""
+    return odd_factors(np.arange(1, BLOCK + 1, dtype=np.uint64) << np.uint64(32))
 
 
 def digest_of_bytes(position: int, buffers: Iterable[memoryview | bytes]) -> int:
@@ -65,9 +68,9 @@ def _of_words(first: int, words: NDArray[np.uint64]) -> int:
     """The digest of `words`, the first of which is word `first` of its file."""
     total, done = 0, 0
     while done < len(words):
-        block, inside = divmod(first + done, _BLOCK)
-        part = words[done : done + _BLOCK - inside]
-        in_block = np.dot(part, _table()[inside : inside + len(part)])
+        block, inside = divmod(first + done, BLOCK)
+        part = words[done : done + BLOCK - inside]
+        in_block = np.dot(part, _factors()[inside : inside + len(part)])
         total += int(in_block) * int(odd_factors(np.array([block + 1], dtype=np.uint64))[0])
         done += len(part)
     return total
@@ -152,3 +155,31 @@ def _digests_of_share(digests: Mapping[str, str], place: Path, number: int, read
     except OSError as error:
         raise ReadError(f"{error.filename or place}: cannot be read to compare its digest: {error}") from error
     return found
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_of_values(values: torch.Tensor, first: int) -> int:
+    """The digest of flat `values`, which begin at element `first` of their parameter; in [0, 2**64)."""
+    total = 0
+    bits, table = bits_of(values), _table(values.device)
+    position, done = first * (len(bits) // max(1, len(values))), 0
+    while done < len(bits):
+        block, inside = divmod(position + done, BLOCK)
+        part = bits[done : done + BLOCK - inside]
+        products = part.to(torch.int64) * table[inside : inside + len(part)]
+        total += int(products.sum()) * int(odd_factors(np.array([block + 1], dtype=np.uint64))[0])
+        done += len(part)
+    return total % WORD
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """`values` as integers of their size; those of 16 bytes as two each."""
+    return values.detach().view(_INTEGERS.get(values.dtype.itemsize, torch.int64))
+
+
+@cache
+def _table(device: torch.device) -> torch.Tensor:
+    """:func:`_factors`, as int64."""
+    return torch.from_numpy(_factors().view(np.int64)).to(device)
