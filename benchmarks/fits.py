@@ -87,7 +87,7 @@ def rows(place: str) -> Iterator[Row]:
     for gpus in GPUS:
         for trains, lora in (("all", None), ("LoRA", LORA)):
             for on_host in OFFLOADS:
-                config = ds_config_of(on_host, "bf16")
+                config = ds_config_of(3, on_host, "bf16")
                 row = planned(place, gpus, trains, "ZeRO-3", on_host, lora=lora, ds_config=config)
                 yield row
                 if row.fits("80 GB"):
@@ -100,7 +100,7 @@ def planned(place: str, gpus: int, trains: str, engine: str, on_host: str, **how
     import hf_zero_stream
 
     memory = hf_zero_stream.plan(place, world_size=gpus, device="cuda", **how).memory
-    load, start, *step = (phase.get("cuda", 0) for phase in phases_of(memory, "cuda"))
+    load, start, *step = (phase.get("cuda", 0) for phase in phases_of(memory))
     host = needs_of_node(memory, "cuda", min(gpus, GPUS_PER_NODE))["host"]
     return Row(gpus, trains, engine, on_host, load, start, max(step), host)
 
@@ -133,8 +133,8 @@ def section(model: str, found: list[Row]) -> str:
 HEAD = f"""\
 # What fits
 
-GiB that a GPU needs at its peak (load, `deepspeed.initialize` or step) to train published models in bf16, computed
-from headers of their true size. Activations are not counted: leave room for them. Nothing here was run on GPUs.
+GiB that a GPU needs at its peak (load, `deepspeed.initialize`, passes with all that may be gathered, or step) to train
+published models in bf16, computed from headers of their true size. Activations are not counted: leave room for them. Nothing here was run on GPUs.
 
 - **A number alone** fits a GPU of 80 GB ({CARDS["80 GB"]} GiB). *141 GB*: only one of those ({CARDS["141 GB"]} GiB).
   *no*: neither. *tight*: less than a fifth is left for activations.

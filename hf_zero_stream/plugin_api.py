@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     from .destinations.deepspeed.replicas import will_be_flattened
     from .destinations.deferred import InPlace
     from .destinations.dtensor import DTensors
-    from .destinations.replicated import chunk_bytes
+    from .destinations.replicated import Replicated, chunk_bytes
     from .engine.compute import MemoryEvaluator
     from .engine.execute import HugePages, execute_reads, run_in_threads
     from .engine.load import Load

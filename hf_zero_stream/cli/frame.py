@@ -79,13 +79,19 @@ def file_to_write(*endings: str, draws: bool = False) -> Callable[[str], Path]:
     return parsed
 
 
-def _zero3_file(path: str) -> dict[str, Any]:
-    config = json_object(path)
-    zero = config.get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, dict) else None
-    if stage != 3:
-        raise typer.BadParameter(f"expected zero_optimization.stage 3; found {stage!r} in {path}")
-    return config
+def ds_config_option(*stages: int) -> Any:
+    """The option that names a DeepSpeed config of one of these stages of ZeRO."""
+
+    def parsed(path: str) -> dict[str, Any]:
+        config = json_object(path)
+        zero = config.get("zero_optimization")
+        stage = zero.get("stage") if isinstance(zero, dict) else None
+        if stage not in stages:
+            expected = " or ".join(map(str, stages))
+            raise typer.BadParameter(f"expected zero_optimization.stage {expected}; found {stage!r} in {path}")
+        return config
+
+    return typer.Option(metavar="FILE", parser=parsed, help="DeepSpeed config; default: ZeRO-3 with AdamW.")
 
 
 CheckpointArgument = Annotated[
@@ -100,10 +106,6 @@ TrustOption = Annotated[
 ]
 DequantizeOption = Annotated[
     bool, typer.Option("--dequantize", help="Make a model that is not quantised of a quantised checkpoint.")
-]
-DsConfigOption = Annotated[
-    dict[str, Any] | None,
-    typer.Option(metavar="FILE", parser=_zero3_file, help="DeepSpeed config; default: ZeRO-3 with AdamW."),
 ]
 PageOption = Annotated[
     Path | None,
@@ -121,7 +123,7 @@ DtypeOption = Annotated[
 ]
 
 
-def zero3_config(given: Mapping[str, Any] | None, dtype: str | None) -> dict[str, Any]:
+def config_with_dtype(given: Mapping[str, Any] | None, dtype: str | None) -> dict[str, Any]:
     """The DeepSpeed config of ``--ds-config`` (default: plain ZeRO-3), with the training dtype of ``--dtype``."""
     config = dict(given or {"zero_optimization": {"stage": 3}})
     if dtype is None:

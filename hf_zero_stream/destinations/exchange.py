@@ -140,10 +140,12 @@ def exchange_batches(tensors: Iterable[Shared], coordinator: Coordinator, room: 
     return [exchanger.batch(each, number % 2) for number, each in enumerate(rounds)]
 
 
-def replica_batches(parameters: Mapping[str, SourcedTensor], coordinator: Coordinator, room: int) -> list[Batch]:
+def replica_batches(
+    parameters: Mapping[str, SourcedTensor], coordinator: Coordinator, room: int, *, only_planned: bool = False
+) -> list[Batch]:
     """Batches that fill parameters which every rank has whole; for `room` see :func:`exchange_batches`."""
     flat = {name: (param.detach().view(-1), view) for name, (param, view) in parameters.items()}
-    if coordinator.is_alone:
+    if coordinator.is_alone and not only_planned:
         return [Batch(flat_items(flat))]
     ranks = range(coordinator.world_size)
 

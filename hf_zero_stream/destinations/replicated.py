@@ -48,10 +48,11 @@ class Replicated(Destination):
         def parameter(name: str, param: torch.Tensor) -> nn.Parameter | None:
             if not isinstance(param, LazyTensor):
                 return None
+            on = torch.device("meta") if only_planned else self._parameters_on
             with allocating(name, param.nbytes, "the host", self._coordinator.rank):
-                values = torch.empty(param.shape, dtype=param.dtype, device=self._parameters_on)
+                values = torch.empty(param.shape, dtype=param.dtype, device=on)
             return nn.Parameter(values, requires_grad=param.requires_grad)
 
         parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=host_buffer)
-        exchanged = replica_batches(parameters, self._coordinator, self._chunk_bytes)
+        exchanged = replica_batches(parameters, self._coordinator, self._chunk_bytes, only_planned=only_planned)
         return [Batch(flat_items(buffers)), *exchanged]

@@ -39,7 +39,8 @@ def test_lines_for_people() -> None:
         ("and peaks at", "18.0 MiB cpu"),
         ("the first backward adds", "reduce bucket 2.0 KiB cpu"),
         ("the first step adds", "optimizer states 12.0 MiB cpu"),
-        ("held in training", "24.0 MiB cpu (without activations and gathers)"),
+        ("held in training", "24.0 MiB cpu"),
+        ("passes peak at", "30.0 MiB cpu (without activations)"),
         ("a step peaks at", "42.0 MiB cpu"),
         ("with a fused optimizer", "36.0 MiB cpu"),
     ]

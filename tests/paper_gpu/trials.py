@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -247,8 +248,10 @@ def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | Non
     return found
 
 
-def zero_memory(folder: Path, zero: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """What the footprint says of this rank's GPU under ZeRO-3, and what its allocator saw, in bytes."""
+def zero_memory(
+    folder: Path, stage: int, zero: Mapping[str, Any], settings: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, tuple[int, int]]:
+    """What the footprint says of this rank's GPU under ZeRO, and what its allocator saw, in bytes."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     plain_model(folder)
     gc.collect()
@@ -262,16 +265,18 @@ def zero_memory(folder: Path, zero: Mapping[str, Any]) -> dict[str, tuple[int, i
         return seen
 
     peak()
-    config = zero_config(3, zero)
-    model = zero_model(folder, config, SMALL_READS)
-    footprint = model.streaming_report.footprint
-    found = {"load": (footprint.load_peak["cuda"], peak())}
+    config = {**zero_config(stage, zero), "hf_zero_stream": {**SMALL_READS, **settings}}
+    model = zero_model(folder, config, {**SMALL_READS, **settings})
+    ranks = torch.distributed.get_world_size()
+    planned = hf_zero_stream.plan(folder, world_size=ranks, ds_config=config, dtype="bfloat16", device="cuda").memory
+    footprint = model.streaming_report.footprint if stage == 3 else planned
+    found = {} if "cuda" not in footprint.load_peak else {"load": (footprint.load_peak["cuda"], peak())}
     engine = zero_engine(model, config)
     found["start"] = (footprint.start_peak["cuda"], peak())
     inputs = batches(1, device)[0]
     for _ in range(2):
         engine.backward(engine(**inputs, use_cache=False).loss)
-        peak()
+        found["passes"] = (footprint.passes_peak["cuda"], peak())
         engine.step()
         found["step"] = (footprint.step_peak["cuda"], peak())
     found["held"] = (footprint.held["cuda"], torch.cuda.memory_allocated(device) - before)

@@ -76,7 +76,7 @@ def run(
     on: Annotated[
         Literal["auto", "cuda", "cpu"], typer.Option(help="Where ranks train; auto: GPUs where there are any.")
     ] = "auto",
-    ds_config: frame.DsConfigOption = None,
+    ds_config: Annotated[dict[str, Any] | None, frame.ds_config_option(3)] = None,
     dtype: frame.DtypeOption = None,
     cache: Annotated[
         Literal["warm", "cold"], typer.Option(help="Read the shards once before each load, or drop them.")
@@ -110,7 +110,7 @@ def run(
         raise typer.BadParameter(f"--on cuda: expected a GPU for each of {nproc} ranks (--nproc); torch finds {gpus}")
     if keep and (checkpoint or keep.exists()):
         raise typer.BadParameter(f"--keep: expected a new folder, and no --checkpoint; got {keep}")
-    config = frame.zero3_config(ds_config, dtype if ds_config or dtype else "bf16")
+    config = frame.config_with_dtype(ds_config, dtype if ds_config or dtype else "bf16")
     adamw = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}  # DeepSpeed's own would be compiled first
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adamw, **config}
     with frame.quiet(), tempfile.TemporaryDirectory(prefix="hf-zero-stream-") as name:

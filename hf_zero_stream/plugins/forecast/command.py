@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...plugin_api import bytes_text, count_text, folded_names, frame, loadable
+from . import wire
 from .needs import HOST, fit, needs_of_node, verdict
 from .worlds import WORLDS, show_worlds
 
@@ -42,7 +43,7 @@ def run(
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks; default: those of --fsdp, --tp, ..., or 1 to 64.")
     ] = None,
-    ds_config: frame.DsConfigOption = None,
+    ds_config: Annotated[dict[str, Any] | None, frame.ds_config_option(1, 2, 3)] = None,
     dtype: frame.DtypeOption = None,
     fsdp: Annotated[int | None, _size_option("that FSDP2 shards over")] = None,
     tp: Annotated[int | None, _size_option("of tensor parallelism")] = None,
@@ -60,6 +61,13 @@ def run(
     lora_targets: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Modules that get an adapter: q_proj,o_proj or all-linear.")
     ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a micro-batch on a rank: their activations are estimated.")
+    ] = None,
+    link_gbps: Annotated[
+        float | None,
+        typer.Option(metavar="GBIT", min=0.001, help="Gigabits a second of a rank's link: how long a step sends."),
+    ] = None,
     device_memory: Annotated[int | None, _memory_option("device")] = None,
     host_memory: Annotated[int | None, _memory_option("node")] = None,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share a node's memory.")] = 8,
@@ -74,7 +82,10 @@ def run(
     html: frame.PageOption = None,
     suggested: Annotated[
         bool,
-        typer.Option("--suggest", help="Find the smallest set-up that fits; --world-size is the most ranks (64)."),
+        typer.Option(
+            "--suggest",
+            help="Find the first set-up that fits; --world-size is the most ranks (64).",
+        ),
     ] = False,
     write: Annotated[
         Path | None,
@@ -94,11 +105,13 @@ def run(
     Shows the same of stock's load; without a number of ranks, a line for each of 1 to 64. Without --fsdp, --tp, --ep
     or --replicate the load is under ZeRO-3; with one of them, it is that of transformers' distributed_config. Works
     for any number of ranks on any machine: it reads headers only, also from a repository on the Hub. Activations are
-    not counted.
+    counted with --tokens.
     """
     sharding, world_size = _sharding(world_size, fsdp=fsdp, tp=tp, ep=ep, replicate=replicate)
     if world_size is None and (rank or plot or html):
         raise typer.BadParameter("--world-size: expected the number of ranks, for --rank, --plot and --html; got none")
+    if link_gbps is not None and (suggested or world_size is None):
+        raise typer.BadParameter("--link-gbps: expected --world-size, and no --suggest; it is for one set-up")
     if world_size is not None and rank >= world_size:
         raise typer.BadParameter(f"--rank: expected a rank below --world-size ({world_size}); got {rank}")
     if device == HOST and device_memory is not None:
@@ -117,14 +130,14 @@ def run(
     given = {"device": device_memory, "host": host_memory}
     limits = {place: limit for place, limit in given.items() if limit is not None}
     checkpoint = loadable(path, revision, trust_remote_code=trust_remote_code, dequantize=dequantize)
-    how: dict[str, Any] = {"device": device, "adamw": adamw, "lora": lora}
+    how: dict[str, Any] = {"device": device, "adamw": adamw, "lora": lora, "tokens": tokens}
     if suggested:
         from .suggest import suggest
 
         most = world_size or WORLDS[-1]
         suggest(path, checkpoint, how, most, ranks_per_node, limits, dtype or "bf16", write, form)
         return
-    config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
+    config = frame.config_with_dtype(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
     if world_size is None:
         show_worlds(path, checkpoint, {**how, "ds_config": config or None}, ranks_per_node, limits, form)
         return
@@ -139,8 +152,10 @@ def run(
             how |= {"distributed_config": sharding, "dtype": dtype}
         forecasts = {number: plan(place, rank=number, **how) for number in ranks}
         forecast = forecasts[rank]
-        stock = None if sharding else stock_load(forecast, place, arguments, device)
-    needs = needs_of_node(forecast.memory, device, min(ranks_per_node, world_size))
+        is_stage_3 = not sharding and forecast.memory.stage == 3
+        stock = stock_load(forecast, place, arguments, device) if is_stage_3 else None
+    needs = needs_of_node(forecast.memory, device, min(ranks_per_node, world_size), forecast.activations)
+    sent = sum(forecast.wire.values())
     fits = fit(needs, limits)
     data = {
         "path": path,
@@ -151,6 +166,10 @@ def run(
         "shards": len(forecast.load.shards),
         "load": forecast.load.cost._asdict(),
         "memory": asdict(forecast.memory),
+        "wire": forecast.wire,
+        "wire_seconds": link_gbps and wire.seconds(sent, link_gbps),
+        "tokens": tokens,
+        "activations": forecast.activations,
         "needs": needs,
         "stock": stock,
         "warnings": list(_warnings(forecast, config, ds_config is None and not sharding)),
@@ -169,7 +188,7 @@ def run(
             from ...plugin_api import write_page
 
             title, blocks = f"{path}: {count_text(world_size, 'rank')}", list(_blocks(data, forecast.memory))
-            note = "All memory is computed before anything is loaded. Activations are not counted."
+            note = "All memory is computed before anything is loaded. The picture has no activations."
             write_page(html, title, as_svg(*shown), note, blocks)
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
 
@@ -224,6 +243,11 @@ def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> 
     for reason in dict.fromkeys(plan.materialised.values()):
         names = folded_names(name for name, why in plan.materialised.items() if why == reason)
         yield f"Materialised parameters, whose sources are read whole ({reason}): {', '.join(names)}"
+    if footprint.stage < 3 and not footprint.staging:
+        yield (
+            'Each rank reads the whole checkpoint, as in stock. With "hf_zero_stream": {"share_reads": true} in '
+            "--ds-config each reads a part of it."
+        )
     if defaults:
         yield "No --ds-config: ZeRO-3 with DeepSpeed's defaults, no offload, and AdamW are assumed."
     if not config:
@@ -244,9 +268,9 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
     sharding = "".join(f", {name} {size}" for name, size in data["sharding"].items())
     ranks = f"Rank {data['rank']} of {data['world_size']}{sharding}"
     yield f"{ranks}: {data['path']}, {count_text(data['shards'], 'shard')}"
-    titles = ["Load", "streaming"]
-    held = "local shards" if data["sharding"] else "partitions"
-    partitions = _by_place(held, memory.partitions)
+    reads_alone = memory.stage < 3 and not memory.staging
+    titles = ["Load", "as in stock" if reads_alone else "streaming"]
+    partitions = _by_place(memory.holds, memory.partitions)
     peaks = _by_place("peak", memory.load_peak)
     rows = [
         ["read from files", bytes_text(load["bytes_read"])],
@@ -274,21 +298,31 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
         starts = []
     starts += [[f"the first backward pass adds {what}", _places(it)] for what, it in memory.first_backward.items()]
     saved = memory.partitions, memory.master, memory.optimizer_states
+    gathers = [
+        ["largest gather of the forward pass", bytes_text(memory.largest_gather)],
+        ["gathered at once", memory.largest_gather_of or "nothing"],
+        ["most that may be gathered", bytes_text(memory.most_gathered)],
+    ]
+    state = ["a state of this rank (save_state)", bytes_text(sum(sum(places.values()) for places in saved))]
     rows = [
         *starts,
         ["the first step adds optimizer states", _places(memory.optimizer_states) or "nothing"],
         ["held between steps", _places(memory.held)],
-        ["largest gather of the forward pass", bytes_text(memory.largest_gather)],
-        ["gathered at once", memory.largest_gather_of or "nothing"],
+        *(gathers if memory.largest_gather else []),
+        ["passes through the model peak at", _places(memory.passes_peak)],
+        *([f"activations, {how} (estimate)", bytes_text(nbytes)] for how, nbytes in data["activations"].items()),
         ["a step of the optimizer peaks at", _places(memory.step_peak)],
         *([f"... with {cure}", _places(places)] for cure, places in memory.step_cures.items()),
-        ["a state of this rank (save_state)", bytes_text(sum(sum(places.values()) for places in saved))],
+        *([state] if memory.stage == 3 else []),
+        *([f"a step sends {what}", bytes_text(nbytes)] for what, nbytes in data["wire"].items() if nbytes),
     ]
+    if data["wire_seconds"]:
+        rows.append(["... over the link, at least", f"{data['wire_seconds']:.3g} s"])
     is_both = stock is not None or data["sharding"]
     yield frame.table(("Training", "streaming and stock" if is_both else "streaming"), rows)
     if warnings:
         yield "\n".join(f"Warning: {warning}" for warning in warnings)
-    yield "\n".join(verdict(data["needs"], data["limits"], data["device"]))
+    yield "\n".join(verdict(data["needs"], data["limits"], data["device"], data["tokens"]))
 
 
 def _by_place(name: str, places: Mapping[str, int]) -> dict[str, str]:

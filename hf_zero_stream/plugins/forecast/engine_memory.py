@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from torch import nn
 
-from ...errors import refuse_unknown_version
-from ...plugin_api import StreamingConfig, own_names, zero3
+from ...errors import ConfigError, refuse_unknown_version
+from ...plugin_api import StreamingConfig, chunk_bytes, own_names, zero3
+from . import wire
 from .footprint import (
     HOST,
     AdamW,
@@ -23,12 +25,24 @@ from .footprint import (
     adamw_copies,
     memory_footprint,
 )
+from .whole import footprint_of_whole
 
 
 # The package has a function of the same name.
 leaf_flags = importlib.import_module("deepspeed.utils.z3_leaf_module")
 
-_RELIED_ON = ("sub_group_size", "reduce_bucket_size", "offload_param", "offload_optimizer", "leaf_module")
+_RELIED_ON = (
+    "sub_group_size",
+    "reduce_bucket_size",
+    "offload_param",
+    "offload_optimizer",
+    "leaf_module",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "prefetch_bucket_size",
+    "overlap_comm",
+    "use_multi_rank_bucket_allreduce",
+)
 _missing = [name for name in _RELIED_ON if name not in DeepSpeedZeroConfig.model_fields]
 _missing += [name for name in ("apply_zero_leaf_module_config", "z3_leaf_module") if not hasattr(leaf_flags, name)]
 refuse_unknown_version("deepspeed", _missing)
@@ -65,32 +79,72 @@ def model_footprint(
 ) -> MemoryFootprint:
     """The memory that each rank needs for `model` under ZeRO-3, with partitions or placeholders (see ``zero3.py``).
 
+    At stages 1 and 2 for a whole one, to which the engine gives the dtype of the config.
+
     An empty `ds_config` means DeepSpeed's defaults; `world_size` ranks share a parameter without a group of its own.
     `adamw` says how torch's AdamW steps, where the config leaves that open.
     """
     zero = _zero_config(ds_config, model)
     named, own = list(model.named_parameters(remove_duplicate=False)), own_names(model)
     placed = (param.dtype for name, param in named if own[name] not in tied and param.is_floating_point())
-    dtype = next(placed, torch.float32)
+    is_whole = zero.stage in (1, 2)
+    dtype = zero3.partition_dtype(ds_config) if is_whole else next(placed, torch.float32)
     parameters: list[ParameterShape] = []
     seen: set[int] = set()
     for name, param in named:
         _, ranks = zero3.place_in_group(param, 0, world_size)
         # DeepSpeed leaves the dtype of adapters, which are put on a model after its load.
-        own_dtype = dtype if param.is_floating_point() and zero3.is_placeholder(param) else param.dtype
+        takes_it = param.is_floating_point() and (is_whole or zero3.is_placeholder(param))
+        own_dtype = dtype if takes_it else param.dtype
         is_tied = own[name] in tied or id(param) in seen
         if own[name] not in tied:  # a load has put the other end of the tie there
             seen.add(id(param))
         numel = getattr(param, "ds_numel", param.numel())
         parameters.append(ParameterShape(name, numel, own_dtype, param.requires_grad, ranks, is_tied))
+    with _errors_of_config():
+        settings = _engine_settings(ds_config, zero, dtype, device, adamw)
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    if is_whole:
+        return footprint_of_whole(
+            parameters,
+            settings,
+            stage=int(zero.stage),
+            shares_reads=config.share_reads,
+            loaded_bytes=sum(param.nbytes for name, param in model.named_parameters() if own[name] not in tied),
+            buffer_bytes=buffer_bytes,
+            staging_bytes=config.staging_on(device),
+            exchanged_bytes=2 * chunk_bytes(config, torch.device(device)),
+        )
     return memory_footprint(
         parameters,
-        _engine_settings(ds_config, zero, dtype, device, adamw),
-        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        settings,
+        buffer_bytes=buffer_bytes,
         staging_bytes=config.staging_on(device),
         temporary_bytes=config.temporary_on(device),
         leaf_modules=_leaf_modules(model, zero),
     )
+
+
+def wire_of_engine(model: nn.Module, ds_config: Mapping[str, Any], tied: set[str], world_size: int) -> dict[str, int]:
+    """Bytes that each rank sends in a step of the engine, by what they are; arguments of :func:`model_footprint`."""
+    zero, own = _zero_config(ds_config, model), own_names(model)
+    params = [param for name, param in model.named_parameters() if own[name] not in tied]
+    numels = [(getattr(param, "ds_numel", param.numel()), param.requires_grad) for param in params]
+    dtype = zero3.partition_dtype(ds_config) if ds_config else next((param.dtype for param in params), torch.float32)
+    numel, trained = sum(each for each, _ in numels), sum(each for each, is_trained in numels if is_trained)
+    with _errors_of_config():
+        gradients = trained * _itemsize(ds_config.get("communication_data_type"), dtype)
+    traffic = wire.ZeroTraffic(
+        quantised_weights=zero.zero_quantized_weights,
+        quantised_gradients=zero.zero_quantized_gradients,
+        secondary_ranks=zero.zero_hpz_partition_size,
+        all_reduces=zero.use_multi_rank_bucket_allreduce,
+        kept_numel=zero.max_reuse_distance // 2,
+        passes=ds_config.get("gradient_accumulation_steps", 1),
+    )
+    if zero.stage == 3:
+        return wire.of_stage_3(numel, dtype.itemsize, gradients, world_size, traffic)
+    return wire.of_stages_1_and_2(trained * dtype.itemsize, gradients, world_size, int(zero.stage), traffic)
 
 
 def _engine_settings(
@@ -121,7 +175,19 @@ def _engine_settings(
         state_bytes=_state_bytes(ds_config, _device(optimizer) != "none", half, master),
         step_copies=_step_copies(ds_config, device if _device(optimizer) == "none" else HOST, optimizer, adamw),
         secondary_ranks=zero.zero_hpz_partition_size,
+        live_numel=max(zero.max_live_parameters, zero.max_reuse_distance),
+        prefetch_numel=zero.prefetch_bucket_size,
+        bucket_count=2 if zero.overlap_comm else 1,
     )
+
+
+@contextmanager
+def _errors_of_config() -> Iterator[None]:
+    """Turn what values of a wrong kind raise into a ConfigError: the checkpoint is not to blame."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"ds_config: expected DeepSpeed's config; got one with {error}. Correct it.") from error
 
 
 def _leaf_modules(model: nn.Module, zero: DeepSpeedZeroConfig) -> list[str]:

@@ -82,6 +82,9 @@ class EngineSettings:
         state_bytes: size of the states that the optimizer keeps for an element; Adam keeps two.
         step_copies: temporary tensors of the size of a sub-group that the optimizer makes in a step.
         secondary_ranks: ranks that share hpZ's second copy of the parameters; 1: there is none.
+        live_numel: elements that may stay gathered beside those of the module that runs.
+        prefetch_numel: elements that are gathered ahead into one buffer.
+        bucket_count: buffers of `reduce_bucket_bytes` that stages 1 and 2 use in turn.
     """
 
     device: str = HOST
@@ -99,6 +102,9 @@ class EngineSettings:
     state_bytes: int = 8
     step_copies: int = ADAMW_COPIES["single"]
     secondary_ranks: int = 1
+    live_numel: int = 10**9
+    prefetch_numel: int = 5 * 10**7
+    bucket_count: int = 1
 
     @property
     def partition_place(self) -> str:
@@ -121,18 +127,21 @@ class MemoryFootprint:
     Of a model that DTensor shards (see :mod:`.sharded`), `partitions` are the local shards, `gradients` come
     with the first backward pass, `largest_gather` is that of an FSDP2 group, and nothing is added before the training.
 
-    `largest_gather` is a floor for the device's peak in training. DeepSpeed gathers into one buffer and, if the piece
-    has more than one parameter, copies each out of it, so that for a moment there is twice as much. It may keep more
-    than this: up to ``stage3_max_live_parameters`` elements. A tied parameter counts also where its other end is
-    gathered already.
+    `largest_gather` is what ZeRO-3 cannot do without, `most_gathered` what it may have gathered, and `passes_peak`
+    counts that. A tied parameter counts also where its other end is gathered already.
+
+    At stages 1 and 2 (see :mod:`.whole`) `partitions` are whole parameters, nothing is gathered, and gradients and the
+    bucket come with the backward pass and go with the step.
 
     Attributes:
         engine: "deepspeed", or "torch" for a model that DTensor shards.
+        stage: DeepSpeed's, of an engine of its.
         partitions: this rank's partitions of all parameters, padding included, also of those that no checkpoint fills.
         buffers: the model's buffers (not parameters), which every rank holds whole.
         staging: bound of the host memory through which the load reads.
         swap_buffers: DeepSpeed's host memory for the traffic with NVMe.
         largest_gather: the most that the forward pass gathers at once: a module's own parameters, or a leaf module's.
+        most_gathered: the most that may be gathered, with what stays so for its next use.
         master: fp32 copies that ``deepspeed.initialize`` makes of all trainable partitions, also of fp32 ones.
         gradients: partitions of the gradients, which ``deepspeed.initialize`` allocates.
         reduce_bucket: the buffer for gradients on their way that ``deepspeed.initialize`` allocates.
@@ -140,6 +149,7 @@ class MemoryFootprint:
         optimizer_states: the states that the first step makes.
         load_peak: most memory during the load: partitions, buffers, staging and swap buffers; "nvme" is not memory.
         start_peak: most memory during ``deepspeed.initialize``, with everything that was there before.
+        passes_peak: most memory in the passes through the model, without activations.
         held: memory in use between steps, from the first on: everything but staging and gathered parameters.
         step_peak: most memory during a step of the optimizer, with everything that is held. Nothing is gathered then.
         step_cures: changes that would lower `step_peak`, and the lower peak; empty if none would by a tenth.
@@ -151,6 +161,7 @@ class MemoryFootprint:
     swap_buffers: int = 0
     largest_gather: int
     largest_gather_of: str
+    most_gathered: int = 0
     master: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, int]
     reduce_bucket: Mapping[str, int] = field(default_factory=dict)
@@ -158,29 +169,37 @@ class MemoryFootprint:
     optimizer_states: Mapping[str, int]
     load_peak: Mapping[str, int]
     start_peak: Mapping[str, int]
+    passes_peak: Mapping[str, int] = field(default_factory=dict)
     held: Mapping[str, int]
     step_peak: Mapping[str, int] = field(default_factory=dict)
     step_cures: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     engine: Literal["deepspeed", "torch"] = "deepspeed"
+    stage: int = 3
+
+    @property
+    def holds(self) -> str:
+        """The name of `partitions` that people read."""
+        if self.engine != "deepspeed":
+            return "local shards"
+        return "partitions" if self.stage == 3 else "whole parameters"
 
     @property
     def started(self) -> dict[str, Mapping[str, int]]:
         """Memory that ``deepspeed.initialize`` adds and keeps, by the name that people read; without empty parts."""
         if self.engine != "deepspeed":
             return {}
-        parts = {
-            "fp32 copies": self.master,
-            "gradients": self.gradients,
-            "reduce bucket": {} if HOST in self.reduce_bucket else self.reduce_bucket,
-            "hpZ copies": self.secondary,
-        }
+        parts = {"fp32 copies": self.master}
+        if self.stage == 3:
+            bucket = {} if HOST in self.reduce_bucket else self.reduce_bucket
+            parts |= {"gradients": self.gradients, "reduce bucket": bucket, "hpZ copies": self.secondary}
         return {name: places for name, places in parts.items() if places}
 
     @property
     def first_backward(self) -> dict[str, Mapping[str, int]]:
-        """Memory that the first backward pass adds, likewise: on the host DeepSpeed's bucket is not written before."""
-        if self.engine != "deepspeed":
-            return {"gradients": self.gradients} if self.gradients else {}
+        """Memory that the first backward pass adds, likewise: on the host ZeRO-3's bucket is not written before."""
+        if self.engine != "deepspeed" or self.stage < 3:
+            parts = {"gradients": self.gradients, "reduce bucket": self.reduce_bucket}
+            return {name: places for name, places in parts.items() if places}
         return {"reduce bucket": self.reduce_bucket} if HOST in self.reduce_bucket else {}
 
     def table(self) -> str:
@@ -192,12 +211,13 @@ class MemoryFootprint:
         if self.first_backward or self.engine != "deepspeed":
             starting += _rows("the first backward adds", self.first_backward)
         rows = [
-            ("partitions", _places_text(self.partitions)),
+            (self.holds, _places_text(self.partitions)),
             ("peak of the load", f"{_places_text(self.load_peak)} (staging up to {bytes_text(self.staging)})"),
             ("largest gather", f"{bytes_text(self.largest_gather)} ({self.largest_gather_of or 'nothing'})"),
             *starting,
             ("the first step adds", f"optimizer states {_places_text(self.optimizer_states) or 'none'}"),
-            ("held in training", f"{_places_text(self.held)} (without activations and gathers)"),
+            ("held in training", _places_text(self.held)),
+            ("passes peak at", f"{_places_text(self.passes_peak)} (without activations)"),
             ("a step peaks at", _places_text(self.step_peak)),
             *((f"with {cure}", _places_text(places)) for cure, places in self.step_cures.items()),
         ]
@@ -224,7 +244,7 @@ def memory_footprint(
         leaf_modules: names of the modules that ZeRO-3 gathers whole, with all modules in them.
         with_cures: whether to look for what would lower the peak of a step.
     """
-    ledger, device = _Ledger(), settings.device
+    ledger, device = Ledger(), settings.device
     own = [param for param in parameters if not param.tied]
     groups = _sub_groups([param for param in own if param.requires_grad], settings)
 
@@ -243,9 +263,11 @@ def memory_footprint(
     for group in groups:
         ledger.hold("optimizer_states", group.place, group.numel * settings.state_bytes)
     ledger.end_stage()
+    gather, gather_of, most_gathered = _gathers(parameters, settings, leaf_modules)
+    ledger.pass_through(device, most_gathered)
+    passes_peak = ledger.end_stage()
     _follow_step(ledger, groups, settings)
     step_peak = ledger.end_stage()
-    gather, gather_of = _largest_gather(parameters, leaf_modules)
     parts: dict[str, Any] = {part: ledger.taken[part] for part in _PARTS}
     return MemoryFootprint(
         **parts,
@@ -253,9 +275,11 @@ def memory_footprint(
         staging=staging_bytes,
         largest_gather=gather,
         largest_gather_of=gather_of,
+        most_gathered=most_gathered,
         load_peak=load_peak,
         start_peak=start_peak,
-        held={place: ledger.held[place] for place in sorted(ledger.held, key=HOST.__ne__)},
+        passes_peak=passes_peak,
+        held=ledger.by_place(),
         step_peak=step_peak,
         step_cures=dict(_step_cures(parameters, groups, settings, buffer_bytes, step_peak)) if with_cures else {},
     )
@@ -280,7 +304,7 @@ def _step_cures(
             yield name, changed
 
 
-class _Ledger:
+class Ledger:
     """Bytes held so far, by part of the footprint and by place, and the most that was in memory in this stage."""
 
     def __init__(self) -> None:
@@ -298,6 +322,14 @@ class _Ledger:
         """Count `nbytes` that are in memory for a moment, beside what is held."""
         self._most[place] = max(self._most[place], self.held[place] + nbytes)
 
+    def release(self, place: str, nbytes: int) -> None:
+        """Free what was held."""
+        self.held[place] -= nbytes
+
+    def by_place(self) -> dict[str, int]:
+        """Bytes held."""
+        return {place: self.held[place] for place in sorted(self.held, key=HOST.__ne__) if self.held[place]}
+
     def end_stage(self) -> dict[str, int]:
         """Begin a new stage; returns the peak of the last one by place, without disks."""
         most, self._most = self._most, Counter(self.held)
@@ -305,7 +337,7 @@ class _Ledger:
 
 
 def _initialize_engine(
-    ledger: _Ledger, own: Sequence[ParameterShape], groups: Sequence[_SubGroup], settings: EngineSettings
+    ledger: Ledger, own: Sequence[ParameterShape], groups: Sequence[_SubGroup], settings: EngineSettings
 ) -> None:
     """Follow DeepSpeedZeroOptimizer_Stage3.__init__ from one allocation to the next."""
     device, master, offloaded = settings.device, settings.master_itemsize, settings.offload_optimizer != "none"
@@ -349,7 +381,7 @@ def _initialize_engine(
     ledger.pass_through(device, max((param.gathered_bytes for param in trained), default=0))
 
 
-def _follow_step(ledger: _Ledger, groups: Sequence[_SubGroup], settings: EngineSettings) -> None:
+def _follow_step(ledger: Ledger, groups: Sequence[_SubGroup], settings: EngineSettings) -> None:
     """Follow DeepSpeedZeroOptimizer_Stage3.step, which takes one sub-group after the other."""
     device, master, offloaded = settings.device, settings.master_itemsize, settings.offload_optimizer != "none"
     for group in groups:
@@ -403,8 +435,16 @@ def _sub_groups(trained: Sequence[ParameterShape], settings: EngineSettings) -> 
     return groups
 
 
-def _largest_gather(parameters: Iterable[ParameterShape], leaf_modules: Collection[str]) -> tuple[int, str]:
-    """(bytes, name) of the largest piece that ZeRO-3's hooks gather at once."""
+def _gathers(
+    parameters: Iterable[ParameterShape], settings: EngineSettings, leaf_modules: Collection[str]
+) -> tuple[int, str, int]:
+    """(bytes, name) of the largest piece that ZeRO-3's hooks gather at once, and the most that may be gathered.
+
+    Several parameters are copied out of the buffer into which they were gathered. Beside the piece of the module that
+    runs, what comes next is fetched, ``stage3_prefetch_bucket_size`` at once and up to ``stage3_max_live_parameters``,
+    and what comes again within ``stage3_max_reuse_distance`` is kept (DeepSpeed 0.19.8,
+    `runtime/zero/partitioned_param_coordinator.py`).
+    """
     leaves = set(leaf_modules)
     pieces: dict[str, list[ParameterShape]] = {}
     for param in parameters:
@@ -413,12 +453,17 @@ def _largest_gather(parameters: Iterable[ParameterShape], leaf_modules: Collecti
         # The outermost leaf module around a parameter gathers it, else the module that owns it.
         module = next((module for module in around if module in leaves), owner)
         pieces.setdefault(module, []).append(param)
-    largest, largest_of = 0, ""
+    largest, largest_of, most, kept = 0, "", 0, 0
     for module, members in pieces.items():
         nbytes = sum(param.gathered_bytes for param in members)
+        kept += sum(param.gathered_bytes for param in members if not param.tied)
+        most = max(most, nbytes * (1 + (len(members) > 1)))
         if nbytes > largest:
             largest, largest_of = nbytes, members[0].name if len(members) == 1 else module
-    return largest, largest_of
+    itemsize = max((param.dtype.itemsize for members in pieces.values() for param in members), default=0)
+    others = max(kept - largest, 0)
+    fetched = min(settings.prefetch_numel * itemsize, others)
+    return largest, largest_of, most + min(settings.live_numel * itemsize, others) + fetched
 
 
 def adamw_copies(adamw: AdamW | None, place: str) -> int:

@@ -1,11 +1,11 @@
-"""``plan()``: what one rank of a world of any size will read, and the memory that it will need."""
+"""``plan()``: what one rank of a world of any size will read, the memory that it will need, and what it will send."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from ...plugin_api import (
     Coordinator,
     Load,
     LoadPlan,
+    Replicated,
     Tabular,
     buildable_config,
     bytes_text,
@@ -37,16 +38,26 @@ from ...plugin_api import (
     warn_of_open_dtype,
     wrapped,
 )
+from . import wire
+from .activations import activations
 from .footprint import ADAMW_COPIES, AdamW, MemoryFootprint
 from .memory import model_memory
 
 
 @dataclass(frozen=True)
 class Forecast(Tabular):
-    """The bytes that one rank will read, and the memory that it will need, in load and training (both computed)."""
+    """The bytes that one rank will read, and the memory that it will need, in load and training (all computed).
+
+    Attributes:
+        wire: bytes that it sends in a step, by what they are (see :mod:`.wire`).
+        activations: bytes of those of a micro-batch, "kept" and "checkpointed" (see :mod:`.activations`); empty
+            without its tokens.
+    """
 
     load: LoadPlan
     memory: MemoryFootprint
+    wire: Mapping[str, int] = field(default_factory=dict)
+    activations: Mapping[str, int] = field(default_factory=dict)
 
     def table(self) -> str:
         """The forecast for people to read: plain text in several lines of at most 80 columns."""
@@ -57,7 +68,14 @@ class Forecast(Tabular):
             f"{count_text(cost.reads, 'read')}."
         )
         heading = f"PLAN OF RANK {plan.rank} OF {plan.world_size}"
-        return "\n".join([heading, wrapped(reads), "", self.memory.table()])
+        rows = [f"Sends {bytes_text(sum(self.wire.values()))} in a step: {_listed(self.wire)}"] if self.wire else []
+        if self.activations:
+            rows.append(f"Activations, estimated: {_listed(self.activations)}")
+        return "\n".join([heading, wrapped(reads), "", self.memory.table(), *map(wrapped, rows)])
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {bytes_text(nbytes)}" for name, nbytes in parts.items())
 
 
 def plan(
@@ -71,9 +89,13 @@ def plan(
     device: str | None = None,
     adamw: AdamW | None = None,
     lora: Any = None,
+    tokens: int | None = None,
     **kwargs: Any,
 ) -> Forecast:
     """The load plan and the memory of one rank of a world of any size; needs no process group and reads no weights.
+
+    At ZeRO's stages 1 and 2 each rank reads the whole checkpoint into host memory, as in stock; with ``share_reads``
+    (in the config's section ``hf_zero_stream``) it reads a part of it, onto the device.
 
     The model is built on the meta device, and transformers' own renames and conversions run over tensors that carry
     only their layout, exactly as in a load.
@@ -96,12 +118,14 @@ def plan(
         lora: adapters that are put on the loaded model, and trained alone, for ``memory``: PEFT's ``LoraConfig``, or a
             dict of its arguments. Under ZeRO-3, which partitions them, and with ``fsdp_size`` alone: on a model
             that is sharded already they are whole on every rank.
+        tokens: of a micro-batch on one rank, for ``activations``, and for what tensor parallelism sends.
         kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
 
     Raises:
-        ConfigError: `rank` is not below `world_size`, the stage of `ds_config` is not 3, the sizes in
-            `distributed_config` do not make up `world_size`, `adamw` is none of the three, or PEFT does not take
-            `lora`.
+        ConfigError: `rank` is not below `world_size`, the stage of `ds_config` is not 1 to 3, the sizes in
+            `distributed_config` do not make up `world_size`, `adamw` is none of the three, PEFT does not take `lora`,
+            or `tokens` is below 1 or the model's config lacks what activations are estimated from.
+        UnsupportedError: `ds_config` has AutoTP or AutoEP at stage 1 or 2.
         HfZeroStreamError: the checkpoint is not sound.
         RuntimeError: it does not fit its model (transformers' own error, after its LOAD REPORT).
 
@@ -117,6 +141,8 @@ def plan(
         raise ConfigError(f"rank: expected 0 <= rank < world_size ({world_size}); got {rank}")
     if adamw is not None and adamw not in ADAMW_COPIES:
         raise ConfigError(f"adamw: expected one of {', '.join(ADAMW_COPIES)}; got {adamw!r}")
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"tokens: expected the tokens of a micro-batch, 1 or more; got {tokens}")
     refuse_settings(kwargs)
     wanted = None if dtype == "auto" else floating_dtype(dtype)
     coordinator = Coordinator(rank, world_size, alone=True)
@@ -150,7 +176,9 @@ def plan(
         shards.trains_on = device or device_type()
         load = Load(settings, {}, coordinator, shards)
         with fake_group(rank, world_size):
-            return _forecast(path, load, {"dtype": wanted or "auto", **kwargs}, shards.trains_on, adamw, lora)
+            how = shards.trains_on, adamw, lora, tokens, sharding.tp_size or 1
+            forecast = _forecast(path, load, {"dtype": wanted or "auto", **kwargs}, *how)
+        return replace(forecast, wire={**_wire_of_shards(forecast.memory, sharding), **forecast.wire})
     refuse_sharding(path, kwargs)
     if find_spec("deepspeed") is None:
         raise VersionError(
@@ -160,30 +188,73 @@ def plan(
     from ...plugin_api import Partitioned  # imports deepspeed, which takes seconds
 
     found = {} if ds_config is None else _with_dtype(buildable_config(ds_config), wanted)
-    if (stage := (found.get("zero_optimization") or {}).get("stage", 3)) != 3:
-        raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
-    config = config_without_auto(found) if found else {}
+    if (stage := (found.get("zero_optimization") or {}).get("stage", 3)) not in (1, 2, 3):
+        raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 1, 2 or 3; got {stage!r}")
+    config, settings = config_without_auto(found) if found else {}, settings_for(found, None)
     destination = Partitioned(config, coordinator)
-    load = Load(settings_for(found, None), config, coordinator, destination)
     trains_on = device or destination.device.type
-    return _forecast(path, load, {"dtype": wanted or "auto", **kwargs}, trains_on, adamw, lora)
+    load = Load(settings, config, coordinator, destination)
+    if stage < 3:
+        _refuse_cut(config, stage)
+        readers = coordinator if settings.share_reads else Coordinator(0, 1, alone=True)
+        load = Load(settings, config, coordinator, Replicated(readers, settings, torch.device("cpu")))
+    return _forecast(path, load, {"dtype": wanted or "auto", **kwargs}, trains_on, adamw, lora, tokens)
+
+
+def _refuse_cut(ds_config: Mapping[str, Any], stage: int) -> None:
+    """Raise an UnsupportedError for whole models that the engine will cut, or convert."""
+    asks = {
+        "tensor_parallel.autotp_size": (ds_config.get("tensor_parallel") or {}).get("autotp_size", 1) not in (0, 1),
+        "expert_parallel": (ds_config.get("expert_parallel") or {}).get("enabled"),
+    }
+    for name in (name for name, asked in asks.items() if asked):
+        raise UnsupportedError(
+            f"plan(ds_config=...): {name} is not planned at stage {stage}. Leave it out for what each rank needs of "
+            "the whole model, which is more."
+        )
 
 
 def _forecast(
-    path: str, load: Load, arguments: Mapping[str, Any], device: str, adamw: AdamW | None, lora: Any
+    path: str,
+    load: Load,
+    arguments: Mapping[str, Any],
+    device: str,
+    adamw: AdamW | None,
+    lora: Any,
+    tokens: int | None,
+    tp_ranks: int = 1,
 ) -> Forecast:
     with closing(load), collector_paused(), outside_zero_init():
         model, missing, tied = lazily_loaded(path, load, **arguments)
         load.make_plan(model, missing, tied, only_planned=True)
         assert load.plan is not None
 
-        engine, world_size = load.destination.trained_by, load.coordinator.world_size
+        engine, world_size = load.destination.trained_by or "deepspeed", load.coordinator.world_size
         how = tied, engine, load.ds_config, world_size, load.config, device, adamw
         memory = model_memory(model, *how)
         if lora is not None:  # adapters are put on what has been loaded
             put_adapters_on(model, lora)
             memory = replace(model_memory(model, *how), load_peak=memory.load_peak)
-        return Forecast(load.plan, memory)
+        sent, kept = dict[str, int](), dict[str, int]()
+        if engine == "deepspeed":
+            from .engine_memory import wire_of_engine  # imports deepspeed
+
+            sent = wire_of_engine(model, load.ds_config, tied, world_size)
+        if tokens is not None:
+            kept = activations(model.config, tokens, tp_ranks)
+            if tp_ranks > 1:
+                text = model.config.get_text_config()
+                sizes = text.hidden_size, text.num_hidden_layers, model.dtype.itemsize
+                sent = {"tensor parallelism": wire.of_tensor_parallelism(tokens, *sizes, tp_ranks)}
+        return Forecast(load.plan, memory, sent, kept)
+
+
+def _wire_of_shards(memory: MemoryFootprint, sharding: Any) -> dict[str, int]:
+    """What FSDP2 sends; empty with expert parallelism, where parameters have several groups of ranks."""
+    if (getattr(sharding, "ep_size", None) or 1) > 1:
+        return {}
+    held, trained = sum(memory.partitions.values()), sum(memory.gradients.values())
+    return wire.of_fsdp2(held, trained, sharding.fsdp_size or 1, sharding.dp_replicate_size or 1)
 
 
 def _check_tp_plan(kwargs: Mapping[str, Any]) -> None:

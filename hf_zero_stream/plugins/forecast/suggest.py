@@ -1,4 +1,4 @@
-"""``hf-zero-stream plan --suggest``: the smallest set-up of ZeRO-3 that fits, and accelerate's config for it."""
+"""``hf-zero-stream plan --suggest``: the first set-up of ZeRO that fits, and accelerate's config for it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ OFFLOADS: Mapping[str, Mapping[str, Any]] = {
     "optimizer, parameters": {"offload_optimizer": ON_HOST, "offload_param": ON_HOST},
 }
 """What goes to host memory, and what a DeepSpeed config says of it; each takes more time than the one before."""
+
+RUNGS = ((1, "nothing"), (2, "nothing"), *((3, offload) for offload in OFFLOADS))
+"""Stages of ZeRO and what goes to host memory with them, from the fastest on: stage 3 sends more than the others."""
 
 
 class Machines(NamedTuple):
@@ -50,8 +53,9 @@ def suggest(
         from .plan import plan
 
         def needs(ranks: int, config: Mapping[str, Any]) -> dict[str, int]:
-            memory = plan(place, world_size=ranks, ds_config=config, **how, **arguments).memory
-            return needs_of_node(memory, how["device"], min(machines.ranks_per_node, ranks))
+            found = plan(place, world_size=ranks, ds_config=config, **how, **arguments)
+            ranks_of_node = min(machines.ranks_per_node, ranks)
+            return needs_of_node(found.memory, how["device"], ranks_of_node, found.activations)
 
         setup, looked_at = smallest(needs, machines, dtype)
         advice = share_reads_advice(place, -(-setup["ranks"] // ranks_per_node)) if setup else ""
@@ -61,6 +65,7 @@ def suggest(
         "path": path,
         **machines._asdict(),
         "device": how["device"],
+        "tokens": how["tokens"],
         "looked_at": looked_at,
         "suggested": setup,
         "share_reads": advice,
@@ -69,9 +74,9 @@ def suggest(
     frame.emit(data, _blocks(data), form, ok=setup is not None)
 
 
-def ds_config_of(offload: str, dtype: str) -> dict[str, Any]:
-    """The DeepSpeed config of ZeRO-3 with this of :data:`OFFLOADS`, in `dtype`, as ``--dtype`` names it."""
-    return frame.zero3_config({"zero_optimization": {"stage": 3, **OFFLOADS[offload]}}, dtype)
+def ds_config_of(stage: int, offload: str, dtype: str) -> dict[str, Any]:
+    """The DeepSpeed config of a stage with this of :data:`OFFLOADS`, in `dtype`, as ``--dtype`` names it."""
+    return frame.config_with_dtype({"zero_optimization": {"stage": stage, **OFFLOADS[offload]}}, dtype)
 
 
 def smallest(
@@ -79,7 +84,8 @@ def smallest(
 ) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """The first set-up that fits into the limits, or None, and all that were looked at.
 
-    Least offload goes first, since that is fastest; then fewest ranks: 1, 2, 4, ... up to what there is.
+    The order is that of :data:`RUNGS`; of each, fewest ranks go first: 1, 2, 4, ... up to what there is. If a device
+    has too little memory with most ranks, it has with fewer, too.
 
     Args:
         needs: the bytes that a "device" and the "host" of a node need, by the number of ranks and a DeepSpeed config.
@@ -87,20 +93,28 @@ def smallest(
     most = machines.most_ranks
     numbers = sorted({*(2**power for power in range(most.bit_length()) if 2**power < most), most})
     looked_at = []
-    for offload in OFFLOADS:
-        for ranks in numbers:
-            found = needs(ranks, ds_config_of(offload, dtype))
-            setup = {
+    for stage, offload in RUNGS:
+
+        def look(ranks: int, stage: int = stage, offload: str = offload) -> dict[str, Any]:
+            found = needs(ranks, ds_config_of(stage, offload, dtype))
+            return {
                 "ranks": ranks,
                 "ranks_per_node": min(ranks, machines.ranks_per_node),
+                "stage": stage,
                 "offload": offload,
                 "dtype": dtype,
                 "needs": {place: found[place] for place in ("device", "host")},
                 "fits": fit(found, machines.limits),
             }
-            looked_at.append(setup)
-            if setup["fits"]:
-                return setup, looked_at
+
+        with_most = look(most)
+        if with_most["needs"]["device"] > machines.limits["device"]:
+            looked_at.append(with_most)
+            continue
+        for ranks in numbers:
+            looked_at.append(with_most if ranks == most else look(ranks))
+            if looked_at[-1]["fits"]:
+                return looked_at[-1], looked_at
     return None, looked_at
 
 
@@ -113,9 +127,9 @@ def write_config(path: Path, setup: Mapping[str, Any]) -> None:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {
-            "zero_stage": 3,
-            "zero3_init_flag": True,
-            "zero3_save_16bit_model": True,
+            "zero_stage": setup["stage"],
+            "zero3_init_flag": setup["stage"] == 3,
+            "zero3_save_16bit_model": setup["stage"] == 3,
             "offload_param_device": "cpu" if "offload_param" in offloaded else "none",
             "offload_optimizer_device": "cpu" if "offload_optimizer" in offloaded else "none",
             "gradient_accumulation_steps": 1,
@@ -133,9 +147,10 @@ def write_config(path: Path, setup: Mapping[str, Any]) -> None:
 def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     limits, setup = data["limits"], data["suggested"]
     into = " and ".join(f"{bytes_text(limit)} of {place} memory" for place, limit in limits.items())
-    yield f"{data['path']}: ZeRO-3 with at most {count_text(data['most_ranks'], 'rank')}, {into}"
+    yield f"{data['path']}: ZeRO with at most {count_text(data['most_ranks'], 'rank')}, {into}"
     rows = [
         (
+            str(tried["stage"]),
             str(tried["ranks"]),
             tried["offload"],
             bytes_text(tried["needs"]["device"]),
@@ -145,23 +160,27 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
         for tried in data["looked_at"]
     ]
     titles = (
+        "stage",
         "ranks",
         "in host memory",
         f"a {data['device']} device needs",
         f"a node of {data['ranks_per_node']} needs",
         "fits",
     )
-    yield frame.table(titles, rows, left=2)
+    yield frame.table(titles, rows, left=3)
     if setup is None:
         yield (
             "Nothing of this FITS. Give more ranks (--world-size), train adapters (--lora-rank), or offload to NVMe, "
             "which plan computes with --ds-config."
         )
         return
+    room = bytes_text(limits["device"] - setup["needs"]["device"])
+    left = f"For activations, which are not counted, a device has {room} left."
+    if data["tokens"]:
+        left = f"With checkpointed activations of {count_text(data['tokens'], 'token')}, a device has {room} left."
     yield (
-        f"Smallest that fits: {count_text(setup['ranks'], 'rank')}, ZeRO-3 in {setup['dtype']}, in host memory: "
-        f"{setup['offload']}. For activations, which are not counted, a device has "
-        f"{bytes_text(limits['device'] - setup['needs']['device'])} left."
+        f"First that fits: {count_text(setup['ranks'], 'rank')}, stage {setup['stage']} in {setup['dtype']}, in host "
+        f"memory: {setup['offload']}. {left}"
     )
     if data["share_reads"]:
         yield data["share_reads"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from ...plugin_api import bytes_text, frame
+from ...plugin_api import bytes_text, count_text, frame
 from .needs import HOST, fit, needs_of_node, word_of_fit
 
 
@@ -32,17 +32,26 @@ def show_worlds(
 
         for ranks in WORLDS:
             forecast = plan(place, world_size=ranks, **how, **arguments)
-            needs = needs_of_node(forecast.memory, how["device"], min(ranks_per_node, ranks))
+            needs = needs_of_node(forecast.memory, how["device"], min(ranks_per_node, ranks), forecast.activations)
             fits = fit(needs, limits) if limits else None
             worlds.append({"world_size": ranks, "read": forecast.load.cost.bytes_read, "needs": needs, "fits": fits})
     fits = any(world["fits"] for world in worlds) if limits else None
-    data = {"path": path, "device": how["device"], "worlds": worlds, "limits": limits, "fits": fits}
+    data = {
+        "path": path,
+        "device": how["device"],
+        "tokens": how["tokens"],
+        "worlds": worlds,
+        "limits": limits,
+        "fits": fits,
+    }
     frame.emit(data, _blocks(data, ranks_per_node), form, ok=fits is not False)
 
 
 def _blocks(data: Mapping[str, Any], ranks_per_node: int) -> Iterator[str]:
     device, limits = data["device"], data["limits"]
-    yield f"{data['path']}: what one rank reads, and the memory that training needs, activations not counted"
+    tokens = data["tokens"]
+    counted = f"with activations of {count_text(tokens, 'token')}" if tokens else "activations not counted"
+    yield f"{data['path']}: what one rank reads, and the memory that training needs, {counted}"
     devices = () if device == HOST else (f"a {device} device",)
     rows = []
     for world in data["worlds"]:
