@@ -20,7 +20,7 @@ from ...errors import UnsupportedError
 from ...plugin_api import Original, QuantisedLoad, Session, in_session, is_packed, is_url
 from .packing import pack_model
 from .quantised import dequantising
-from .quantisers import dequantiser_of
+from .quantisers import dequantiser_of, refuse_sparse
 from .quantising import QuantisingQuantizer, is_quantisable, wanted_config
 
 
@@ -51,6 +51,7 @@ class PackedLoad(QuantisedLoad):
             result: tuple[Any, Any, Any] = original(config, quantization_config, *args, **kwargs)
             return result
         fields = found if isinstance(found, Mapping) else getattr(found, "to_dict", dict)()
+        refuse_sparse(fields, getattr(config, "name_or_path", "") or "this checkpoint")
         is_dequantised = fields.get("dequantize") or getattr(quantization_config, "dequantize", False)
         load, device_map = self._session.load, args[0] if args else kwargs.get("device_map")
         # DeepSpeed decides the dtype where it hides.
