@@ -316,7 +316,9 @@ def buildable_config(ds_config: Any) -> Any:
             ds_config = json.load(file)
     config = dict(ds_config)
     zero = config.get("zero_optimization")
-    if isinstance(zero, Mapping) and isinstance(zero.get("stage"), str):  # transformers would not see ZeRO-3 in it
+    if zero is not None and not isinstance(zero, Mapping):
+        raise ConfigError(f"zero_optimization: expected a JSON object in the DeepSpeed config; got {zero!r}")
+    if zero and isinstance(zero.get("stage"), str):  # transformers would not see ZeRO-3 in it
         raise ConfigError(f"zero_optimization.stage: expected a number, 0 to 3; got {zero['stage']!r}")
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if config.get(key, "auto") == "auto":

@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.partition_parameters import (
     is_zero_param,
 )
 from deepspeed.utils import groups
+from pydantic import ValidationError
 from torch import nn
 
 from ... import accelerators
@@ -246,13 +247,29 @@ def refuse_packed(ds_config: Mapping[str, Any]) -> None:
             )
 
 
+_IN_PLACE_OF = {
+    "stage3_partition_stream_chunk_size": (
+        "Leave it out: hf_zero_stream reads parameters of any size through buffers that "
+        '"hf_zero_stream": {"staging_bytes": "64MiB"} bounds.'
+    )
+}
+"""What serves in place of keys that were proposed for DeepSpeed, and never came."""
+
+
 def parsed(zero: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """The section ``zero_optimization`` of a DeepSpeed config; a ConfigError says what DeepSpeed does not take."""
     try:
         # Where DeepSpeed itself says what has become of a setting that is gone.
         getattr(deepspeed_config, "_reject_removed_config_keys", bool)({"zero_optimization": zero})
         return DeepSpeedZeroConfig(**zero)
-    except (deepspeed_config.DeepSpeedConfigError, ValueError) as error:  # pydantic's is a ValueError
+    except ValidationError as error:
+        wrong = {".".join(map(str, each["loc"])): each["msg"] for each in error.errors()}
+        what = "; ".join(f"{key}: {message}" for key, message in wrong.items())
+        advice = " ".join(_IN_PLACE_OF[key] for key in wrong if key in _IN_PLACE_OF)
+        raise ConfigError(
+            f"zero_optimization: DeepSpeed does not take {what}. {advice or 'Correct the DeepSpeed config.'}"
+        ) from error
+    except deepspeed_config.DeepSpeedConfigError as error:
         raise ConfigError(f"zero_optimization: DeepSpeed does not take this section of its config: {error}") from error
 
 
