@@ -134,7 +134,8 @@ HEAD = f"""\
 # What fits
 
 GiB that a GPU needs at its peak (load, `deepspeed.initialize`, passes with all that may be gathered, or step) to train
-published models in bf16, computed from headers of their true size. Activations are not counted: leave room for them. Nothing here was run on GPUs.
+published models in bf16, computed from headers of their true size. Activations are not counted: leave room for them.
+Nothing here was run on GPUs.
 
 - **A number alone** fits a GPU of 80 GB ({CARDS["80 GB"]} GiB). *141 GB*: only one of those ({CARDS["141 GB"]} GiB).
   *no*: neither. *tight*: less than a fifth is left for activations.
