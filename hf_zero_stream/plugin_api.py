@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         Pointwise,
         Stored,
         View,
+        WritableParameter,
         entries_of,
         is_computed,
         row_major_strides,
@@ -130,7 +131,7 @@ if TYPE_CHECKING:
     from .loading.dry_load import lazily_loaded, load_of_layouts, model_class_of
     from .loading.integration import outside_zero_init
     from .planning.boxes import Cut, Interval, ParameterBox
-    from .planning.plan import BatchPlan, LoadPlan, Target, materialise_reason, plan_batch
+    from .planning.plan import BatchPlan, LoadPlan, Target, materialise_reason, partition_range, plan_batch
     from .ranks.coordinator import Coordinator, expected_at, meeting
     from .ranks.presence import Location, Presence, digest_of, is_alone
     from .ranks.rendezvous import LOAD, MeetingKind

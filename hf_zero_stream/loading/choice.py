@@ -18,6 +18,7 @@ from ..bindings.table import refuse_unsafe_partitions
 from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
+from ..holdings.introspection import is_inside_zero_init
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..registry import broken_plugins, import_object, plugins, tool
@@ -94,9 +95,11 @@ def choose(
             )
         if settings.destination:
             return chosen(way=Way.PLUGIN, is_joint=is_one_of_several())
+        will_be_cut = _will_be_cut_by_autotp(ds_config) and not _placement_argument(kwargs)
         if is_zero3:
             refuse_pieces(path, kwargs)
-            return chosen(way=Way.PARTITIONS, is_joint=True)
+            is_lazy = will_be_cut and not is_inside_zero_init() and settings.frozen_weights != "files"
+            return chosen(way=Way.AUTOTP if is_lazy else Way.PARTITIONS, is_joint=True)
         if reason := _reason_of_folder(path, kwargs):
             return chosen(way=Way.STOCK, reason=reason)
         from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed
@@ -109,8 +112,7 @@ def choose(
             shards = chosen(way=Way.SHARDS, is_joint=True, packing_unsupported_reason=cuts_matrices(sharding))
             return replace(shards, device=init_distributed())
     subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
-    will_be_cut = _will_be_cut_by_autotp(ds_config)
-    if (will_be_cut or (not ds_config and shards_by_fsdp2())) and not _placement_argument(kwargs):
+    if will_be_cut or (not ds_config and shards_by_fsdp2() and not _placement_argument(kwargs)):
         # Ranks meet when the model is sharded. Until then they only need each other where one reads for others.
         is_joint = bool(mount_of(path)) or settings.read_from != "all"
         return chosen(way=Way.AUTOTP if will_be_cut else Way.FSDP2, is_joint=is_joint, subject=subject)
@@ -196,7 +198,7 @@ def _pieces_in(path: Any, kwargs: Mapping[str, Any]) -> str:
 
 
 def _will_be_cut_by_autotp(ds_config: Mapping[str, Any]) -> bool:
-    """Whether ``deepspeed.initialize`` with `ds_config`, not of ZeRO-3, cuts whole models, and converts no experts."""
+    """Whether ``deepspeed.initialize`` with `ds_config` cuts models, and converts no experts."""
     size = (ds_config.get("tensor_parallel") or {}).get("autotp_size", 0)
     return isinstance(size, int) and size > 1 and not (ds_config.get("expert_parallel") or {}).get("enabled")
 

@@ -37,25 +37,31 @@ def tp_config(stage: int, dtype: torch.dtype = FP32) -> dict[str, Any]:
     return {**state_config(stage, dtype), "tensor_parallel": {"autotp_size": 2}}
 
 
+def ranks_of(stage: int) -> int:
+    """So many that ZeRO-3 partitions what two ranks of tensor parallelism have."""
+    return 4 if stage == 3 else 2
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("home", ["ZeRO-3", "stage 1", "FSDP2", "one process"])
-def test_other_homes(cluster: None, tmp_path: Path, home: str) -> None:
+def test_other_homes(cluster: None, tmp_path: Path, home: str, stage: int) -> None:
     """What another home loads of AutoTP's state is that state, and so is what AutoTP loads of its."""
     folder = checkpoint_of("uneven", tmp_path / "checkpoint")
-    run_ranks(2, train_and_save, folder, tmp_path, [tp_config(1)], [two_groups], False)
+    run_ranks(ranks_of(stage), train_and_save, folder, tmp_path, [tp_config(stage)], [two_groups], False)
     source, there, back = tmp_path / "ours 0", tmp_path / "there", tmp_path / "back"
     if home in ("ZeRO-3", "stage 1"):
-        ranks, stage = (2, 3) if home == "ZeRO-3" else (1, 1)
-        run_ranks(ranks, resume_and_save, folder, source, state_config(stage, FP32), two_groups, there)
+        ranks, other = (2, 3) if home == "ZeRO-3" else (1, 1)
+        run_ranks(ranks, resume_and_save, folder, source, state_config(other, FP32), two_groups, there)
         expected = []
     else:
         ranks, sizes = (2, {"fsdp_size": 2}) if home == "FSDP2" else (1, None)
         run_ranks(ranks, resume_plain, folder, source, sizes, there, False)
         expected = ["groups"]  # its optimizer has other options
     assert [name for name in different_states(source, there) if name not in expected] == []
-    for ranks, stage in ((2, 0), (4, 2)):
-        to = back / f"{ranks}"
-        run_ranks(ranks, resume_and_save, folder, there, tp_config(stage), two_groups, to, "groups" not in expected)
+    for ranks, other in ((2, 0), (4, 2), (4, 3)):
+        to = back / f"{other}"
+        run_ranks(ranks, resume_and_save, folder, there, tp_config(other), two_groups, to, "groups" not in expected)
         assert [name for name in different_states(source, to) if name not in expected] == []
 
 
@@ -72,11 +78,11 @@ def save_in_background(folder: Path, target: Path, config: dict[str, Any]) -> di
     return {"continued": continued, "resumed": train(engine, (3, 4))}
 
 
-@pytest.mark.parametrize("stage", [1, 0])
+@pytest.mark.parametrize("stage", [1, 0, 3])
 def test_background(cluster: None, tmp_path: Path, stage: int) -> None:
     """The values are those of the call, whatever is trained meanwhile."""
     folder = checkpoint_of("tied", tmp_path / "checkpoint")
-    for found in run_ranks(2, save_in_background, folder, tmp_path, tp_config(stage)):
+    for found in run_ranks(ranks_of(stage), save_in_background, folder, tmp_path, tp_config(stage)):
         assert found["resumed"] == found["continued"]
     for name in ("background", "engine"):
         assert different_states(tmp_path / "at once", tmp_path / name) == []

@@ -20,6 +20,7 @@ from ...holdings.holding import cut_shard_of
 from ...holdings.introspection import is_cut, lies_in_files
 from ...holdings.own_names import named_parameters
 from ...holdings.slots import VALUES, Member, Slot, memory_of
+from ...planning.boxes import ParameterBox
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ...settings.config import StreamingConfig
@@ -116,7 +117,11 @@ class _Filling:
 
     def add_partition(self, name: str, param: Any, view: View, master: torch.Tensor | None) -> None:
         """Fill a partition of ZeRO-3, and the fp32 `master` that is trained in its place, if there is one."""
-        target = Target(name, param.dtype if master is None else master.dtype, *partitions.own_range(param))
+        box: ParameterBox | None = None
+        if is_cut(param):
+            box = cut_shard_of(name, param).box
+            view = narrowed(view, box)
+        target = Target(name, param.dtype if master is None else master.dtype, *partitions.own_range(param), box)
         if master is not None:
             self.direct.append(item_of(target, view, master))
         if getattr(param.ds_tensor, "final_location", None) == "nvme":

@@ -81,7 +81,8 @@ class PartitionedInit(Init):
     filled, but for the padding: it is zero. Only those that are `swapped` go to swap files, and those that a
     `file_swapper` has taken it reads itself. Other parameters are treated as stock does.
 
-    Inside a ``zero.Init`` of the caller's, `around`, that one decides on everything, as in stock.
+    Inside a ``zero.Init`` of the caller's, `around`, that one decides on everything, as in stock. The ranks that share
+    parameters are those of data parallelism in `mpu`, if there is one, else all.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class PartitionedInit(Init):
         swapped: Iterable[nn.Parameter],
         around: Init | None = None,
         file_swapper: Any = None,
+        mpu: Any = None,
     ) -> None:
         self._file_swapper = file_swapper
         self._swapped = set(map(id, swapped))  # no parameters: they keep this object alive
@@ -104,6 +106,8 @@ class PartitionedInit(Init):
         super().__init__(
             module=module,
             config_dict_or_path=dict(ds_config),
+            data_parallel_group=None if mpu is None else mpu.get_data_parallel_group(),
+            mpu=mpu,
             # Those that share hpZ's copies, if an earlier zero.Init made the groups: another must not make them.
             zero_param_parallel_group=groups._get_zero_param_intra_parallel_group() if has_hpz else None,
             **_swapping(ds_config),

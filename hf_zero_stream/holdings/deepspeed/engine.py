@@ -262,7 +262,7 @@ def held_partitions(
     undone = []
 
     def holding(name: str, param: Any) -> Holding:
-        box, (_, start, stop) = partitions.box_of(param), partitions.own_range(param)
+        box, (_, start, stop) = _partitioned_box(name, param), partitions.own_range(param)
         if id(param) in in_context:
             values = partial(open_flat, param)
             return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
@@ -282,6 +282,16 @@ def held_partitions(
             "step and a resume go on with."
         )
     return found
+
+
+def _partitioned_box(name: str, param: Any) -> ParameterBox:
+    """The box of the whole model's parameter `name` that ranks have partitioned as a ZeRO-3 parameter.
+
+    That is all of it, some ranks' experts, or what AutoTP has left to them.
+    """
+    if is_cut(param):
+        return cut_shard_of(name, param).box
+    return getattr(param, "_hf_zero_stream_box", None) or ParameterBox.whole(param.ds_shape)
 
 
 def _is_trained_apart(param: Any) -> bool:
@@ -353,7 +363,8 @@ def _stage_3(wrapper: Any, names: Mapping[int, str]) -> Iterator[Slot]:
             if id(param) in names:
                 _, first, _ = wrapper.grad_position[wrapper.get_param_id(param)]
                 _, start, stop = partitions.own_range(param)
-                members.append(Member(names[id(param)], partitions.box_of(param), first, start, stop))
+                name = names[id(param)]
+                members.append(Member(name, _partitioned_box(name, param), first, start, stop))
         is_swapped = wrapper._swappable_optimizer_subgroup(number)
         yield Slot(
             wrapper.sub_group_to_group_id[number],

@@ -24,7 +24,6 @@ from torch import nn
 
 from ... import accelerators
 from ...bindings.install import override_methods
-from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ...settings.config import announced_local_rank
@@ -34,11 +33,6 @@ def own_range(param: Any) -> tuple[int, int, int]:
     """(elements of one partition, first own element, one past the last own) of a ZeRO-3 parameter."""
     group = param.ds_process_group
     return partition_range(param.ds_numel, dist.get_rank(group), dist.get_world_size(group))
-
-
-def box_of(param: Any) -> ParameterBox:
-    """Return the box of the whole model's parameter that a ZeRO-3 parameter is: all of it, or some ranks' experts."""
-    return getattr(param, "_hf_zero_stream_box", None) or ParameterBox.whole(param.ds_shape)
 
 
 def is_partitioned(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 DeepSpeed cuts with its own code, which meets lazy tensors: what it keeps of a parameter is a view of the checkpoint's
 tensors, whatever it has done to get there, and has no memory. Then each rank reads what is kept of each, and ranks
-read for each other what DeepSpeed has left whole.
+read for each other what DeepSpeed has left whole. Under ZeRO-3 each reads its partition of what is kept.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...plugin_api import (
     LOAD,
     Coordinator,
     Deferral,
+    Destination,
     InPlace,
     LazyTensor,
     Load,
@@ -52,6 +53,8 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
     if not deferrals:
         return original(self, model, *args, **kwargs)
     with expected_at(LOAD), meeting(LOAD) as coordinator:
+        for other in deferrals[1:] if _is_partitioned_here(self) else ():  # ZeRO-3 partitions all at once
+            other.fill_whole(model)
         materialise_written(model.parameters())
         lazy = _lazy(model)
         if any(others != lazy.keys() for others in coordinator.all_gather(set(lazy))):  # some ranks have used it
@@ -66,12 +69,23 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
         device, held = collective_device(), partial(_held, coordinator)
         for deferral in deferrals:
             chunk = chunk_bytes(deferral.config, device)
-            destination = InPlace(deferral, coordinator, device, whole, chunk, held)
+            destination: Destination = InPlace(deferral, coordinator, device, whole, chunk, held)
             destination.into, destination.stock_reader = "the parts that AutoTP has cut", deferral.stock_reader
+            if _is_partitioned_here(self):
+                from .partitions import CutPartitions  # imports deepspeed
+
+                destination = CutPartitions(deferral, coordinator, self, held)
             report: Any = deferral.fill(model, coordinator, destination)
             for owner in owners[deferral]:
                 owner.streaming_report = report
         return result
+
+
+def _is_partitioned_here(engine: Any) -> bool:
+    """Whether ZeRO-3 partitions parts before they are read. For swap files and hpZ DeepSpeed does it afterwards."""
+    zero = engine.config.get("zero_optimization") or {}
+    nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
+    return engine.zero_optimization_stage() == 3 and not nvme and zero.get("zero_hpz_partition_size", 1) == 1
 
 
 def _held(coordinator: Coordinator, name: str, param: torch.Tensor) -> LocalShard | None:

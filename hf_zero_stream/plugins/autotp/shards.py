@@ -26,6 +26,7 @@ from ...plugin_api import (
     Member,
     ParameterBox,
     Slot,
+    has_partition,
     is_cut,
     named_parameters,
     row_major_strides,
@@ -67,8 +68,13 @@ def shard_of(name: str, param: Any) -> LocalShard:
     if members != list(range(members[0], members[0] + size)) or begins:
         raise _undescribed(name, f"the ranks of tensor parallelism, {members}, do not follow each other")
     box = _box(name, getattr(param, CUT)["conversion"], index)
-    if box.sizes != tuple(param.shape):
-        raise _undescribed(name, f"its part has shape {tuple(param.shape)}, and DeepSpeed's map says {box.sizes}")
+    shape = tuple(getattr(param, "ds_shape", param.shape))
+    if box.sizes != shape:
+        raise _undescribed(name, f"its part has shape {shape}, and DeepSpeed's map says {box.sizes}")
+    if has_partition(param) and {*members}.intersection(dist.get_process_group_ranks(param.ds_process_group)) != {
+        dist.get_rank()
+    }:
+        raise _undescribed(name, "ZeRO-3 has partitioned it over ranks that have other parts of it")
     return LocalShard(box, copy, dist.get_world_size() // size)
 
 
@@ -185,10 +191,8 @@ def _undescribed(name: str, why: str) -> UnsupportedError:
 
 def unknown_reason(engine: Any) -> str:
     """Why it is not known what ranks hold where AutoTP has cut the model of `engine`; "" if it is."""
-    combined = [("ZeRO-3", engine.zero_optimization_stage() == 3), ("experts", engine.has_moe_layers)]
-    for kind, is_there in combined:
-        if is_there:
-            return f"the model is cut by AutoTP (tensor_parallel.autotp_size = {engine.autotp_size()}) and by {kind}"
+    if engine.has_moe_layers:
+        return f"the model is cut by AutoTP (tensor_parallel.autotp_size = {engine.autotp_size()}) and by experts"
     try:
         for name, param in engine.module.named_parameters():
             if is_cut(param):

@@ -252,6 +252,10 @@ def _refuse_settings(ds_config: Mapping[str, Any]) -> None:
             "quantises partitions in memory",
         ),
         "expert_parallel": ((ds_config.get("expert_parallel") or {}).get("enabled"), "converts experts in memory"),
+        "tensor_parallel.autotp_size": (
+            (ds_config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1,
+            "cuts weights in memory",
+        ),
     }
     for setting, (is_set, why) in reasons.items():
         if is_set:
