@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .bindings import history
     from .bindings.install import override_methods
     from .bindings.streaming import streaming
-    from .bindings.table import OURS, TABLE, install_model_rows, installed
+    from .bindings.table import ROWS_OF_CORE, TABLE, install_model_rows, installed
     from .checkpoint import safetensors
     from .checkpoint.deepspeed_names import GUARD, OPTIMIZER, SWAPPED, ZERO_2_MODEL, names_in, zero_folder_of
     from .checkpoint.digests import BLOCK, WORD, bits_of, digest_of_bytes, digest_of_range, digest_of_values
@@ -144,8 +144,8 @@ if TYPE_CHECKING:
         PatchScope,
         Plugin,
         Row,
+        Severity,
         Source,
-        Weight,
         has_tool,
         import_object,
         plugins,

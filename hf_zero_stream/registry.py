@@ -98,7 +98,7 @@ PatchScope.SAVE = PatchScope(
 )
 
 
-class Weight(enum.Enum):
+class Severity(enum.Enum):
     """The consequence if an installed version lacks a function."""
 
     ESSENTIAL = "values would be wrong: a VersionError"
@@ -126,7 +126,7 @@ class Row(NamedTuple):
     of: str
     leads_to: str
     relies_on: str = ""
-    weight: Weight = Weight.FEATURE
+    severity: Severity = Severity.FEATURE
     feature: str = ""
     when: str = ""
     since: str = ""
@@ -201,7 +201,13 @@ class Row(NamedTuple):
 
 
 def rows(
-    lines: str, of: str = "", ours: str = ".", *, feature: str = "", weight: Weight = Weight.FEATURE, when: str = ""
+    lines: str,
+    of: str = "",
+    ours: str = ".",
+    *,
+    feature: str = "",
+    severity: Severity = Severity.FEATURE,
+    when: str = "",
 ) -> list[Row]:
     """The rows that `lines` describe, a line for each.
 
@@ -215,7 +221,7 @@ def rows(
         since = next((word[2:] for word in words if word.startswith(">=")), "")
         until = next((word[1:] for word in words if word.startswith("<")), "")
         relies_on = " ".join(word for word in words if word.isidentifier())
-        found.append(Row(f"{of}{name}", leads_to, relies_on, weight, feature, when, since, until))
+        found.append(Row(f"{of}{name}", leads_to, relies_on, severity, feature, when, since, until))
     return found
 
 

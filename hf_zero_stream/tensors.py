@@ -82,9 +82,9 @@ def load_tensors(
     config = StreamingConfig.resolve(current_config(), {})
     with meeting(LOAD) as coordinator:
         fill_whole(model)
-        memory = destination or live_destination(model, coordinator, config)
-        checkpoint = OpenCheckpoint(config, coordinator, source, format, memory.device)
-        load = Load(config, {}, coordinator, memory, checkpoint)
+        filled = destination or live_destination(model, coordinator, config)
+        checkpoint = OpenCheckpoint(config, coordinator, source, format, filled.device)
+        load = Load(config, {}, coordinator, filled, checkpoint)
         with closing(load), load.memory, load.clock("total"), torch.no_grad():
             files, weight_map = coordinator.broadcast(partial(_files_of, path))
             checkpoint.read_ahead(files)

@@ -22,7 +22,7 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any, TypeVar, cast
 
 from ..errors import PACKAGE, HfZeroStreamError, installed_version, refuse_unknown_version
-from ..registry import PatchScope, Row, Weight, import_object
+from ..registry import PatchScope, Row, Severity, import_object
 from ..settings.scope import active_configs
 
 
@@ -108,10 +108,10 @@ class Installation:
             rows = {row: row.is_loaded() for row in self._waiting}
             new = [row for row, is_loaded in rows.items() if is_loaded]
             lacking = [(row, what) for row in new if (what := row.lacking())]
-            for (package, feature, weight), names in _grouped(lacking).items():
-                if weight is Weight.ESSENTIAL:
+            for (package, feature, severity), names in _grouped(lacking).items():
+                if severity is Severity.ESSENTIAL:
                     refuse_unknown_version(package, names, feature)
-                elif weight in (Weight.FEATURE, Weight.PARTITIONS):
+                elif severity in (Severity.FEATURE, Severity.PARTITIONS):
                     self._disabled.add((package, feature))
                     _warn_disabled(package, feature, *names)
             wanted = [row for row in new if row.leads_to and (row.package, row.feature) not in self._disabled]
@@ -120,11 +120,11 @@ class Installation:
             self._waiting = [row for row, is_loaded in rows.items() if not is_loaded]
 
 
-def _grouped(lacking: Sequence[tuple[Row, str]]) -> dict[tuple[str, str, Weight], list[str]]:
-    """Group what is lacking by package, feature and weight, the essential first."""
-    found: dict[tuple[str, str, Weight], list[str]] = {}
-    for row, what in sorted(lacking, key=lambda each: each[0].weight is not Weight.ESSENTIAL):
-        found.setdefault((row.package, row.feature, row.weight), []).append(what)
+def _grouped(lacking: Sequence[tuple[Row, str]]) -> dict[tuple[str, str, Severity], list[str]]:
+    """Group what is lacking by package, feature and severity, the essential first."""
+    found: dict[tuple[str, str, Severity], list[str]] = {}
+    for row, what in sorted(lacking, key=lambda each: each[0].severity is not Severity.ESSENTIAL):
+        found.setdefault((row.package, row.feature, row.severity), []).append(what)
     return found
 
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from ..errors import PACKAGE, refuse_unknown_version
-from ..registry import PatchScope, Row, Weight, broken_plugins, plugins, rows
+from ..registry import PatchScope, Row, Severity, broken_plugins, plugins, rows
 from ..settings.config import announced_local_rank
 from .install import Installation
 
@@ -20,7 +20,7 @@ REACHED = PatchScope("REACHED", "in a process that `hf-zero-stream run` has reac
 DEFERRED = PatchScope("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
 WHOLE = PatchScope("WHOLE", "while models live that ranks have loaded whole")
 
-_ESSENTIAL = Weight.ESSENTIAL
+_ESSENTIAL = Severity.ESSENTIAL
 _MODEL = "transformers.modeling_utils:PreTrainedModel."
 _TRAINER = "saves and training states of the Trainer"
 _FSDP2 = "FSDP2 by accelerate"
@@ -28,10 +28,10 @@ _MPI = rows(
     "deepspeed.comm.comm:mpi_discovery bindings.streaming:discover_ranks", feature="an error that names launchers"
 )
 
-OURS: Mapping[PatchScope, Sequence[Row]] = {
+ROWS_OF_CORE: Mapping[PatchScope, Sequence[Row]] = {
     PatchScope.MODELS: [
         *rows(
-            "save_pretrained saving.calls:save_pretrained_hook save_directory state_dict", _MODEL, weight=_ESSENTIAL
+            "save_pretrained saving.calls:save_pretrained_hook save_directory state_dict", _MODEL, severity=_ESSENTIAL
         ),
         # PEFT: adapters are put on a model; they are merged, and each layer is.
         *rows(
@@ -68,7 +68,7 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
         *rows(
             "from_pretrained loading.entrance:from_pretrained_hook pretrained_model_name_or_path",
             _MODEL,
-            weight=_ESSENTIAL,
+            severity=_ESSENTIAL,
         ),
         *rows(
             "peft.peft_model:PeftModel.save_pretrained saving.calls:save_adapters_hook save_directory state_dict",
@@ -141,7 +141,7 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             PreTrainedModel._load_pretrained_model  seams.loading:load_pretrained_model          load_config
             """,
             "transformers.modeling_utils:",
-            weight=_ESSENTIAL,
+            severity=_ESSENTIAL,
         ),
         *rows(
             "transformers.modeling_utils:_tied_params_are_equal seams.loading:tied_params_are_equal >=5.23",
@@ -167,19 +167,19 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             integrations.deepspeed:set_hf_deepspeed_config
             """,
             "transformers.",
-            weight=_ESSENTIAL,
+            severity=_ESSENTIAL,
         ),
     ],
     PatchScope.SAVE: [
         # The layout of files.
-        *rows("transformers.modeling_utils:unwrap_model seams.saving:unwrap_model", weight=Weight.SPEED),
+        *rows("transformers.modeling_utils:unwrap_model seams.saving:unwrap_model", severity=Severity.SPEED),
         *rows(
             """
             split_torch_state_dict_into_shards  seams.saving:split
             safe_save_file                      seams.saving:save_file
             """,
             "transformers.modeling_utils:",
-            weight=_ESSENTIAL,
+            severity=_ESSENTIAL,
         ),
         # Edits between two steps of an optimizer. PEFT's are seen by the rows for models; what one object can be told
         # is set on that object (`Steps.editors`).
@@ -208,7 +208,7 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
             transformers.modeling_utils:PreTrainedModel.resize_token_embeddings \
                                                                           loading.deferral:resize_token_embeddings
             """,
-            weight=_ESSENTIAL,
+            severity=_ESSENTIAL,
             feature=_FSDP2,
         ),
     ],
@@ -223,8 +223,8 @@ OURS: Mapping[PatchScope, Sequence[Row]] = {
 
 
 TABLE: Mapping[PatchScope, Sequence[Row]] = {
-    scope: [row for table in (OURS, *(plugin.rows for plugin in plugins())) for row in table.get(scope, ())]
-    for scope in dict.fromkeys([*OURS, *(scope for plugin in plugins() for scope in plugin.rows)])
+    scope: [row for table in (ROWS_OF_CORE, *(plugin.rows for plugin in plugins())) for row in table.get(scope, ())]
+    for scope in dict.fromkeys([*ROWS_OF_CORE, *(scope for plugin in plugins() for scope in plugin.rows)])
 }
 """The rows of the core, and behind them those of plug-ins."""
 
@@ -256,5 +256,5 @@ def refuse_unsafe_partitions() -> None:
     """Raise a VersionError if an installed version lacks what keeps it from taking empty partitions for weights."""
     for table in TABLE.values():
         for row in table:
-            if row.weight is Weight.PARTITIONS and (what := row.lacking()):
+            if row.severity is Severity.PARTITIONS and (what := row.lacking()):
                 refuse_unknown_version(row.package, [what], row.feature)

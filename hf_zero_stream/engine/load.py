@@ -321,9 +321,17 @@ class Load:
             stock_reader=self.destination.stock_reader if self._stock_could_read(plan) else "",
         )
         if engine := self.destination.trained_by:
-            device = self.destination.device.type
-            how = self._tied, engine, self.ds_config, self.coordinator.world_size, self.config, device
-            report.forecast_by(partial(_memory_of, weakref.ref(model), *how))
+            forecast = partial(
+                _memory_of,
+                weakref.ref(model),
+                tied=self._tied,
+                engine=engine,
+                ds_config=self.ds_config,
+                world_size=self.coordinator.world_size,
+                config=self.config,
+                device=self.destination.device.type,
+            )
+            report.forecast_by(forecast)
         if self.coordinator.is_main:
             if log.isEnabledFor(logging.INFO):
                 log.info(report.table())
@@ -344,10 +352,10 @@ class Load:
         return peak if peak > self._peak_before else used_bytes(self.destination.device)
 
 
-def _memory_of(model: Callable[[], nn.Module | None], *how: Any) -> Any:
+def _memory_of(model: Callable[[], nn.Module | None], **how: Any) -> Any:
     """What a plug-in computes of the memory in which `model` is trained; None without the plug-in, or the model."""
     there = model()
-    return tool("forecast", "forecast")(there, *how) if there is not None and has_tool("forecast") else None
+    return tool("forecast", "forecast")(there, **how) if there is not None and has_tool("forecast") else None
 
 
 def _is_extra_state(key: str) -> bool:

@@ -52,7 +52,7 @@ def foreign_state_in(folder: Path) -> ForeignState | None:
     """
     if not entries_of_deepspeed(folder):
         return None
-    read = tool("state of DeepSpeed", "pickled", f"{folder}: going on from a checkpoint of DeepSpeed's")
+    read = tool("read_deepspeed_state", "pickled", f"{folder}: going on from a checkpoint of DeepSpeed's")
     found: ForeignState = read(folder)
     return found
 
@@ -63,8 +63,8 @@ def write_guard_files(folder: Path, saved: str | int) -> None:
     Args:
         saved: the tag by which DeepSpeed's engine has saved it; or the number of accelerate's model, of FSDP2.
     """
-    if has_tool("guard files"):
-        tool("guard files", "pickled")(folder, saved)
+    if has_tool("write_guard_files"):
+        tool("write_guard_files", "pickled")(folder, saved)
 
 
 def leave_to(whose: str, error: Exception, optimizer: Any) -> None:

@@ -13,7 +13,7 @@ from hf_zero_stream.bindings.install import Installation
 from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import PACKAGE, MissingPluginError, VersionError
-from hf_zero_stream.registry import OURS, PatchScope, Row, Weight
+from hf_zero_stream.registry import OURS, PatchScope, Row, Severity
 from tests.support.cluster import ROOT
 
 
@@ -69,7 +69,7 @@ def library() -> Iterator[Any]:
     del sys.modules["of_tests"]
 
 
-ESSENTIAL = Row("of_tests:act", ".errors:PACKAGE", "first second", Weight.ESSENTIAL)
+ESSENTIAL = Row("of_tests:act", ".errors:PACKAGE", "first second", Severity.ESSENTIAL)
 FEATURES = [
     Row("of_tests:Own.act", ".errors:PACKAGE", feature="acts"),
     Row("of_tests:gone", ".errors:PACKAGE", feature="acts"),

@@ -22,7 +22,7 @@ import hf_zero_stream
 from hf_zero_stream.bindings.install import Installation
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
-from hf_zero_stream.registry import PatchScope, Row, Weight
+from hf_zero_stream.registry import PatchScope, Row, Severity
 from hf_zero_stream.seams import sharding
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce
@@ -161,7 +161,7 @@ def test_what_values_depend_on_is_not_called(cluster: None, zoo_checkpoint: Chec
 
 def test_an_absent_attribute_is_named_and_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     places = ("transformers.core_model_loading:dot_natural_key", "accelerate.accelerator:Accelerator.no_such_method")
-    rows = [Row(place, "builtins:print", weight=Weight.ESSENTIAL) for place in places]
+    rows = [Row(place, "builtins:print", severity=Severity.ESSENTIAL) for place in places]
     monkeypatch.setitem(TABLE, PatchScope.SAVE, rows)  # type: ignore[arg-type]
     before = core_model_loading.dot_natural_key
     match = r"accelerate .* has no accelerator.Accelerator.no_such_method"
@@ -205,7 +205,7 @@ def mutated(folder: Path) -> dict[tuple[str, str], str]:
 def test_never_other_values(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """Under ZeRO-3, of a checkpoint that lacks a head."""
     (found,) = run_ranks(1, mutated, zoo_checkpoint("llama"), timeout=400)
-    essential = {row.of for rows in TABLE.values() for row in rows if row.weight is Weight.ESSENTIAL}
+    essential = {row.of for rows in TABLE.values() for row in rows if row.severity is Severity.ESSENTIAL}
     for (mutation, name), what in found.items():
         if mutation == "renamed" and name in essential:
             assert f"has no {name.partition('.')[2].replace(':', '.')}_" in what

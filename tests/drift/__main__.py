@@ -7,7 +7,7 @@ import sys
 
 from packaging.requirements import Requirement
 
-from hf_zero_stream.registry import Weight
+from hf_zero_stream.registry import Severity
 from tests.drift import contracts, stacks
 from tests.support.cluster import ROOT
 
@@ -54,10 +54,10 @@ def read_sources() -> bool:
                 print(package, version, "could not be downloaded", flush=True)
                 versions.remove(version)
                 continue
-            print(package, version, {weight.name: names for weight, names in found.items()} or "all", flush=True)
-            is_sound = is_sound and Weight.ESSENTIAL not in found
+            print(package, version, {severity.name: names for severity, names in found.items()} or "all", flush=True)
+            is_sound = is_sound and Severity.ESSENTIAL not in found
             if found:
-                lacks = "; ".join(f"{weight.name.lower()}: {', '.join(names)}" for weight, names in found.items())
+                lacks = "; ".join(f"{severity.name.lower()}: {', '.join(names)}" for severity, names in found.items())
                 rows.append((package, version, lacks))
         rows.append((package, f"{versions[0]} to {versions[-1]}, {len(versions)} versions", "nothing else"))
     write("contracts", table(("package", "version", "lacks"), rows))

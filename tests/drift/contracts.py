@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.holdings import fsdp
-from hf_zero_stream.registry import Row, Weight
+from hf_zero_stream.registry import Row, Severity
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
@@ -151,20 +151,20 @@ def required(module: str) -> Iterator[Row]:
             home, owner = homes.get(getattr(call.args[1], "id", ""), ("", ""))
             texts = [each.value for arg in call.args[2:] for each in ast.walk(arg) if isinstance(each, ast.Constant)]
             if home and owner[0].isupper():  # a class
-                yield from (Row(f"{home}:{owner}.{name}", "", weight=Weight.ESSENTIAL) for name in texts)
+                yield from (Row(f"{home}:{owner}.{name}", "", severity=Severity.ESSENTIAL) for name in texts)
 
 
 def required_names() -> list[Row]:
     return [row for path in OURS.rglob("*.py") for row in required(path.read_text()) if "." in row.module]
 
 
-def faults(package: str, version: str) -> dict[Weight, list[str]]:
+def faults(package: str, version: str) -> dict[Severity, list[str]]:
     """What a version lacks that the table, or a module of ours, says it has, by what that means."""
     sources = Sources(source_of(package, version))
-    found: dict[Weight, list[str]] = {}
+    found: dict[Severity, list[str]] = {}
     for row in chain(*TABLE.values(), required_names()):
         if row.package == package and row.exists_in(version) and (what := lacking(sources, row)):
-            found.setdefault(row.weight, []).append(what)
+            found.setdefault(row.severity, []).append(what)
     if package in ATTRIBUTES and (names := without_attributes(sources, *ATTRIBUTES[package])):
-        found.setdefault(Weight.ESSENTIAL, []).extend(names)
+        found.setdefault(Severity.ESSENTIAL, []).extend(names)
     return found

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_zero_stream.registry import Row, Weight
+from hf_zero_stream.registry import Row, Severity
 from tests.drift import __main__ as command
 from tests.drift import contracts
 
@@ -67,7 +67,7 @@ require_names("library", Other, "method")
 
 
 def test_a_module_that_is_gone(sources: contracts.Sources) -> None:
-    assert contracts.lacking(sources, Row("library.absent:act", "", weight=Weight.SPEED)) == "absent.act"
+    assert contracts.lacking(sources, Row("library.absent:act", "", severity=Severity.SPEED)) == "absent.act"
 
 
 def test_parts_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plugin_api import PatchScope, Plugin, Weight, rows
+from ...plugin_api import PatchScope, Plugin, Severity, rows
 
 
 EXPERTS = PatchScope("EXPERTS", "from the first load of converted experts on")
@@ -18,7 +18,7 @@ PLUGIN = Plugin(
             """,
             "deepspeed.module_inject.",
             f"{__name__}.",
-            weight=Weight.ESSENTIAL,
+            severity=Severity.ESSENTIAL,
         )
     },
     tools={"experts": f"{__name__}.experts"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plugin_api import PatchScope, Plugin, Weight, rows
+from ...plugin_api import PatchScope, Plugin, Severity, rows
 
 
 CUT_LATER = PatchScope("CUT_LATER", "while models live that AutoTP will cut")
@@ -13,7 +13,7 @@ PLUGIN = Plugin(
         CUT_LATER: rows(
             "deepspeed.runtime.engine:DeepSpeedEngine._apply_autotp_partitioning load:apply_partitioning model",
             ours=f"{__name__}.",
-            weight=Weight.ESSENTIAL,
+            severity=Severity.ESSENTIAL,
             feature="AutoTP",
         )
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plugin_api import PatchScope, Plugin, Weight, rows
+from ...plugin_api import PatchScope, Plugin, Severity, rows
 
 
 FLAT = PatchScope("FLAT", "while models live that stages 1 and 2 may flatten")
@@ -21,7 +21,7 @@ PLUGIN = Plugin(
             """,
             "deepspeed.",
             f"{__name__}.",
-            weight=Weight.ESSENTIAL,
+            severity=Severity.ESSENTIAL,
         )
     },
     tools={"flat": f"{__name__}.flatten:flatten_sharded"},

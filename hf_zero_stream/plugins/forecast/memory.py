@@ -13,6 +13,7 @@ from .footprint import AdamW, MemoryFootprint
 
 def model_memory(
     model: nn.Module,
+    *,
     tied: set[str],
     engine: str,
     ds_config: Mapping[str, Any],

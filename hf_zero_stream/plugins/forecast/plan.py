@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from math import prod
 from typing import Any
@@ -230,11 +231,20 @@ def _forecast(
         assert load.plan is not None
 
         engine, world_size = load.destination.trained_by or "deepspeed", load.coordinator.world_size
-        how = tied, engine, load.ds_config, world_size, load.config, device, adamw
-        memory = model_memory(model, *how)
+        memory_of = partial(
+            model_memory,
+            tied=tied,
+            engine=engine,
+            ds_config=load.ds_config,
+            world_size=world_size,
+            config=load.config,
+            device=device,
+            adamw=adamw,
+        )
+        memory = memory_of(model)
         if lora is not None:  # adapters are put on what has been loaded
             put_adapters_on(model, lora)
-            memory = replace(model_memory(model, *how), load_peak=memory.load_peak)
+            memory = replace(memory_of(model), load_peak=memory.load_peak)
         sent, kept = dict[str, int](), dict[str, int]()
         if engine == "deepspeed":
             from .engine_memory import wire_of_engine  # imports deepspeed

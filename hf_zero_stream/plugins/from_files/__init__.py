@@ -7,7 +7,7 @@ and saves.
 
 from __future__ import annotations
 
-from ...plugin_api import PatchScope, Plugin, Weight, rows
+from ...plugin_api import PatchScope, Plugin, Severity, rows
 
 
 FROM_FILES = PatchScope("FROM_FILES", "while models live whose frozen weights stay in files")
@@ -26,7 +26,7 @@ PLUGIN = Plugin(
             """,
             "deepspeed.runtime.zero.",
             f"{__name__}.",
-            weight=Weight.ESSENTIAL,
+            severity=Severity.ESSENTIAL,
             feature="frozen weights in files",
         )
         + rows(
@@ -36,7 +36,7 @@ PLUGIN = Plugin(
             """,
             "deepspeed.runtime.engine:DeepSpeedEngine.",
             f"{__name__}.",
-            weight=Weight.ESSENTIAL,
+            severity=Severity.ESSENTIAL,
             feature="frozen weights in files",
         )
     },

@@ -7,7 +7,7 @@ and modules that dequantise in the forward pass (:mod:`.modules`). :mod:`.quanti
 
 from __future__ import annotations
 
-from ...plugin_api import PatchScope, Plugin, Weight, rows
+from ...plugin_api import PatchScope, Plugin, Severity, rows
 
 
 COMPRESSED = PatchScope("COMPRESSED", "while compressed-tensors dequantises lazy tensors")
@@ -61,7 +61,7 @@ PLUGIN = Plugin(
             """,
             "compressed_tensors.compressors.pack_quantized.base:",
             f"{_HERE}.",
-            weight=Weight.ESSENTIAL,
+            severity=Severity.ESSENTIAL,
         ),
     },
 )

@@ -30,7 +30,7 @@ PLUGIN = Plugin(
         ),
     ],
     tools={
-        "state of DeepSpeed": f"{__name__}.zero_state:read_state",
-        "guard files": f"{__name__}.guard_files:write",
+        "read_deepspeed_state": f"{__name__}.zero_state:read_state",
+        "write_guard_files": f"{__name__}.guard_files:write",
     },
 )

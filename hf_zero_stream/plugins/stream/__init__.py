@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from ...plugin_api import PatchScope, Plugin, Weight, rows
+from ...plugin_api import PatchScope, Plugin, Severity, rows
 
 
 PLUGIN = Plugin(
@@ -32,7 +32,7 @@ PLUGIN = Plugin(
                 "trl.experimental.async_grpo.async_grpo_trainer:",
                 f"{__name__}.",
                 feature="weights for vLLM by TRL's AsyncGRPO",
-                weight=Weight.PARTITIONS,
+                severity=Severity.PARTITIONS,
             ),
             *rows(
                 """

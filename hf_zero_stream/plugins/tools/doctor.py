@@ -215,12 +215,12 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
 
 def _check_table() -> Iterator[Check]:
     """Check that the installed versions have every function that is replaced; say what is lost where one lacks."""
-    from ...plugin_api import TABLE, Weight, collector_paused
+    from ...plugin_api import TABLE, Severity, collector_paused
     from .replaced import replaced
 
     every = [row for rows in TABLE.values() for row in rows]
     rows = [row for row in every if find_spec(row.package)]
-    lost: dict[tuple[str, Weight, str], list[str]] = {}
+    lost: dict[tuple[str, Severity, str], list[str]] = {}
     for row in rows:
         try:
             # Imports take a quarter less time so. Warnings are of modules that call themselves experimental.
@@ -230,21 +230,21 @@ def _check_table() -> Iterator[Check]:
         except Exception as error:  # of their own: a module that is gone, or that fails here
             lacking = f"{row.name} ({error})" if row.exists_in(metadata.version(row.package)) else ""
         if lacking:
-            lost.setdefault((row.package, row.weight, row.feature), []).append(lacking)
+            lost.setdefault((row.package, row.severity, row.feature), []).append(lacking)
     if not lost:
         here, called = replaced(rows), {row.of for row in rows if not row.leads_to}
         text = (
             f"{len(here)} of {len(replaced(every))}, in what is installed: as expected, and so are {len(called)} that"
         )
         yield Check("replaced functions", "ok", f"{text} are only called or set")
-    for (package, weight, feature), names in lost.items():
+    for (package, severity, feature), names in lost.items():
         means = {
-            Weight.ESSENTIAL: f"{feature or 'each load or save that needs it'} ends in a VersionError",
-            Weight.FEATURE: f"{feature or 'what needs it'}: left to stock",
-            Weight.PARTITIONS: f"{feature}: left to stock; beside it, loads under ZeRO-3 end in a VersionError",
-            Weight.SPEED: "loads are slower",
-        }[weight]
-        status = "problem" if weight is Weight.ESSENTIAL else "note"
+            Severity.ESSENTIAL: f"{feature or 'each load or save that needs it'} ends in a VersionError",
+            Severity.FEATURE: f"{feature or 'what needs it'}: left to stock",
+            Severity.PARTITIONS: f"{feature}: left to stock; beside it, loads under ZeRO-3 end in a VersionError",
+            Severity.SPEED: "loads are slower",
+        }[severity]
+        status = "problem" if severity is Severity.ESSENTIAL else "note"
         yield Check(package, status, f"{metadata.version(package)} has no {', '.join(names)}: {means}")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from ...plugin_api import OURS, TABLE, PatchScope, Row, Weight, plugins
+from ...plugin_api import ROWS_OF_CORE, TABLE, PatchScope, Row, Severity, plugins
 
 
 _HEAD = """\
@@ -28,7 +28,7 @@ replaced outside it. This page is made from it; `hf-zero-stream doctor --replace
 
 def sections() -> Iterator[tuple[PatchScope, list[tuple[str, Row]]]]:
     """Yield each patch scope and its rows, with the name of the plug-in that brings each; "" for the core's."""
-    brought = [("", OURS), *((plugin.name, plugin.rows) for plugin in plugins())]
+    brought = [("", ROWS_OF_CORE), *((plugin.name, plugin.rows) for plugin in plugins())]
     for scope in TABLE:
         yield scope, [(name, row) for name, table in brought for row in table.get(scope, ())]
 
@@ -36,7 +36,7 @@ def sections() -> Iterator[tuple[PatchScope, list[tuple[str, Row]]]]:
 def data() -> list[dict[str, Any]]:
     """The rows as JSON."""
     return [
-        {"installed": scope.description, "plugin": name, **row._asdict(), "weight": row.weight.name.lower()}
+        {"installed": scope.description, "plugin": name, **row._asdict(), "severity": row.severity.name.lower()}
         for scope, rows in sections()
         for name, row in rows
     ]
@@ -49,8 +49,8 @@ def blocks() -> Iterator[str]:
         for _, row in rows:
             versions = "".join(f", {word} {at}" for word, at in (("from", row.since), ("before", row.until)) if at)
             ours = row.leads_to.removeprefix(".").removeprefix("hf_zero_stream.")
-            weight = "" if row.weight is Weight.FEATURE else f", {row.weight.name.lower()}"
-            lines.append(f"- `{row.of}`{versions}{ours and f': `{ours}`'}{weight}")
+            severity = "" if row.severity is Severity.FEATURE else f", {row.severity.name.lower()}"
+            lines.append(f"- `{row.of}`{versions}{ours and f': `{ours}`'}{severity}")
         yield f"## {scope.description[0].upper()}{scope.description[1:]}\n\n" + "\n".join(lines)
 
 
@@ -60,7 +60,7 @@ def replaced(rows: Iterable[Row]) -> set[str]:
 
 
 def page() -> str:
-    every, core = (replaced(chain.from_iterable(table.values())) for table in (TABLE, OURS))
+    every, core = (replaced(chain.from_iterable(table.values())) for table in (TABLE, ROWS_OF_CORE))
     count = f"{len(every)} functions are replaced, {len(core)} of them by the core.\n"
     return "\n".join([_HEAD, count, *(f"{block}\n" for block in blocks())])
 
