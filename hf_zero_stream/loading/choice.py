@@ -88,6 +88,11 @@ def choose(
         warn_of_late_config()
     with expected_at(LOAD):
         chosen = partial(Choice, settings=(settings := settings_for(ds_config, strict)), ds_config=ds_config)
+        if settings.micro_batches_in_layers > 1 and settings.frozen_weights != "files":
+            raise ConfigError(
+                f"micro_batches_in_layers={settings.micro_batches_in_layers}: expected 1, or "
+                'frozen_weights="files"; weights in memory are not read again for each micro-batch.'
+            )
         if settings.frozen_weights == "files" and not is_zero3:
             raise UnsupportedError(
                 'frozen_weights="files" is for ZeRO-3, whose ranks gather a layer when it is used; no DeepSpeed '

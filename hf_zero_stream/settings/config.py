@@ -108,6 +108,13 @@ class StreamingConfig:
     In it are weights that are in use, those that come next, and those that were in use last.
     """
 
+    micro_batches_in_layers: int = 1
+    """In a step with weights in files, how many micro-batches each layer takes of a batch while its weights are there.
+
+    So a step reads them twice, and not twice for each micro-batch, as with accumulation of gradients. The batch of a
+    rank is that many times larger, and steps of accumulation are fewer.
+    """
+
     random_numbers: Literal["plain", "stock"] = "plain"
     """Under ZeRO-3, which load uses up as many random numbers as this one: a plain one, or stock's under ZeRO-3.
 

@@ -284,6 +284,7 @@ HOMES = {
     "torch.optim.optimizer": ("hf_zero_stream.bindings.history", "hf_zero_stream.saving.snapshot"),
     "torch.optim.swa_utils": ("hf_zero_stream.saving.beside",),  # AveragedModel
     "torch.utils.cpp_extension": ("hf_zero_stream.extensions",),
+    "transformers.modeling_layers": ("hf_zero_stream.plugins.from_files.layers",),  # GradientCheckpointingLayer
     "transformers.models.auto": ("hf_zero_stream.auto",),
     "transformers.quantizers": ("hf_zero_stream.cli.models",),
     # HfDeepSpeedConfig, is_fsdp_enabled

@@ -14,6 +14,7 @@ from torch import nn
 
 from ...errors import ConfigError, UnsupportedError
 from ...plugin_api import collective_device, lies_in_files
+from .layers import split_in_layers, splits_layers
 from .swapper import FileSwapper, swappers_of
 
 
@@ -62,6 +63,8 @@ def make_offload(original: Callable[..., None], self: Any, module: nn.Module, *a
     ]
     if dist.get_rank() == 0:
         logger.info("frozen weights in files: %s", ", ".join([*changed, "stage3_allgather_sequential true"]))
+    if (count := max(swapper.micro_batches for swapper in swappers)) > 1:
+        split_in_layers(module, count)
     original(self, module, *args, **{**kwargs, **ours})
     setattr(self.param_coordinator, _ATTRIBUTE, swappers)
     for swapper in swappers:
@@ -96,6 +99,8 @@ def lines_for_checkpointing(model: nn.Module) -> list[str]:
     """
     modules = [*model.modules()]
     if any(type(module).__name__ == "CheckpointWrapper" for module in modules):  # torch's own
+        return []
+    if splits_layers(model):
         return []
     enabled = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
     if not enabled:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, groupby
 
 import torch
 
 from ...plugin_api import bytes_text
 from .arena import Arena
-from .weights import FrozenWeight, WeightFiles
+from .weights import FrozenWeight, WeightFiles, layer_of
 
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,12 @@ class Supply:
     the layers as forward has left them: its first ones are still there.
     """
 
-    def __init__(self, weights: Mapping[int, FrozenWeight], files: WeightFiles, arena: Arena) -> None:
-        self._weights, self._files, self._arena = weights, files, arena
+    def __init__(
+        self, weights: Mapping[int, FrozenWeight], files: WeightFiles, arena: Arena, *, whole_layers: bool = False
+    ) -> None:
+        """`whole_layers`: the weights of a layer are taken together, and not module by module."""
+        self._weights, self._files, self._arena, self._whole_layers = weights, files, arena, whole_layers
+        self._most_in_layer = max(Counter(layer_of(weight.name) for weight in weights.values()).values(), default=0)
         self._changed = threading.Condition()
         """Guards all below."""
         self._ready: dict[int, torch.Tensor] = {}
@@ -45,7 +50,11 @@ class Supply:
         self._orders: dict[str, list[int]] = {}
         """What each kind of pass asked for last time."""
         self._kind, self._seen, self._at = "", list[int](), 0
-        """The pass that is on, what it has asked for, and where this is in the order of the last one."""
+        """The pass that is on, what it has asked for, and up to where that is all of the order of the last one."""
+        self._early = set[int]()
+        """Places in that order, not far behind, that were asked for too."""
+        self._misses = 0
+        """What was asked for, one after the other, that was not expected near."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="hf_zero_stream-frozen")
         self._is_working = False
         self._has_warned = False
@@ -53,10 +62,13 @@ class Supply:
 
     def begin_pass(self, kind: str) -> None:
         with self._changed:
-            if self._seen:
-                self._orders[self._kind] = self._seen
-            self._kind, self._seen, self._at = kind, [], 0
+            self._begin(kind)
             self._go_on()
+
+    def _begin(self, kind: str) -> None:
+        if self._seen:
+            self._orders[self._kind] = self._seen
+        self._kind, self._seen, self._at, self._early, self._misses = kind, [], 0, set(), 0
 
     def take(self, number: int, *, in_order: bool = True) -> torch.Tensor:
         """The bytes of a weight (uint8), once they are there; only those that are taken `in_order` belong to the pass.
@@ -93,17 +105,30 @@ class Supply:
     def _note(self, number: int) -> None:
         self._seen.append(number)
         if len(self._seen) > 8 * len(self._weights):  # nobody begins passes: the model's own forward is not called
-            self._orders[self._kind], self._seen, self._at = self._seen, [], 0
-        try:
-            self._at = self._order.index(number, self._at) + 1
-        except ValueError:  # it was not asked for last time
-            pass
+            self._begin(self._kind)
+        # Within a layer the order may be another one than was expected. What stands further away is for later, unless
+        # a layer's worth was asked for without any of what is near: then this pass leaves a part of the model out.
+        order, reach = self._order, self._most_in_layer
+        near = range(self._at, len(order) if self._misses >= reach else min(len(order), self._at + reach))
+        found = next((at for at in near if at not in self._early and order[at] == number), None)
+        if found is None:
+            self._misses += 1
+            return
+        if found >= self._at + reach:
+            self._at, self._early = found, set()
+        self._misses = 0
+        self._early.add(found)
+        while self._at in self._early:
+            self._early.remove(self._at)
+            self._at += 1
 
     @property
     def _order(self) -> list[int]:
         if self._kind not in self._orders:
             numbers = sorted(self._weights)
-            self._orders[self._kind] = [*numbers, *reversed(numbers)]
+            in_layers = groupby(numbers, lambda number: layer_of(self._weights[number].name))
+            together = [[*layer] for _, layer in in_layers] if self._whole_layers else [[number] for number in numbers]
+            self._orders[self._kind] = [*numbers, *chain.from_iterable(reversed(together))]
         return self._orders[self._kind]
 
     def _go_on(self) -> None:
@@ -155,8 +180,9 @@ class Supply:
         """The weights that are asked for next, as many as there is room for beside those in use."""
         room = self._arena.nbytes - sum(self._weights[number].nbytes for number in self._in_use)
         order, found = self._order, dict[int, None]()
-        for number in chain(order[self._at :], order[: self._at]):
-            if number in found or number in self._in_use or number not in self._weights:
+        for at in chain(range(self._at, len(order)), range(self._at)):
+            number = order[at]
+            if at in self._early or number in found or number in self._in_use or number not in self._weights:
                 continue
             room -= self._weights[number].nbytes
             if room < 0:

@@ -53,6 +53,7 @@ class FileSwapper:
         _refuse_settings(ds_config)
         self._checkpoint, self._zero = checkpoint, zero3.parsed(ds_config.get("zero_optimization", {}))
         self._frozen_bytes = int(checkpoint.config.frozen_bytes)
+        self.micro_batches = checkpoint.config.micro_batches_in_layers
         self._taken: dict[int, FrozenWeight] = {}
         """What was taken and has no partition yet, by the parameter's ``id``."""
         self._weights: dict[int, FrozenWeight] = {}
@@ -152,7 +153,8 @@ class FileSwapper:
     @cached_property
     def _supply(self) -> Supply:
         nbytes = self._frozen_bytes or sum(bytes_of_layers(self._weights)[:2])
-        return Supply(self._weights, self._files, Arena(nbytes, local_device()))
+        arena, whole_layers = Arena(nbytes, local_device()), self.micro_batches > 1
+        return Supply(self._weights, self._files, arena, whole_layers=whole_layers)
 
     def _bytes_of(self, param: Any) -> torch.Tensor:
         number, is_fetching = param.ds_id, self._is_fetching

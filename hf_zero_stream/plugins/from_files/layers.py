@@ -1,0 +1,110 @@
+"""Micro-batches within layers: a step reads frozen weights twice, however many micro-batches it has.
+
+Gradient accumulation goes through the whole model once for each micro-batch, and reads every frozen weight twice each
+time. Here the model gets all of them at once, as one batch, and each layer takes them one after the other while its
+weights are there: in the forward pass, and in the backward pass, which computes each of them again.
+
+The sums over micro-batches are those of accumulation in another order: losses differ in the last digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from deepspeed.utils import set_z3_leaf_module
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...errors import ConfigError, UnsupportedError
+
+
+SETTING = "micro_batches_in_layers"
+
+
+def split_in_layers(model: nn.Module, count: int) -> None:
+    """Have each layer of `model` take a batch, in training, as `count` micro-batches one after the other.
+
+    Before ``deepspeed.initialize``: ZeRO-3 is to gather a layer as a whole.
+
+    Raises:
+        UnsupportedError: it has no layers that transformers can checkpoint, or a loss over what its routers say.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UnsupportedError(
+            f"{SETTING}: expected layers that transformers can checkpoint (GradientCheckpointingLayer); the "
+            f"{type(model).__name__} has none. Leave it out, and accumulate gradients."
+        )
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "output_router_logits", False):
+            raise UnsupportedError(
+                f"{SETTING}: the loss of this {type(module).__name__} has a part that goes over what all routers say "
+                "(output_router_logits), which would be computed again for each layer after its weights are gone. Set "
+                "model.config.output_router_logits = False, or leave the setting out."
+            )
+    for layer in layers:
+        layer.gradient_checkpointing = False  # each micro-batch is checkpointed by itself
+        layer.forward = MethodType(partial(_forward_in_parts, type(layer).forward, count), layer)
+        set_z3_leaf_module(layer, True)
+
+
+def splits_layers(model: nn.Module) -> bool:
+    return any(isinstance(getattr(module.forward, "__func__", None), partial) for module in model.modules())
+
+
+def _forward_in_parts(forward: Callable[..., Any], count: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not (layer.training and torch.is_grad_enabled()):
+        return forward(layer, *args, **kwargs)
+    batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
+    if batch % count:
+        raise ConfigError(
+            f"{SETTING}={count}: expected batches of a multiple of {count} samples; a {type(layer).__name__} got "
+            f"{batch}. Multiply per_device_train_batch_size (train_micro_batch_size_per_gpu) by it, and divide the "
+            "steps of accumulation."
+        )
+    results = []
+    for number in range(count):
+        cut = partial(_part, number, count, batch)
+        call = partial(forward, layer, **{name: cut(value) for name, value in kwargs.items()})
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+            results.append(checkpoint(call, *map(cut, args), use_reentrant=False))
+    return _joined(results)
+
+
+def _part(number: int, count: int, batch: int, value: Any) -> Any:
+    """The part of an argument that belongs to a micro-batch; what is alike for all samples stays whole."""
+    if isinstance(value, torch.Tensor):
+        # Of one dimension is what belongs to positions, also where there are as many of these as samples.
+        of_samples = value.dim() > 1 and value.shape[0] == batch
+        return value.tensor_split(count)[number] if of_samples else value
+    if type(value).__name__ == "BlockMask":
+        raise UnsupportedError(f"{SETTING}: masks of flex_attention cannot be cut. Load with another attention.")
+    if isinstance(value, (tuple, list)):
+        return type(value)(_part(number, count, batch, each) for each in value)
+    if isinstance(value, Mapping):
+        return {key: _part(number, count, batch, each) for key, each in value.items()}
+    return value
+
+
+def _joined(results: list[Any]) -> Any:
+    if isinstance(results[0], torch.Tensor):
+        return torch.cat(results)
+    if isinstance(results[0], tuple):
+        return tuple(_joined([*each]) for each in zip(*results, strict=True))
+    return results[0]
+
+
+def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    """Keep the inputs of layers, which need gradients, in host memory: there are as many as layers."""
+    return tensor.device, tensor.cpu() if tensor.requires_grad else tensor
+
+
+def _from_host(saved: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    device, tensor = saved
+    return tensor.to(device)

@@ -1,0 +1,126 @@
+"""Micro-batches that each layer takes of a batch while its weights are there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero_stream.errors import ConfigError, UnsupportedError
+from hf_zero_stream.plugins.from_files.layers import split_in_layers
+from tests.from_files.test_training import mixture as mixture
+from tests.from_files.trainings import (
+    EXPERTS,
+    adapted,
+    config_for,
+    digest,
+    engine_of,
+    frozen_bytes,
+    load,
+    steps,
+    swapper_of,
+)
+from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+
+
+COUNT = 4
+
+
+def begun(folder: Path, frozen_weights: str, parameters: Any = (), **settings: Any) -> Any:
+    """An engine with adapters, whose layers take micro-batches."""
+    config = {**config_for(), "train_micro_batch_size_per_gpu": COUNT}
+    if frozen_weights == "files":
+        settings = {"micro_batches_in_layers": COUNT, **settings}
+    model = adapted(load(folder, config, frozen_weights, **settings), parameters=parameters, checkpointing=False)
+    model.enable_input_require_grads()
+    if frozen_weights == "memory":
+        split_in_layers(model, COUNT)
+    return engine_of(model, config)
+
+
+def in_layers(folder: Path, frozen_weights: str, parameters: Any) -> tuple[list[float], str]:
+    engine = begun(folder, frozen_weights, parameters)
+    return [*steps(engine, 5, batch=COUNT)], digest(engine.module)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("parameters", [(), EXPERTS], ids=["attention", "experts"])
+def test_losses_and_adapters_are_those_in_memory(
+    cluster: None, mixture: Path, world_size: int, parameters: Any
+) -> None:
+    from_files = run_ranks(world_size, in_layers, mixture, "files", parameters)
+    assert from_files == run_ranks(world_size, in_layers, mixture, "memory", parameters)
+    assert len({*from_files[0][0]}) == 5
+
+
+def read_in_steps(folder: Path) -> list[float]:
+    """How many times the frozen bytes each step has read, over all ranks."""
+    engine = begun(folder, "files")
+    frozen, before, found = frozen_bytes(engine.module), 0.0, []
+    for _ in steps(engine, 4, batch=COUNT):
+        total = torch.tensor(swapper_of(engine.module).bytes_read, dtype=torch.float64)
+        dist.all_reduce(total)
+        found.append((total.item() - before) / frozen)
+        before = total.item()
+    return found
+
+
+def accumulated(folder: Path) -> list[float]:
+    """Losses of steps over the same samples by accumulation of gradients, in memory."""
+    config = {**config_for(), "gradient_accumulation_steps": COUNT}
+    model = adapted(load(folder, config, "memory"))
+    engine, losses = engine_of(model, config), []
+    for step in range(5):
+        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        samples = torch.randint(0, model.config.vocab_size, (COUNT, 16), generator=generator)
+        loss = 0.0
+        for ids in samples.split(1):
+            part = engine(input_ids=ids, labels=ids).loss
+            engine.backward(part)
+            engine.step()
+            loss += part.item() / COUNT
+        losses.append(loss)
+    return losses
+
+
+def test_a_step_reads_twice(cluster: None, mixture: Path) -> None:
+    """Whatever the number of micro-batches; accumulation reads twice for each, and has the same losses nearly."""
+    for found in run_ranks(2, read_in_steps, mixture):
+        assert max(found) <= 2.0 and min(found) > 1.0
+    of_ranks = run_ranks(2, in_layers, mixture, "files", ())
+    for (losses, _), expected in zip(of_ranks, run_ranks(2, accumulated, mixture), strict=True):
+        assert losses[0] == pytest.approx(expected[0], abs=1e-5)
+        assert losses == pytest.approx(expected, abs=6e-3)  # in bf16, with sums in another order
+
+
+def evaluated(folder: Path) -> tuple[int, int]:
+    engine = begun(folder, "files")
+    engine.eval()
+    ids = torch.arange(3 * 7).view(3, 7) % engine.module.config.vocab_size
+    with torch.no_grad():
+        return tuple(engine(input_ids=ids).logits.shape[:2])
+
+
+def refused_batch(folder: Path) -> None:
+    engine = begun(folder, "files")
+    next(steps(engine, 1, batch=COUNT + 1))
+
+
+def refused_settings(folder: Path) -> None:
+    with pytest.raises(ConfigError, match='frozen_weights="files"'):
+        load(folder, config_for(), "memory", micro_batches_in_layers=2)
+    config = config_for()
+    model: Any = load(folder, config, "files", micro_batches_in_layers=2)
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedError, match="output_router_logits"):
+        engine_of(adapted(model), config)
+
+
+def test_other_batches(cluster: None, mixture: Path) -> None:
+    """In evaluation a batch is whole; in training it must be of so many parts, which all ranks are told."""
+    assert run_ranks(2, evaluated, mixture) == [(3, 7), (3, 7)]
+    for outcome in run_ranks_expecting_errors(2, refused_batch, mixture):
+        assert outcome.error_type == "ConfigError" and "got 5" in outcome.error_message
+    run_ranks(2, refused_settings, mixture)
