@@ -272,6 +272,7 @@ PUBLIC = {
         "torch.nn.parameter",
         "torch.optim.lr_scheduler",
         "torch.overrides",
+        "torch.utils.checkpoint",
         # Private by their names; torch's documentation and libraries around torch use them.
         "torch.utils._pytree",
         "torch.utils._python_dispatch",
