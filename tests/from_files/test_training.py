@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.moe_checkpoint import make_moe_checkpoint
-from tests.from_files.trainings import EXPERTS, train
+from hf_zero_stream.plugins.from_files import arena
+from tests.from_files.trainings import EXPERTS, measured, train
 from tests.support.cluster import run_ranks
+from tests.support.quantised_checkpoints import bitsandbytes, fp8, mxfp4
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +18,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-MoE of 40 MB in bf16, with a tensor for each expert in its four shards."""
     return make_moe_checkpoint(tmp_path_factory.mktemp("moe"), 4e7, num_layers=4, num_experts=8)
 
+
+MIB = 2**20
 
 TRAININGS: dict[str, Any] = {
     "attention": {},
@@ -30,3 +35,53 @@ def test_losses_and_adapters_are_those_in_memory(cluster: None, mixture: Path, w
     from_files = run_ranks(world_size, train, mixture, "files", 6, TRAININGS[how])
     assert from_files == run_ranks(world_size, train, mixture, "memory", 6, TRAININGS[how])
     assert len({*from_files[0][0]}) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_twenty_steps(cluster: None, mixture: Path, world_size: int) -> None:
+    """With adapters on attention and experts, and an arena that all layers pass through."""
+    how = {"adapters": {"parameters": EXPERTS}, "settings": {"frozen_bytes": 12 * MIB // world_size}}
+    from_files = run_ranks(world_size, train, mixture, "files", 20, how, timeout=300)
+    assert from_files == run_ranks(world_size, train, mixture, "memory", 20, how, timeout=300)
+
+
+PACKED: dict[str, Any] = {
+    "mxfp4": (mxfp4, {}),
+    "fp8": (fp8, {"adapters": {"modules": ("o_proj",)}}),
+    "nf4": (lambda folder: bitsandbytes(folder, "nf4"), {}),
+}
+
+
+@pytest.mark.plugin("packed")
+@pytest.mark.parametrize("kind", [*PACKED])
+def test_packed_weights_stay_in_files(cluster: None, tmp_path: Path, kind: str) -> None:
+    make, how = PACKED[kind]
+    make(tmp_path)
+    from_files = run_ranks(2, train, tmp_path, "files", 4, how)
+    assert from_files == run_ranks(2, train, tmp_path, "memory", 4, how)
+
+
+def without_references(folder: Path) -> tuple[list[float], str]:
+    """A training whose arena takes parts again that autograd still refers to: all of it is one part."""
+
+    def take(self: arena.Arena, nbytes: int) -> torch.Tensor:
+        at = self.taken = (getattr(self, "taken", 0) + nbytes) % max(1, self.nbytes - nbytes)
+        return self._memory[at // 256 * 256 :][:nbytes]
+
+    arena.Arena.take = take  # type: ignore[method-assign]
+    return train(folder, "files", 4, {"adapters": {"checkpointing": False}})
+
+
+def test_memory_that_is_taken_again_too_early_gives_other_losses(cluster: None, mixture: Path) -> None:
+    """On one rank, without checkpointing: so the row above shows that it is not."""
+    early = run_ranks(1, without_references, mixture)
+    assert early != run_ranks(1, train, mixture, "memory", 4, {"adapters": {"checkpointing": False}})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_reads_its_weights_twice_at_most(cluster: None, mixture: Path, world_size: int) -> None:
+    """By what the kernel counts, of all ranks."""
+    ranks = run_ranks(world_size, measured, mixture, {"settings": {"frozen_bytes": 12 * MIB // world_size}})
+    of_steps = [sum(of_step) for of_step in zip(*(multiples for multiples, *_ in ranks), strict=True)]
+    assert all(1.2 < multiple <= 2.0 for multiple in of_steps), of_steps

@@ -1,11 +1,9 @@
 """What ranks run to train adapters on a base that stays in its files, or is in memory; what a rank reads and takes."""
 
-import gc
 import hashlib
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from hf_zero_stream.plugins.from_files.swapper import FileSwapper, swappers_of
+from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.support.parity import ds_config
 
 
@@ -89,6 +88,19 @@ def train(folder: Path, frozen_weights: str, count: int, how: dict[str, Any]) ->
     return [*steps(engine, count)], digest(model)
 
 
+def measured(folder: Path, how: dict[str, Any]) -> tuple[list[float], int, int]:
+    """Of a training from files: what each step reads of this rank, over all frozen bytes; these; and the memory."""
+    config = config_for()
+    with AnonymousMemory() as memory:
+        model = adapted(load(folder, config, "files", **how.get("settings", {})), **how.get("adapters", {}))
+        engine, read = engine_of(model, config), list[int]()
+        with counted_reads() as bytes_so_far:
+            for _ in steps(engine, 4):
+                read.append(bytes_so_far())
+    nbytes = frozen_bytes(model)
+    return [(after - before) / nbytes for before, after in pairwise(read)], nbytes, memory.growth_peak
+
+
 def swapper_of(model: nn.Module) -> FileSwapper:
     (swapper,) = swappers_of([*model.parameters()])
     return swapper
@@ -96,33 +108,6 @@ def swapper_of(model: nn.Module) -> FileSwapper:
 
 def frozen_bytes(model: nn.Module) -> int:
     return sum(p.ds_numel * p.dtype.itemsize for p in model.parameters() if not p.requires_grad)
-
-
-class Growth:
-    """The most anonymous memory that this process takes inside, over what it has when it comes in."""
-
-    def __enter__(self) -> "Growth":
-        gc.collect()
-        self._before = self.bytes = _anonymous()
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._ends.set()
-        self._thread.join()
-        self.bytes -= self._before
-
-    def _watch(self) -> None:
-        while not self._ends.is_set():
-            self.bytes = max(self.bytes, _anonymous())
-            time.sleep(0.003)
-
-
-def _anonymous() -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
 
 
 @contextmanager

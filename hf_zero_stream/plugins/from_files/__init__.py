@@ -39,6 +39,11 @@ PLUGIN = Plugin(
             severity=Severity.ESSENTIAL,
             feature="frozen weights in files",
         )
+        + rows(
+            "transformers.generation.utils:GenerationMixin.generate engine:generate",
+            ours=f"{__name__}.",
+            feature="a warning of what generate reads",
+        )
     },
     tools={"file_swapper": f"{__name__}.swapper:FileSwapper"},
 )

@@ -108,6 +108,13 @@ def lines_for_checkpointing(model: nn.Module) -> list[str]:
     return [] if any(module.training for module in enabled) else ["model.train()"]
 
 
+def generate(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Say once what a token costs."""
+    for swapper in swappers_of([*self.parameters()]):
+        swapper.warn_of_tokens()
+    return original(self, *args, **kwargs)
+
+
 def fetch(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """DeepSpeed's fetch of what a module needs: all ranks make it, and go on."""
     with ExitStack() as stack:

@@ -38,6 +38,8 @@ class Supply:
         """`whole_layers`: the weights of a layer are taken together, and not module by module."""
         self._weights, self._files, self._arena, self._whole_layers = weights, files, arena, whole_layers
         self._most_in_layer = max(Counter(layer_of(weight.name) for weight in weights.values()).values(), default=0)
+        self._asking = threading.Lock()
+        """Whoever waits for a weight has it: a save reads in several threads."""
         self._changed = threading.Condition()
         """Guards all below."""
         self._ready: dict[int, torch.Tensor] = {}
@@ -76,7 +78,7 @@ class Supply:
         Raises what reading them raised.
         """
         weight = self._weights[number]
-        with self._changed:
+        with self._asking, self._changed:
             if in_order:
                 self._note(number)
             self._in_use.add(number)

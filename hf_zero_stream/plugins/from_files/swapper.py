@@ -66,7 +66,7 @@ class FileSwapper:
         self._is_fetching = False
         self._failure: BaseException | None = None
         """Why this rank has given zeros in place of a weight, since the ranks agreed last."""
-        self.has_optimizer = False
+        self.has_optimizer = self._has_warned_of_tokens = False
         installed(FROM_FILES).while_alive(self)
 
     # ------------------------------------------------------------------------------------------------ the load
@@ -227,6 +227,16 @@ class FileSwapper:
         values = param.detach().contiguous().view(-1)[start:stop] if partition is None else partition[: stop - start]
         own = values.cpu().view(torch.uint8)
         return not torch.equal(own, memory[: own.numel()])
+
+    def warn_of_tokens(self) -> None:
+        if self._has_warned_of_tokens or dist.get_rank() != 0:
+            return
+        self._has_warned_of_tokens = True
+        nbytes = sum(weight.plan.cost.bytes_read for weight in self._weights.values())
+        logger.warning(
+            f'generate reads {bytes_text(nbytes)} from files on every rank for each token (frozen_weights="files"). '
+            "To generate much, load the model with its weights in memory, or give it to an inference engine."
+        )
 
     def name_of(self, param: Any) -> str:
         return self._weights[param.ds_id].name

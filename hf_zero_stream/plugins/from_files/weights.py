@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +81,7 @@ class WeightFiles:
         """
         target, values = weight.target, memory.view(weight.target.dtype)
         threads = min(self._threads, 1 + weight.plan.cost.bytes_read // THREAD_BYTES)
-        with torch.no_grad():
+        with _of_every_step(), torch.no_grad():
             execute_reads(weight.plan, [values], self._checkpoint.source, threads=threads)
             if weight.plan.placements:
                 self._checkpoint.evaluator(threads).place(weight.plan, weight.leaves, [values])
@@ -89,10 +90,8 @@ class WeightFiles:
     def check(self) -> None:
         """Raise a CheckpointError if an open file has changed since the load; say once that one was replaced."""
         local: Any = self._checkpoint.source.local  # type: ignore[attr-defined]  # of files on this host alone
-        try:
+        with _of_every_step():
             paths = local.check_open()
-        except CheckpointError as error:
-            raise CheckpointError(f'{error} With frozen_weights="files" it is read in every step.') from error
         for path in paths:
             if path in self._replaced or _is_same(path, local.first_status[path]):
                 continue
@@ -108,6 +107,15 @@ class WeightFiles:
 
     def close(self) -> None:
         self._checkpoint.close()
+
+
+@contextmanager
+def _of_every_step() -> Iterator[None]:
+    """Add to an error of a file that has changed why it still matters."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f'{error} With frozen_weights="files" it is read in every step.') from error
 
 
 def _is_same(path: str, status: os.stat_result) -> bool:
