@@ -14,6 +14,12 @@ Without a GPU, on two processes, with what the first command makes:
     torchrun --nproc_per_node 2 examples/finetune_qlora.py --model tiny-moe-fp8 --data texts --output adapters
 
     torchrun --nproc_per_node 2 examples/finetune_qlora.py --model tiny-moe --nf4 --data texts --output adapters-nf4
+
+With `--frozen-weights files` quantised weights stay in the checkpoint, which may be larger than all memory; on one GPU
+or CPU, too (docs/from_files.md):
+
+    torchrun --nproc_per_node 1 examples/finetune_qlora.py --model tiny-moe-fp8 --data texts --output adapters-files \
+        --frozen-weights files
 """
 
 import argparse
@@ -46,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="the same, of a data set with `text`")
     parser.add_argument("--output", required=True, help="a folder for the adapters")
     parser.add_argument("--nf4", action="store_true", help="quantise while loading")
+    parser.add_argument("--frozen-weights", choices=["memory", "files"], default="memory")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     return parser.parse_args()
@@ -62,6 +69,8 @@ def main() -> None:
         deepspeed=str(DEEPSPEED_CONFIG),
         accelerator_config=None if on_gpu else {"use_configured_state": True},
         bf16=on_gpu,
+        gradient_checkpointing=arguments.frozen_weights == "files",
+        gradient_checkpointing_kwargs={"use_reentrant": False},
         max_steps=arguments.steps,
         per_device_train_batch_size=1,
         learning_rate=arguments.learning_rate,
@@ -75,7 +84,7 @@ def main() -> None:
     texts = load_dataset(arguments.data, split="train")
     tokens = texts.map(lambda rows: tokenizer(rows["text"], truncation=True), batched=True, remove_columns=["text"])
 
-    with streaming():
+    with streaming(frozen_weights=arguments.frozen_weights):
         how = {"quantization_config": NF4} if arguments.nf4 else {}
         base = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto", **how)
         torch.manual_seed(0)  # the adapters' first values, whatever the load has drawn

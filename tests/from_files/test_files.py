@@ -134,6 +134,8 @@ def refuse(folder: Path, case: str) -> str:
         config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(folder)}
     elif case == "hpZ":
         config["zero_optimization"]["zero_hpz_partition_size"] = 2
+    elif case == "AutoTP":
+        config["tensor_parallel"] = {"autotp_size": 2}
     elif case == "a small arena":
         settings["frozen_bytes"] = 4096
     elif case == "rank 0 reads":
@@ -155,6 +157,7 @@ CASES = {
     "another stage": "ZeRO-3",
     "NVMe": "offload_param",
     "hpZ": "zero_hpz_partition_size",
+    "AutoTP": "autotp_size",
     "a small arena": "frozen_bytes",
     "rank 0 reads": "read_from",
     "forgotten": "lm_head.weight",

@@ -170,6 +170,7 @@ def test_an_error_is_raised_where_the_weight_is_needed() -> None:
     with pytest.raises(ReadError, match="2: cannot read"):
         supply.take(2)
     supply.give_back(3, supply.take(3))
+    assert files.reads.count(2) < 8, "it was read again and again while nobody needed it"
     files.fails = set()
     assert bool((supply.take(2) == 2).all())
 

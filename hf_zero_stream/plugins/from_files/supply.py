@@ -161,7 +161,10 @@ class Supply:
                 if failed is None and number is not None and memory is not None:
                     self._ready[number] = memory
                     self.bytes_read += self._weights[number].plan.cost.bytes_read
-                elif self._wanted is not None and number in (None, self._wanted):
+                elif self._wanted is None:  # who needs it reads it again, and gets the error
+                    self._is_working = False
+                    return
+                elif number in (None, self._wanted):
                     self._failed = failed
                 self._changed.notify_all()
             memory = None
