@@ -187,7 +187,7 @@ ROWS_OF_CORE: Mapping[PatchScope, Sequence[Row]] = {
             """
             deepspeed.runtime.zero.partition_parameters:GatheredParameters.__init__  holdings.steps:gather \
                                             params modifier_rank
-            torch.nn:Module.load_state_dict  holdings.steps:load_values
+            torch.nn.modules.module:Module.load_state_dict  holdings.steps:load_values
             """,
             feature="edits of a model that wait for a save in the background",
         ),
