@@ -113,6 +113,7 @@ ROWS_OF_CORE: Mapping[PatchScope, Sequence[Row]] = {
             Trainer._load_best_model                state.hooks:trainer_load_best
             Trainer._save
             Trainer._push_from_checkpoint
+            Trainer._get_output_dir
             Trainer._rotate_checkpoints             <5.2
             """,
             "transformers.trainer:",

@@ -50,9 +50,10 @@ def refuse_url(folder: Any, what: str) -> None:
     if is_url(folder):
         raise UrlError(
             f"{what}: expected a local folder; got a URL, {str(folder).partition(':')[0]}://... "
-            "hf_zero_stream.save_pretrained, save_state and load_state, and model.save_pretrained of a class that "
-            "does not override it, take URLs of s3://, gs:// and az://. For the rest, save into a folder, then upload "
-            "it from one rank. (If you mean a local folder of this name, begin it with ./)"
+            "hf_zero_stream.save_pretrained, save_state and load_state, model.save_pretrained of a class that does "
+            "not override it, and training states of the Trainer, accelerate and DeepSpeed take URLs of s3://, gs:// "
+            "and az://. For the rest, save into a folder, then upload it from one rank. (If you mean a local folder "
+            "of this name, begin it with ./)"
         )
 
 

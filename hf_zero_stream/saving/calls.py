@@ -47,6 +47,7 @@ from ..settings.scope import active_configs, set_in_context
 from ..sources.base import is_url
 from .arguments import SIGNATURE, SaveArguments, kind_of_save, refuse_unknown_arguments, refuse_url
 from .beside import Kept
+from .mirrors import url_of
 from .pending import operation
 from .save import Save
 
@@ -295,7 +296,8 @@ class _Leader:
                 f"{type(self.model).__name__} that all ranks are saving, so the others cannot take part. Save it by a "
                 "call of its own, on all ranks."
             )
-        call = {**(self.settings or {}), **arguments, "folder": os.path.abspath(folder), "part": name}
+        place = url_of(folder) or os.path.abspath(folder)
+        call = {**(self.settings or {}), **arguments, "folder": place, "part": name}
         for of_rank_0 in ("is_main_process", "save_function"):  # may not be picklable; the others do not need them
             call.pop(of_rank_0, None)
         if call.get("state_dict") is not None:

@@ -39,9 +39,11 @@ from ..seams.wrappers import (
     unwrapped,
 )
 from ..settings.scope import active_configs, set_in_context
+from ..sources.base import is_url
 from . import calls
 from .arguments import refuse_url
 from .lazy_parameters import state_dict_without_values
+from .mirrors import mirrored, url_of
 from .pending import noting_weights, operation
 from .preparation import SaveItem
 from .save import Save
@@ -128,11 +130,13 @@ def trainer_save_model(
     original: Callable[..., Any], self: Any, output_dir: Any = None, _internal_call: bool = False
 ) -> Any:
     model: Any = getattr(self, "deepspeed", None) or self.model
-    if active_configs():  # all ranks are here
-        refuse_url(output_dir or self.args.output_dir, "the Trainer")
+    if active_configs() and is_url(url := output_dir or self.args.output_dir):  # all ranks are here
+        with mirrored(url) as folder:
+            return trainer_save_model(original, self, str(folder), _internal_call)
+    to_url = url_of(output_dir) is not None
     is_stocks = not active_configs() or not has_sharded_model(model) or not is_defined_by_trainer(original)
     is_ours = not is_stocks and _saves_as_transformers(self)
-    if not is_ours or is_gathered_whole(unwrapped(model)):
+    if not to_url and (not is_ours or is_gathered_whole(unwrapped(model))):
         if not active_configs():
             return original(self, output_dir, _internal_call=_internal_call)
         inner, save_rest = unwrapped(model), self._save
@@ -144,7 +148,7 @@ def trainer_save_model(
 
         with saving_all_adapters(inner), override_methods(self, _save=save_with_them):
             return original(self, output_dir, _internal_call=_internal_call)
-    calls.run_on_leader(model, lambda: original(self, output_dir, _internal_call=True))
+    calls.run_on_leader(model, lambda: original(self, output_dir, _internal_call=True), {} if to_url else None)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -134,6 +134,18 @@ class UrlPlaces(Protocol):
     def names(self, url: str) -> set[str]:
         """The names of what lies directly below `url`, those of folders with a slash behind; raises a SaveError."""
 
+    def put(self, url: str, data: bytes) -> None:
+        """Write a small file, over what is there; raises a SaveError."""
+
+    def small_files(self, url: str) -> dict[str, bytes]:
+        """What lies below `url`, by its name there, but for shards; saves that have happened are finished before."""
+
+    def has_save(self, url: str) -> bool:
+        """Whether a save of ours has been at `url`; raises a SaveError."""
+
+    def remove(self, url: str, first: str) -> None:
+        """Remove all below `url`, its file `first` before all others; raises a SaveError."""
+
 
 def places_at(url: Any) -> UrlPlaces:
     """The functions for saves to URLs such as `url`.

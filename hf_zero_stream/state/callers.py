@@ -18,13 +18,15 @@ from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
+from ..saving.arguments import refuse_url
+from ..saving.mirrors import url_of
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.publication import finish_interrupted, has_only_unfinished, mark_unfinished
 from ..seams.ds_config import settings_in_force
 from ..settings.log import NOTICE
 from ..settings.scope import active_configs, set_in_context
 from .foreign import write_guard_files
-from .load import load_without_optimizer, resume
+from .load import load_without_optimizer, place_of_state, resume
 from .record import FILE, LATEST, write_latest
 from .save import save_state
 from .tensors import has_other_weights
@@ -83,6 +85,12 @@ def is_on() -> bool:
     return bool(active_configs()) and settings_in_force().training_state
 
 
+def refuse_stocks(url: Any, what: str) -> None:
+    """Raise an UrlError if what `what` saves to or loads from `url` is left to stock, by the settings."""
+    if not is_on():
+        refuse_url(url, f"{what}, with training_state=False,")
+
+
 def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
     """The folder of a state of ours that `folder` and `tag` mean, and its name there; None if it is none (all ranks).
 
@@ -98,7 +106,17 @@ def _meant(folder: Path, tag: Any) -> Iterator[tuple[tuple[Path, str] | None, Co
     """What :func:`look_for_state` finds on rank 0, inside the meeting of a load (all ranks)."""
     finish_pending(raises=False)
     with meeting(LOAD) as coordinator:
-        yield coordinator.broadcast(partial(look_for_state, folder, tag)), coordinator
+        found = coordinator.broadcast(lambda: translated(look_for_state(folder, tag)))
+        if found is None:
+            yield None, coordinator
+            return
+        with place_of_state(found[0]) as place:
+            yield (place, found[1]), coordinator
+
+
+def translated(found: tuple[Path, Any] | None) -> tuple[Path | str, Any] | None:
+    """What has been found in a mirror of a URL, as it is there."""
+    return None if found is None else (url_of(found[0]) or found[0], found[1])
 
 
 def look_for_state(folder: Path, tag: Any) -> tuple[Path, str] | None:
@@ -158,11 +176,16 @@ def save(
 
     If it fails in the background, the folder is marked: the caller writes beside it, and sees no error.
     """
+    place = url_of(folder) or folder
     try:
-        saved = save_state(trained, folder, asynchronous=settings_in_force().asynchronous_save, **kwargs)
+        saved = save_state(trained, place, asynchronous=settings_in_force().asynchronous_save, **kwargs)
     except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
+        if place is not folder:  # stock writes to no URL
+            raise
         leave(error)
         return None
+    if place is not folder:
+        folder.mkdir(parents=True, exist_ok=True)  # for what is written beside
     if Coordinator.of_default_group().is_main:
         _say_whose()
         if isinstance(saved, PendingSave):

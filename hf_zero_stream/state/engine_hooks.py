@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD
 from ..registry import tool
 from ..saving.arguments import refuse_url
+from ..saving.mirrors import fetched, mirrored, url_of
 from ..saving.pending import finish_pending, notes_for_later
 from ..seams.ds_config import settings_in_force
 from ..settings.config import StreamingConfig
 from ..settings.scope import active_configs
+from ..sources.base import is_url
 from .callers import (
     Caller,
     current,
@@ -39,11 +42,13 @@ from .callers import (
     look_for_state,
     name_in,
     name_state,
+    refuse_stocks,
     save,
     trainer_loads_schedulers,
+    translated,
 )
 from .foreign import leave_to
-from .load import load_without_optimizer, resume
+from .load import load_without_optimizer, place_of_state, resume
 from .record import CLIENT
 
 
@@ -56,8 +61,11 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> Any:
-    if active_configs():
-        refuse_url(save_dir, "engine.save_checkpoint")
+    if active_configs() and is_url(save_dir):
+        refuse_stocks(save_dir, "engine.save_checkpoint")
+        with mirrored(save_dir) as mirror:
+            given = tag, client_state, save_latest, exclude_frozen_parameters
+            return save_checkpoint(original, self, str(mirror), *given)
     if save_dir and is_on() and save_latest and not _is_node_local(self) and not _is_replaced(self, original):
         from ..holdings.deepspeed.engine import validate_tag  # there is an engine: DeepSpeed is imported
 
@@ -82,6 +90,7 @@ def save_checkpoint(
             note(saved)
             _save_on_hosts(self, Path(save_dir), client_state)
             return True
+    refuse_url(url_of(save_dir), "engine.save_checkpoint, where DeepSpeed itself saves,")
     if active_configs() and save_dir:  # else it is DeepSpeed's error
         forget_guard_files(Path(save_dir) / (f"global_step{self.global_steps}" if tag is None else str(tag)))
     return original(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
@@ -98,14 +107,17 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Any = None,
 ) -> Any:
-    if active_configs():
-        refuse_url(load_dir, "engine.load_checkpoint")
+    flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+    if active_configs() and is_url(load_dir):
+        with fetched(load_dir) as mirror:
+            return load_checkpoint(original, self, str(mirror), tag, *flags)
     if active_configs() and load_dir and not _asks_for_universal(self, load_dir, tag):
         finish_pending(raises=False)
-        with meeting(LOAD) as coordinator:
+        with meeting(LOAD) as coordinator, ExitStack() as stack:
             with_optimizer = load_optimizer_states and not load_module_only and _has_optimizer(self)
             takes_all = with_optimizer and custom_load_fn is None
-            found = coordinator.broadcast(partial(_look, self, Path(load_dir), tag, takes_all))
+            meant = coordinator.broadcast(lambda: translated(_look(self, Path(load_dir), tag, takes_all)))
+            found = None if meant is None else (stack.enter_context(place_of_state(meant[0])), meant[1])
             if (settings := _host_settings()) is not None and tag is None and takes_all:
                 state_of_engine = tool("state_of_engine", "hosts", "the setting host_states_every")
                 on_hosts = state_of_engine(self, Path(load_dir), found, settings, coordinator)
@@ -134,7 +146,7 @@ def load_checkpoint(
                     all_as_rank_0=_loads_rank_0(self),
                 )
                 return str(folder / name), (data or {}).get(CLIENT, {})
-    flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+    refuse_url(url_of(load_dir), "engine.load_checkpoint of no state of ours")
     loaded = original(self, load_dir, tag, *flags)
     if active_configs() and load_dir:
         _save_on_hosts(self, Path(load_dir), loaded[1])

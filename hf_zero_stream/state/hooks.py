@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ..holdings.introspection import is_adapted
 from ..ranks.coordinator import expected_at
 from ..ranks.rendezvous import LOAD
 from ..registry import tool
-from ..saving.arguments import refuse_url
+from ..saving.mirrors import fetched, mirrored, url_of
 from ..saving.pending import after_pending, finish_pending, notes_for_later
 from ..saving.publication import is_unfinished
 from ..seams.ds_config import settings_in_force
@@ -44,6 +45,8 @@ from ..seams.wrappers import (
 )
 from ..settings.config import announced_local_rank
 from ..settings.scope import active_configs, set_in_context
+from ..sources.base import is_url
+from . import trainers_at_urls
 from .callers import (
     Caller,
     current,
@@ -52,6 +55,7 @@ from .callers import (
     is_on,
     load_if_ours,
     load_values_if_ours,
+    refuse_stocks,
     save,
     state_in,
     trainer_loads_schedulers,
@@ -78,7 +82,13 @@ def _of_accelerator(accelerator: Any) -> Caller:
 def save_state_of_accelerator(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not active_configs():
         return original(self, *args, **kwargs)
-    refuse_url(args[0] if args else kwargs.get("output_dir"), "accelerator.save_state")
+    if is_url(url := args[0] if args else kwargs.pop("output_dir", None)):
+        refuse_stocks(url, "accelerator.save_state")
+        with mirrored(url) as folder:
+            save_state_of_accelerator(original, self, str(folder), *args[1:], **kwargs)
+        return url
+    if not args:
+        args = (url,)
     if settings_in_force().host_states_every and not trainer_loads_schedulers.get() and self.is_main_process:
         logger.warning_once(
             "host_states_every: accelerator.save_state saves nothing on hosts, because the script alone knows its "
@@ -92,6 +102,10 @@ def save_state_of_accelerator(original: Callable[..., Any], self: Any, *args: An
 def load_state_of_accelerator(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not active_configs():
         return original(self, *args, **kwargs)
+    if is_url(url := args[0] if args else kwargs.get("input_dir")):
+        kwargs.pop("input_dir", None)
+        with fetched(str(url)) as folder:
+            return load_state_of_accelerator(original, self, str(folder), *args[1:], **kwargs)
     finish_pending(raises=False)
     with entered(_of_accelerator(self)) as caller, without_restored_schedulers(self, caller.restored):
         return original(self, *args, **kwargs)
@@ -113,15 +127,22 @@ def trainer_train(
             checkpoint_by_settings = tool("checkpoint_by_settings", "hosts", "the setting host_states_every")
         resume_from_checkpoint = checkpoint_by_settings(self, resume_from_checkpoint, settings)
     if resume_from_checkpoint is True:
-        resume_from_checkpoint = _last_checkpoint(self.args.output_dir)
-    with set_in_context(trainer_loads_schedulers, True):
+        find = trainers_at_urls.newest if is_url(self.args.output_dir) else _last_checkpoint
+        resume_from_checkpoint = find(self.args.output_dir)
+    with set_in_context(trainer_loads_schedulers, True), ExitStack() as stack:
+        if is_url(resume_from_checkpoint):
+            resume_from_checkpoint = trainers_at_urls.fetched_checkpoint(resume_from_checkpoint, stack)
         result = original(self, resume_from_checkpoint, *args, **kwargs)
+        self.state.best_model_checkpoint = url_of(best := self.state.best_model_checkpoint) or best
     finish_pending()
     return result
 
 
 def trainer_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer._save_checkpoint``: saves the model, then the rest; uploads the folder, and removes older ones."""
+    if active_configs() and is_url(self.args.output_dir) and url_of(self._get_output_dir(None)) is None:
+        refuse_stocks(self.args.output_dir, "the Trainer")
+        return trainers_at_urls.save(partial(trainer_save, original, self, *args, **kwargs), self)
     if not is_on():
         return original(self, *args, **kwargs)
     finish_pending()
@@ -211,6 +232,13 @@ def trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
     """``Trainer._load_best_model``; under DeepSpeed it ends in the engine's function."""
     finish_pending(raises=False)  # also before the Trainer looks what is in the folder
     best = self.state.best_model_checkpoint
+    if active_configs() and is_url(best):
+        with fetched(best) as folder:
+            self.state.best_model_checkpoint = str(folder)
+            try:
+                return trainer_load_best(original, self)
+            finally:
+                self.state.best_model_checkpoint = best
     if best is None or not active_configs() or not is_fsdp2(self.accelerator):
         return original(self)
     if is_adapted(unwrapped(self.model)):

@@ -142,7 +142,7 @@ def load_state(
         beside=beside,
     )
     if not hosts:
-        with _place_of_state(folder) as place:
+        with place_of_state(folder) as place:
             return load(place)
     with operation(LOAD):
         newest_on_hosts = tool("newest_on_hosts", "hosts", "load_state(hosts=True)")
@@ -152,7 +152,7 @@ def load_state(
 
 
 @contextmanager
-def _place_of_state(folder: str | os.PathLike[str]) -> Iterator[Path]:
+def place_of_state(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """The folder; of a URL, what reads small files by the methods of a ``Path`` that are called for states."""
     if not is_url(folder):
         yield Path(folder)
@@ -274,8 +274,10 @@ def load_without_optimizer(
     place, model = folder / tag, unwrapped(trained)
     with coordinator.reporting():
         refuse_unknown_shards(trained, "training state")
-        then = partial(StateRecord.read, place / FILE)
-        found = finish_saves_into(folder, settings_in_force().read_from, coordinator, then)
+        if isinstance(folder, UrlPath):
+            coordinator.run_on_all(partial(checkpoints_at(folder.url).catch_up, folder.url))
+        on_disk, then = None if isinstance(folder, UrlPath) else folder, partial(StateRecord.read, place / FILE)
+        found = finish_saves_into(on_disk, settings_in_force().read_from, coordinator, then)
     rank = 0 if all_as_rank_0 else coordinator.rank
     record = found.renamed(partial(own_or_clean, own_names(model))).for_rank(rank)
     _refuse_other_files(found, place, coordinator)

@@ -132,7 +132,7 @@ def save_by_trainer(checkpoint: Path, folder: Path) -> None:
         arguments = transformers.TrainingArguments(output_dir="run", report_to=[], use_cpu=True)
         trainer = transformers.Trainer(model=model, args=arguments)  # makes the folder
         arguments.output_dir = URL
-        for save in (trainer.save_model, lambda: trainer.save_model("gs://b/x"), lambda: model.save_pretrained(URL)):
+        for save in (trainer.save_model, lambda: trainer.save_model("hf://b/x"), lambda: model.save_pretrained(URL)):
             with pytest.raises(UrlError):
                 save()
         assert os.listdir() == ["run"] and os.listdir("run") == []

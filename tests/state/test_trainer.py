@@ -221,7 +221,7 @@ def test_what_the_trainer_removes_at_its_end_is_complete(
 ) -> None:
     finished: list[bool] = []
     monkeypatch.setattr(hooks, "finish_pending", lambda **_: finished.append(True))
-    args = SimpleNamespace(save_total_limit=limit, metric_for_best_model=metric)
+    args = SimpleNamespace(save_total_limit=limit, metric_for_best_model=metric, output_dir="run")
     trainer = SimpleNamespace(args=args, _push_from_checkpoint=None)
     with hf_zero_stream.streaming():
         hooks.trainer_save(lambda trainer: finished.clear(), trainer)

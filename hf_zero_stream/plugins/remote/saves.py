@@ -47,7 +47,17 @@ from .uploads import check_all, send_all, uploads_of
 from .urls import checkpoint_url, joined
 
 
-__all__ = ["BucketPlace", "BucketSave", "finish_interrupted", "names", "place"]
+__all__ = [
+    "BucketPlace",
+    "BucketSave",
+    "finish_interrupted",
+    "has_save",
+    "names",
+    "place",
+    "put",
+    "remove",
+    "small_files",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -69,6 +79,32 @@ def place(url: str) -> BucketPlace:
 
 def names(url: str) -> set[str]:
     return RemoteFolder(url).names()
+
+
+def put(url: str, data: bytes) -> None:
+    place, _, name = url.rpartition("/")
+    RemoteFolder(place).put(name, data)
+
+
+def small_files(url: str) -> dict[str, bytes]:
+    place = RemoteFolder(url)
+    for name in place.below(""):
+        if name.rpartition("/")[2] == LIST:
+            finish_interrupted(joined(url, name.removesuffix(LIST).rstrip("/")))
+    small = [name for name in place.below("") if not name.endswith((".safetensors", LIST))]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return dict(zip(small, threads.map(place.read, small), strict=True))
+
+
+def has_save(url: str) -> bool:
+    return any(name.rpartition("/")[2] == LIST for name in RemoteFolder(url).below(""))
+
+
+def remove(url: str, first: str) -> None:
+    place = RemoteFolder(url)
+    names = place.below("")
+    place.remove({first} & names.keys())
+    place.remove(names)
 
 
 class BucketPlace(Place):
