@@ -62,7 +62,8 @@ def warn_without_group(path: Any) -> None:
         logger.warning_once(
             f"hf_zero_stream: {path} does not stream ({callers_line()}): a launcher announces {announced_ranks()} "
             "ranks, but there is no process group and no DeepSpeed config yet. So each rank that makes this load "
-            f"loads all of it by itself. {_ABOVE}; or call torch.distributed.init_process_group() before."
+            f"loads all of it by itself. {_ABOVE}; or call deepspeed.init_distributed() before, or "
+            "torch.distributed.init_process_group()."
         )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_zero_stream.plugins.flat import flatten
 from tests.support.cluster import run_ranks
+from tests.support.messages import warnings_of
 from tests.support.parity import ds_config, three_losses
 from tests.support.zoo import ZOO, Checkpoint
 
@@ -76,10 +77,12 @@ def stock_and_together(
         return all_gather(buffer, part, **kwargs)
 
     flatten.all_gather = noted
-    engine = start(model, config, groups)
+    with warnings_of("hf_zero_stream") as said:
+        engine = start(model, config, groups)
     pointers = {flat.untyped_storage().data_ptr() for flat in engine.optimizer.bit16_groups_flat}
     return {
         "held": held,
+        "said": said,
         "views": all((p.untyped_storage().data_ptr() in pointers) == p.requires_grad for p in model.parameters()),
         "same_state": same_bits(flat_state(engine), stock_state),
         "losses": three_losses(engine, ZOO[NAME].inputs),
@@ -128,9 +131,32 @@ def test_equals_stock_with(
 
 
 def test_no_room_on_one_rank(cluster: None, zoo_checkpoint: Checkpoint) -> None:
-    """Then all leave it to DeepSpeed."""
+    """Then all leave it to DeepSpeed, and rank 0 says so."""
     folder = zoo_checkpoint(NAME, BF16)
-    check(run_ranks(2, stock_and_together, folder, BF16, {"stage": 2}, False, (), (2**40, 0)), 0, groups=0)
+    found = run_ranks(2, stock_and_together, folder, BF16, {"stage": 2}, False, (), (2**40, 0))
+    check(found, 0, groups=0)
+    (said,) = found[0]["said"]
+    assert "because the device has no room" in said and found[1]["said"] == []
+
+
+def mixed_dtypes(folder: Path) -> dict[str, Any]:
+    config, losses = ds_config(FP32, stage=1), {}
+    for how in ("stock", "ours"):
+        model = load(folder, FP32)
+        model.get_output_embeddings().to(BF16)
+        if how == "ours":
+            flatten.flatten_sharded(model)
+        with warnings_of("hf_zero_stream") as said:
+            engine = start(model, config)
+        losses[how] = three_losses(engine, ZOO[NAME].inputs)
+    return {"losses": losses, "said": said}
+
+
+def test_mixed_dtypes(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    first, second = run_ranks(2, mixed_dtypes, zoo_checkpoint(NAME))
+    assert first["losses"]["ours"] == first["losses"]["stock"]
+    (said,) = first["said"]
+    assert "group 0 has parameters of torch.bfloat16 and torch.float32" in said and second["said"] == []
 
 
 def others_beside(folder: Path) -> dict[str, bool]:

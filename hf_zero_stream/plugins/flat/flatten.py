@@ -13,6 +13,7 @@ Other models, and other optimizers, see no difference.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from torch import Tensor, nn
 from ...plugin_api import all_gather, free_bytes, installed, kind, override_methods
 from . import FLAT
 
+
+logger = logging.getLogger(__name__)
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that stage 1 or 2 may come to train."""
@@ -62,7 +65,10 @@ def construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 
 
 def _can_flatten_sharded(arguments: Mapping[str, Any]) -> bool:
-    """Whether all ranks can flatten the parameters in parts; all call it if the model is of ours (all ranks)."""
+    """Whether all ranks can flatten the parameters in parts; all call it if the model is of ours (all ranks).
+
+    If not, rank 0 says why.
+    """
     groups = [
         [param for param in group["params"] if param.requires_grad]
         for group in arguments["init_optimizer"].param_groups
@@ -74,14 +80,29 @@ def _can_flatten_sharded(arguments: Mapping[str, Any]) -> bool:
     world_size = dist.get_world_size(process_group)
     device = torch.device(get_accelerator().current_device_name())
     # Experts of DeepSpeed's own are partitioned over other ranks; those of its OptimizedLinear are no replicas.
-    can = not (world_size == 1 or arguments.get("zenflow_config") or arguments.get("has_moe_layers"))
-    for params in groups:
-        can &= len({param.dtype for param in params}) == 1 and all(param.device == device for param in params)
-        can &= not any(hasattr(param, "ds_optim_param") for param in params)
+    if world_size == 1:
+        return False
+    reasons = {
+        "ZenFlow has an optimizer of its own": arguments.get("zenflow_config"),
+        "its experts are partitioned over other ranks": arguments.get("has_moe_layers"),
+    }
+    for number, params in enumerate(groups):
+        dtypes = {str(param.dtype) for param in params}
+        is_elsewhere = any(param.device != device for param in params)
+        is_optimized = any(hasattr(param, "ds_optim_param") for param in params)
+        reasons |= {
+            f"group {number} has parameters of {' and '.join(sorted(dtypes))}": len(dtypes) != 1,
+            f"parameters of group {number} are not on {device}": is_elsewhere,
+            f"group {number} has parameters of an OptimizedLinear": is_optimized,
+        }
     part_bytes = max(sum(param.nbytes for param in params) for params in groups) // world_size
-    everyone = [False] * world_size
-    dist.all_gather_object(everyone, can and free_device_bytes() > part_bytes, group=process_group)
-    return all(everyone)
+    reasons["the device has no room for a part of it"] = free_device_bytes() <= part_bytes
+    why = next((reason for reason, is_so in reasons.items() if is_so), "")
+    everyone = [why] * world_size
+    dist.all_gather_object(everyone, why, group=process_group)
+    if (why := next(filter(None, everyone), "")) and dist.get_rank() == 0:
+        logger.warning(f"The engine starts with DeepSpeed's second copy of the parameters, because {why}.")
+    return not why
 
 
 def free_device_bytes() -> int:
