@@ -40,6 +40,7 @@ from ..introspection import autotp_shards, instances_of, is_cut, refuse_unknown_
 from ..own_names import named_parameters, parameters
 from ..slots import STEPS, VALUES, Member, Slot, Training, entries_of, holding_of, in_memory, slots_of_parameters
 from . import partitions
+from .kept_elsewhere import refuse_kept_elsewhere
 
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
     if not hasattr(optimizer, "state"):  # there is none, or one of DeepSpeed's that stands in for it
         raise UnsupportedError("The engine has no optimizer: deepspeed.initialize was given none.")
     refuse_unknown_shards(engine, "training state")
-    _refuse_data_efficiency(engine)
+    refuse_kept_elsewhere(engine)
     if wrapper is optimizer:
         slots = slots_of_parameters(model, optimizer, coordinator)
     else:
@@ -132,17 +133,6 @@ def _unseen_steps(wrapper: Any, optimizer: Any) -> str:
     if wrapper is optimizer or type(wrapper) in (DeepSpeedZeroOptimizer_Stage3, *_STAGES_0_TO_2):
         return ""
     return f"{type(wrapper).__name__} may step by code of its own"
-
-
-def _refuse_data_efficiency(engine: Any) -> None:
-    """Raise an UnsupportedError for an engine that saves where its own data pipeline has come to."""
-    samples = engine.training_dataloader is not None and engine.curriculum_learning_enabled()
-    if samples or engine.random_ltd_enabled():
-        what = "samples by curriculum learning" if samples else "drops tokens by random-LTD"
-        raise UnsupportedError(
-            f"The engine {what} (data_efficiency), and a training state has no place for where that is. Use "
-            "DeepSpeed's checkpoints."
-        )
 
 
 def _is_between_steps(engine: Any) -> bool:
