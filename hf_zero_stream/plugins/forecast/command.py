@@ -248,6 +248,8 @@ def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> 
             'Each rank reads the whole checkpoint, as in stock. With "hf_zero_stream": {"share_reads": true} in '
             "--ds-config each reads a part of it."
         )
+    if "files" in footprint.partitions:
+        yield "Frozen weights stay in files: what is to be read is read twice in each step, and not by the load."
     if defaults:
         yield "No --ds-config: ZeRO-3 with DeepSpeed's defaults, no offload, and AdamW are assumed."
     if not config:

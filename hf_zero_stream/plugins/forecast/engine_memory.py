@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerC
 from torch import nn
 
 from ...errors import ConfigError, refuse_unknown_version
-from ...plugin_api import StreamingConfig, chunk_bytes, own_names, zero3
+from ...plugin_api import StreamingConfig, chunk_bytes, lies_in_files, own_names, tool, zero3
 from . import wire
 from .footprint import (
     HOST,
@@ -91,6 +92,7 @@ def model_footprint(
     dtype = zero3.partition_dtype(ds_config) if is_whole else next(placed, torch.float32)
     parameters: list[ParameterShape] = []
     seen: set[int] = set()
+    keeps_files, small = config.frozen_weights == "files" and not is_whole, zero.param_persistence_threshold
     for name, param in named:
         _, ranks = zero3.place_in_group(param, 0, world_size)
         # DeepSpeed leaves the dtype of adapters, which are put on a model after its load.
@@ -100,9 +102,15 @@ def model_footprint(
         if own[name] not in tied:  # a load has put the other end of the tie there
             seen.add(id(param))
         numel = getattr(param, "ds_numel", param.numel())
-        parameters.append(ParameterShape(name, numel, own_dtype, param.requires_grad, ranks, is_tied))
+        is_frozen = not param.requires_grad or lies_in_files(param)
+        in_files = keeps_files and is_frozen and numel > small
+        parameters.append(ParameterShape(name, numel, own_dtype, not is_frozen, ranks, is_tied, in_files))
     with _errors_of_config():
         settings = _engine_settings(ds_config, zero, dtype, device, adamw)
+    if parts := {param.name: param.partition_bytes for param in parameters if param.in_files and not param.tied}:
+        arena: Any = config.frozen_bytes or tool("arena_bytes", "from_files")(parts)
+        # What the plug-in tells DeepSpeed.
+        settings = replace(settings, parameter_swap_bytes=arena, live_numel=0, prefetch_numel=0)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     if is_whole:
         return footprint_of_whole(

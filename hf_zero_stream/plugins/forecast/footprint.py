@@ -19,7 +19,7 @@ import torch
 from ...plugin_api import bytes_text, wrapped
 
 
-HOST, DISK = "cpu", "nvme"
+HOST, DISK, FILES = "cpu", "nvme", "files"
 
 AdamW = Literal["single", "foreach", "fused"]
 """The way torch's AdamW (``torch/optim/adam.py``) steps: tensor by tensor, over lists of tensors, or in one kernel."""
@@ -40,6 +40,7 @@ class ParameterShape:
         numel: its elements on all `ranks` that share it, without padding.
         dtype: dtype of its partition.
         tied: another name for a parameter that is listed already: part of a gather, but with no partition of its own.
+        in_files: it is frozen, and its values stay in the checkpoint.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ParameterShape:
     requires_grad: bool = True
     ranks: int = 1
     tied: bool = False
+    in_files: bool = False
 
     @property
     def partition_numel(self) -> int:
@@ -75,7 +77,8 @@ class EngineSettings:
         offload_ratio: share of the sub-groups of an offloaded optimizer that really leave the device.
         pinned_optimizer: whether an offloaded optimizer's gradients are copied into page-locked memory.
         swap_from_bytes: partitions and states below this size stay on the host, and do not go to NVMe.
-        parameter_swap_bytes: host memory of the buffers through which partitions go to NVMe and back.
+        parameter_swap_bytes: host memory of the buffers through which partitions go to NVMe and back, or come from
+            files.
         optimizer_swap_buffers: buffers, each of the largest sub-group, for optimizer states on their way to NVMe.
         sub_group_size: elements of this rank after which a new sub-group begins; they are cast and stepped one by one.
         reduce_bucket_bytes: size of the buffer in which gradients are reduced.
@@ -112,6 +115,8 @@ class EngineSettings:
         return self.device if self.offload_param == "none" else HOST
 
     def place_of_partition(self, param: ParameterShape) -> str:
+        if param.in_files:
+            return FILES
         # Only floating-point parameters have the dtype of DeepSpeed's swapper.
         swapped = self.offload_param == DISK and param.dtype.is_floating_point
         return DISK if swapped and param.partition_bytes >= self.swap_from_bytes else self.partition_place
@@ -333,7 +338,7 @@ class Ledger:
     def end_stage(self) -> dict[str, int]:
         """Begin a new stage; returns the peak of the last one by place, without disks."""
         most, self._most = self._most, Counter(self.held)
-        return {place: nbytes for place, nbytes in most.items() if nbytes and place != DISK}
+        return {place: nbytes for place, nbytes in most.items() if nbytes and place not in (DISK, FILES)}
 
 
 def _initialize_engine(

@@ -244,7 +244,9 @@ def _forecast(
         memory = memory_of(model)
         if lora is not None:  # adapters are put on what has been loaded
             put_adapters_on(model, lora)
-            memory = replace(memory_of(model), load_peak=memory.load_peak)
+            with_adapters = memory_of(model)  # only now it is known what is frozen
+            is_in_memory = load.config.frozen_weights == "memory"
+            memory = replace(with_adapters, load_peak=memory.load_peak) if is_in_memory else with_adapters
         sent, kept = dict[str, int](), dict[str, int]()
         if engine == "deepspeed":
             from .engine_memory import wire_of_engine  # imports deepspeed

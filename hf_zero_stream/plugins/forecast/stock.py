@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...plugin_api import lazy_model, quantisation_of
-from .footprint import HOST
+from .footprint import FILES, HOST
 from .plan import Forecast
 
 
 def stock_load(forecast: Forecast, place: str, arguments: Mapping[str, Any], device: str) -> dict[str, Any] | None:
     """Bytes that stock transformers and DeepSpeed need for the same load; peaks by place, without mapped files.
 
-    None for a quantised checkpoint, of which every stock rank loads all. `forecast` is of any rank.
+    None for a quantised checkpoint, of which every stock rank loads all, and for weights that stay in files.
+    `forecast` is of any rank.
 
     How transformers 5.23 (``_load_pretrained_model``, ``_load_state_dict_into_zero3_model``) and DeepSpeed 0.19.8
     (``GatheredParameters``) load under ZeRO-3:
@@ -28,7 +29,7 @@ def stock_load(forecast: Forecast, place: str, arguments: Mapping[str, Any], dev
 
     Measured on a CPU, for a mixture of experts of 1.2 GB on two ranks: 6 % more on rank 0 and 9 % more on the other.
     """
-    if quantisation_of(place) is not None:
+    if quantisation_of(place) is not None or FILES in forecast.memory.partitions:
         return None
     model, _, tied = lazy_model(place, arguments)
     plan, memory = forecast.load, forecast.memory

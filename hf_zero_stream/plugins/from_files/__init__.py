@@ -45,5 +45,5 @@ PLUGIN = Plugin(
             feature="a warning of what generate reads",
         )
     },
-    tools={"file_swapper": f"{__name__}.swapper:FileSwapper"},
+    tools={"file_swapper": f"{__name__}.swapper:FileSwapper", "arena_bytes": f"{__name__}.weights:arena_bytes"},
 )

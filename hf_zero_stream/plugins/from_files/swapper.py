@@ -37,7 +37,7 @@ from ...plugin_api import (
 from . import FROM_FILES
 from .arena import Arena
 from .supply import Supply
-from .weights import FrozenWeight, WeightFiles, bytes_of_layers
+from .weights import FrozenWeight, WeightFiles, arena_bytes
 
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class FileSwapper:
 
     @cached_property
     def _supply(self) -> Supply:
-        nbytes = self._frozen_bytes or sum(bytes_of_layers(self._weights)[:2])
+        nbytes = self._frozen_bytes or arena_bytes({it.name: it.nbytes for it in self._weights.values()})
         arena, whole_layers = Arena(nbytes, local_device()), self.micro_batches > 1
         return Supply(self._weights, self._files, arena, whole_layers=whole_layers)
 

@@ -141,13 +141,12 @@ def _refuse_far(checkpoint: OpenCheckpoint) -> None:
         )
 
 
-def bytes_of_layers(weights: Mapping[int, FrozenWeight]) -> list[int]:
-    """Bytes of each layer of a model, the largest first; what is in none, as embeddings are, counts as one itself."""
+def arena_bytes(parts: Mapping[str, int]) -> int:
+    """Bytes of the two largest layers, of those of a rank's parts by name; embeddings count as a layer themselves."""
     found: dict[str, int] = {}
-    for weight in weights.values():
-        layer = layer_of(weight.name)
-        found[layer] = found.get(layer, 0) + weight.nbytes
-    return sorted(found.values(), reverse=True)
+    for name, nbytes in parts.items():
+        found[layer_of(name)] = found.get(layer_of(name), 0) + nbytes
+    return sum(sorted(found.values())[-2:])
 
 
 def layer_of(name: str) -> str:
