@@ -20,6 +20,9 @@ from .swapper import FileSwapper, swappers_of
 
 logger = logging.getLogger(__name__)
 
+_FRAGMENTS = "frozen_param_fragments"
+"""The key of frozen partitions, by name, in a model file of DeepSpeed's checkpoint."""
+
 _ATTRIBUTE = "_hf_zero_stream_file_swappers"
 """Of DeepSpeed's coordinator of one model: the swappers of its parameters."""
 
@@ -191,7 +194,3 @@ def load_module_state_dict(original: Callable[..., Any], self: Any, checkpoint: 
             )
         fragments[name] = param.ds_tensor
     return original(self, checkpoint, *args, **kwargs)
-
-
-_FRAGMENTS = "frozen_param_fragments"
-"""The key of frozen partitions, by name, in a model file of DeepSpeed's checkpoint."""
