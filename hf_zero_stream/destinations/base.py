@@ -1,26 +1,16 @@
-"""The interface of a load to the memory that it fills; and the initialisation of models with partitioned parameters.
-
-A model's own initialisation code must meet real values, and a rank may not have a parameter in full. But that code
-runs over every module and leaves loaded parameters alone, so that gathering all of them would move the whole model
-over the wire for nothing. So a module is first tried with its parameters as they are. The first touch of one that is
-not here in full stops the attempt; that parameter and the module's own are made present, and the module is run again
-from the start, with the same random numbers.
-"""
+"""The interface of a load to the memory that it fills."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from .. import accelerators
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor, View
 from ..errors import LoadError, UnsupportedError
@@ -336,69 +326,3 @@ def fill_whole(model: nn.Module) -> None:
     """Give all lazy parameters of `model` their values, on this rank alone, because they are going to be used."""
     for reader in dict.fromkeys(param.reader for param in parameters(model) if isinstance(param, LazyTensor)):
         cast("WholeReader", reader).fill_whole(model)
-
-
-# Properties that say the same of a part of a parameter as of all of it.
-_HARMLESS_NAMES = ("dtype", "device", "requires_grad", "is_meta", "is_leaf", "grad_fn")
-_HARMLESS = {getattr(torch.Tensor, name).__get__ for name in _HARMLESS_NAMES}
-
-NeedsFetch = Callable[[Any], bool]
-"""Whether a value is a parameter whose full values are not in memory now."""
-
-
-def run_with_touched_parameters(
-    initialise: Callable[[], None],
-    module: nn.Module,
-    needs_fetch: NeedsFetch,
-    fetched: Callable[[Sequence[Any]], AbstractContextManager[None]],
-) -> None:
-    """Call `initialise` for `module` inside ``fetched(touched)``, of the parameters that it touches (all ranks).
-
-    All ranks must get what is written inside; if `fetched` is left by an exception, nothing may have changed.
-    """
-    state = random_state()
-    needed: list[Any] = []
-    while True:
-        try:
-            with fetched(needed), _TouchGuard(needs_fetch):
-                initialise()
-            return
-        except _Touched as touched:
-            # Its other uninitialised parameters will be touched next; fetching them now saves an attempt.
-            own = [p for p in module.parameters(recurse=False) if not getattr(p, "_is_hf_initialized", False)]
-            needed = [*needed, *filter(needs_fetch, own), *touched.args]
-            set_random_state(state)
-
-
-RandomState = tuple[torch.Tensor, torch.Tensor | None]
-
-
-def random_state() -> RandomState:
-    """The state of torch's random numbers, on the CPU and on the accelerator's current device."""
-    kind = accelerators.kind()
-    return torch.get_rng_state(), None if kind is None else accelerators.random_state(kind)
-
-
-def set_random_state(state: RandomState) -> None:
-    of_cpu, of_device = state
-    torch.set_rng_state(of_cpu)
-    kind = accelerators.kind()
-    if of_device is not None and kind is not None:
-        accelerators.set_random_state(kind, of_device)
-
-
-class _Touched(BaseException):
-    """Initialisation code used parameters that must be fetched; no model's `except` hides a BaseException."""
-
-
-class _TouchGuard(TorchFunctionMode):
-    def __init__(self, needs_fetch: NeedsFetch) -> None:
-        super().__init__()
-        self._needs_fetch = needs_fetch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _HARMLESS:
-            touched = [value for value in tree_leaves((args, kwargs)) if self._needs_fetch(value)]
-            if touched:
-                raise _Touched(*touched)
-        return func(*args, **(kwargs or {}))

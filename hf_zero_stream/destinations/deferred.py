@@ -25,9 +25,9 @@ from .base import (
     host_buffer,
     item_of,
     replace_lazy,
-    run_with_touched_parameters,
 )
 from .exchange import replica_batches
+from .initialise import run_with_touched_parameters
 
 
 class Deferred(Destination):

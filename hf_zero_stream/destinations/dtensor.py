@@ -23,8 +23,8 @@ from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from ..registry import import_object
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
+from .initialise import WholeParameters
 from .sharing import Sharing
-from .whole import WholeParameters
 
 
 class DTensors(Destination):

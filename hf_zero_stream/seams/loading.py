@@ -20,7 +20,8 @@ from ..bindings.table import install_model_rows
 from ..checkpoint.formats import distributed_file, format_of_file, is_always_map, not_a_map_reason
 from ..checkpoint.index import check_files, read_index_file
 from ..checkpoint.lazy import LazyTensor
-from ..destinations.base import random_state, refuse_wrapped, set_random_state
+from ..destinations.base import refuse_wrapped
+from ..destinations.initialise import random_state, set_random_state
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..holdings.introspection import has_partition, keeping_groups
 from ..ranks.coordinator import Coordinator

@@ -20,7 +20,8 @@ from ...holdings.deepspeed import partitions
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ...registry import import_object, tool
-from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_touched_parameters
+from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy
+from ..initialise import run_with_touched_parameters
 from . import zero3
 
 
