@@ -225,10 +225,13 @@ def _load_partitioned(choice: Choice, coordinator: Coordinator) -> Load:
     from ..destinations.deepspeed import partitioned, zero3
 
     refuse_unsafe_partitions()
-    ds_config, around = choice.ds_config, partitioned.open_init()
+    ds_config, around = choice.ds_config, None
     full_config = config_without_auto(ds_config)
-    if around is not None:
-        full_config = partitioned.config_of(around, full_config if ds_config else {})
+    if is_inside_zero_init():
+        from ..holdings.deepspeed import zero_init
+
+        around = zero_init.open_init()
+        full_config = zero_init.config_of(around, full_config if ds_config else {})
     partitions = partitioned.Partitioned(full_config, coordinator, around=around)
     load = Load(choice.settings, full_config, coordinator, partitions)
     zero3.refuse_unsupported(full_config)

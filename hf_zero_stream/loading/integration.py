@@ -185,9 +185,9 @@ def outside_zero_init() -> AbstractContextManager[None]:
     """Suspend a ``zero.Init`` that the caller is in, which would partition the lazy model while it is built."""
     if not is_inside_zero_init():
         return nullcontext()
-    from ..destinations.deepspeed import partitioned  # imports deepspeed, which takes seconds
+    from ..holdings.deepspeed import zero_init  # imports deepspeed, which takes seconds
 
-    return partitioned.outside_zero_init()
+    return zero_init.outside_zero_init()
 
 
 def finish_saves_into(
