@@ -312,14 +312,7 @@ class Load:
             materialised=plan.materialised,
         )
         ranks, recast = tuple(self.coordinator.all_gather(figures)), tuple(self.destination.recast)
-        report = LoadReport(
-            world_size=self.coordinator.world_size,
-            ranks=ranks,
-            into=self.destination.into,
-            recast=recast,
-            checkpoint_bytes=plan.checkpoint_bytes,
-            stock_reader=self.destination.stock_reader if self._stock_could_read(plan) else "",
-        )
+        forecast = None
         if engine := self.destination.trained_by:
             forecast = partial(
                 _memory_of,
@@ -331,7 +324,15 @@ class Load:
                 config=self.config,
                 device=self.destination.device.type,
             )
-            report.forecast_by(forecast)
+        report = LoadReport(
+            world_size=self.coordinator.world_size,
+            ranks=ranks,
+            into=self.destination.into,
+            recast=recast,
+            checkpoint_bytes=plan.checkpoint_bytes,
+            stock_reader=self.destination.stock_reader if self._stock_could_read(plan) else "",
+            forecast=forecast,
+        )
         if self.coordinator.is_main:
             if log.isEnabledFor(logging.INFO):
                 log.info(report.table())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -104,6 +104,7 @@ class LoadReport(Report):
         checkpoint_bytes: size of all shards; 0 if values came from memory.
         stock_reader: who reads all of them in stock: "rank 0", "each rank"; "" where that is not known.
         stock_reason: why transformers has made the load itself, in which case there are no figures of `ranks`.
+        forecast: computes :attr:`footprint`; None: nothing can.
     """
 
     world_size: int
@@ -113,6 +114,7 @@ class LoadReport(Report):
     checkpoint_bytes: int = 0
     stock_reader: str = ""
     stock_reason: str = ""
+    forecast: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def streamed(self) -> bool:
@@ -135,18 +137,15 @@ class LoadReport(Report):
         It is computed when it is first asked for, by the plug-in `forecast`, of the model as it is then. None without
         that plug-in, of a copy, once the model is gone, and where neither ZeRO-3 nor DTensor shards the model.
         """
-        forecast = vars(self).get("_forecast")
-        return forecast() if forecast else None
-
-    def forecast_by(self, forecast: Callable[[], Any]) -> None:
-        """Have :attr:`footprint` computed by `forecast`."""
-        vars(self)["_forecast"] = forecast
+        return self.forecast() if self.forecast else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_forecast"}
+        return {**vars(self), "forecast": None}
 
     def _data(self) -> dict[str, Any]:
-        return {**super()._data(), "footprint": asdict(self.footprint) if self.footprint else None}
+        data = asdict(replace(self, forecast=None))
+        del data["forecast"]
+        return {**data, "footprint": asdict(self.footprint) if self.footprint else None}
 
     def summary(self) -> str:
         """One line for people to read: what went where, and the most that a rank read and took."""

@@ -61,9 +61,7 @@ def test_a_report_asks_once_and_copies_do_not() -> None:
         asked.append(1)
         return memory_footprint(SHAPES, EngineSettings())
 
-    report, other = (LoadReport(world_size=1, ranks=()) for _ in range(2))
-    report.forecast_by(forecast)
-    other.forecast_by(forecast)
+    report, other = (LoadReport(world_size=1, ranks=(), forecast=forecast) for _ in range(2))
     assert pickle.loads(pickle.dumps(other)).footprint is None and not asked
     assert report.to_dict()["footprint"] == dataclasses.asdict(report.footprint)
     assert pickle.loads(pickle.dumps(report)).footprint == report.footprint and len(asked) == 1
