@@ -89,13 +89,11 @@ if TYPE_CHECKING:
     from .cli.checkpoints import loadable, refuse_unloadable, share_reads_advice
     from .cli.models import lazy_model, load_arguments, quantisation_of, transformers_errors
     from .cli.page import svg_of, write_page
-    from .destinations.base import Batch, Destination, Item, allocating, fill_whole, item_of, narrowed, replace_lazy
+    from .destinations.base import Batch, Destination, Item, allocating, fill_whole
     from .destinations.deepspeed import zero3
     from .destinations.deepspeed.partitioned import Partitioned
-    from .destinations.deepspeed.replicas import will_be_flattened
-    from .destinations.deferred import InPlace
-    from .destinations.dtensor import DTensors
-    from .destinations.replicated import Replicated, chunk_bytes
+    from .destinations.fill import Targets, allocate, chunk_bytes
+    from .destinations.parallel import DTensors, Replicated, will_be_flattened
     from .engine.compute import MemoryEvaluator
     from .engine.execute import HugePages, execute_reads, run_in_threads
     from .engine.load import Load
@@ -127,7 +125,7 @@ if TYPE_CHECKING:
     from .holdings.slots import STEPS, VALUES, Member, Slot, Training
     from .loading.arguments import may_be_at_url, url_of
     from .loading.choice import is_pipeline, refuse_sharding, settings_for, warn_of_open_dtype
-    from .loading.deferral import Deferral, deferrals_of
+    from .loading.deferral import Deferral, InPlace, deferrals_of
     from .loading.dry_load import lazily_loaded, load_of_layouts, model_class_of
     from .loading.integration import outside_zero_init
     from .planning.boxes import Cut, Interval, ParameterBox

@@ -22,12 +22,12 @@ from .checkpoint.formats import Format
 from .checkpoint.index import shards_of
 from .checkpoint.lazy import AbsentSlice
 from .destinations.base import Destination, fill_whole
-from .destinations.live import live_destination
-from .destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, own_tensors
+from .destinations.live import LiveModel
 from .engine.load import Load
 from .engine.opened import OpenCheckpoint
 from .errors import LoadError
 from .holdings.own_names import own_names, own_or_clean
+from .holdings.skeleton import filled_skeleton, lazy_module, matching_tensors, own_tensors
 from .ranks.coordinator import meeting
 from .ranks.rendezvous import LOAD, SAVE
 from .reports.load import LoadReport
@@ -82,7 +82,7 @@ def load_tensors(
     config = StreamingConfig.resolve(current_config(), {})
     with meeting(LOAD) as coordinator:
         fill_whole(model)
-        filled = destination or live_destination(model, coordinator, config)
+        filled = destination or LiveModel(model, coordinator, config)
         checkpoint = OpenCheckpoint(config, coordinator, source, format, filled.device)
         load = Load(config, {}, coordinator, filled, checkpoint)
         with closing(load), load.memory, load.clock("total"), torch.no_grad():
@@ -98,7 +98,7 @@ def load_tensors(
             lazy_model, missing, tied = (
                 lazy_module(model, lazy) if destination is None else filled_skeleton(model, lazy)
             )
-            load.place(lazy_model, missing, tied)  # plan, read, exchange
+            load.fill(lazy_model, missing, tied)  # plan, read, exchange
         return load.finish(model, logger)
 
 

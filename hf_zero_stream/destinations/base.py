@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ..checkpoint.lazy import LazyTensor, copy_attributes
+from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, View
 from ..errors import LoadError, UnsupportedError
 from ..holdings.own_names import parameters
@@ -68,7 +68,7 @@ class Destination(Protocol):
     2. :meth:`batches` (all ranks), with the lazy model. Each rank then plans its batches.
     3. :meth:`check`, with the plan. Then the ranks agree that all have got so far, and that they
        are about to load the same.
-    4. :meth:`allocate` (all ranks).
+    4. :meth:`begin` (all ranks).
     5. For each batch: ``begin``; the reads, into the memory of its items; ``finish``. If the batch is collective the
        ranks agree before ``finish`` that all have read (all ranks).
     6. The ranks agree that all have come to the end. Then :meth:`finish` (all ranks).
@@ -161,7 +161,7 @@ class Destination(Protocol):
         """Raise, before anything is read, if the plan with these targets cannot be carried out here."""
         return
 
-    def allocate(self) -> None:
+    def begin(self) -> None:
         """Make the memory that all batches use (all ranks)."""
         return
 
@@ -187,80 +187,6 @@ def narrowed(view: View, box: ParameterBox) -> View:
         pieces = tuple(view.narrow(dim, start, stop - start) for start, stop in intervals)
         view = pieces[0] if len(pieces) == 1 else View.joined(pieces, dim)
     return view
-
-
-def item_of(target: Target, view: View, memory: torch.Tensor) -> Item:
-    """An item whose memory is there already."""
-    return Item(target, view, lambda: memory)
-
-
-def flat_items(tensors: Mapping[str, SourcedTensor]) -> list[Item]:
-    """Items that fill flat tensors, which are there already, from beginning to end."""
-    return [
-        item_of(Target.whole(name, flat.dtype, flat.numel()), view, flat) for name, (flat, view) in tensors.items()
-    ]
-
-
-def replace_lazy(
-    model: nn.Module,
-    missing: set[str],
-    tied: set[str],
-    *,
-    parameter: Callable[[str, torch.Tensor], nn.Parameter | None],
-    buffer: Callable[[torch.Tensor], torch.Tensor | None],
-) -> tuple[dict[str, SourcedTensor], dict[str, SourcedTensor], list[str]]:
-    """Replace the parameters and buffers of `model`, except `tied` names; a `missing` one has no source.
-
-    `parameter` makes the new parameter of this name, `buffer` the new buffer; None leaves the old one.
-    Returns the new parameters and the new buffers, flat, that have a source, and the parameters with a new dtype.
-    """
-    parameters: dict[str, SourcedTensor] = {}
-    buffers: dict[str, SourcedTensor] = {}
-    recast: list[str] = []
-    replaced: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for key, param in list(module._parameters.items()):
-            name = f"{prefix}.{key}" if prefix else key
-            if param is None or name in tied:
-                continue
-            if id(param) in replaced:
-                setattr(module, key, replaced[id(param)])
-                continue
-            new = parameter(name, param)
-            if new is None:
-                continue
-            replaced[id(param)] = new
-            setattr(module, key, new)  # as transformers does: a recurrent layer keeps its weights in a list, too
-            copy_attributes(param, new)
-            if isinstance(param, LazyTensor) and param.dtype != new.dtype:
-                recast.append(name)
-            view = None if name in missing else source_of(param)
-            if view is not None:
-                parameters[name] = (new, view)
-        for key, old in module._buffers.items():
-            name = f"{prefix}.{key}" if prefix else key
-            real = None if old is None else buffer(old)
-            if old is None or real is None:
-                continue
-            module._buffers[key] = real
-            if isinstance(old, LazyTensor) or old.is_meta:
-                copy_attributes(old, real)
-                view = source_of(old)
-                if view is not None:
-                    buffers[name] = (real.view(-1), view)
-    return parameters, buffers, recast
-
-
-def host_buffer(old: torch.Tensor) -> torch.Tensor | None:
-    """Host memory for a lazy buffer, for :func:`replace_lazy`; transformers itself makes it for other buffers."""
-    return torch.empty(old.shape, dtype=old.dtype) if isinstance(old, LazyTensor) else None
-
-
-def buffer_on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
-    """A buffer like `old` on `device`, for :func:`replace_lazy`."""
-    if isinstance(old, LazyTensor) or old.is_meta:
-        return torch.empty(old.shape, dtype=old.dtype, device=device)
-    return old.to(device)
 
 
 def source_of(tensor: torch.Tensor) -> View | None:

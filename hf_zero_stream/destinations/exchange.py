@@ -1,30 +1,43 @@
 """Tensors of which several ranks need the same rows of a file: each reads a share of them, for all.
 
-Ranks that have a tensor whole (replicas) read 1/N of it each. Ranks of a tensor-parallel group that hold columns of a
-weight need all of its rows: a file has it row by row, and a rank alone would read the short holes between its columns,
-too. Here each byte is read once, and what others need of it travels over the interconnect, in rounds of a bounded
+- Replicas: ranks that hold the same read 1/N of it each. But of shards where all share one host, and exchange through
+  its memory, each reads them itself: the page cache serves all but the first, and is faster.
+- Columns: a file has a weight row by row, and a rank that wants some columns of it would read the short holes between
+  them, too. So each rank of a tensor-parallel group reads whole rows, its share of them.
+
+So each byte leaves the storage once, and what others need of it travels over the interconnect, in rounds of a bounded
 buffer. While one round is sent, the next one is read.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..accelerators import all_gather, collective_device
-from ..checkpoint.nodes import View
+from ..accelerators import all_gather, collective_device, is_accelerator, serves
+from ..checkpoint.nodes import FileTensor, View
+from ..holdings.fsdp import cuts_of, inner_spec, ranks_at, replicated_dims
 from ..holdings.holding import LocalShard
-from ..planning.boxes import ParameterBox
+from ..holdings.introspection import is_cut, is_dtensor
+from ..planning.boxes import Cut, ParameterBox, regions_of_range
 from ..ranks.coordinator import Coordinator
-from .base import Batch, Item, SourcedTensor, flat_items
+from ..sources.base import Hints
+from .base import Batch, Item, narrowed
 
 
 _ALIGNMENT = 16  # bytes; where a part begins in a buffer, so that it can be viewed in any dtype
+
+CHUNK_BYTES = 4 * 2**20
+"""What arrives at a rank in one exchange, at most."""
+
+WORTH_BYTES = 2**20
+"""Bytes of holes that one rank would read, below which an exchange takes longer with any source."""
 
 
 class Shared(NamedTuple):
@@ -140,20 +153,154 @@ def exchange_batches(tensors: Iterable[Shared], coordinator: Coordinator, room: 
     return [exchanger.batch(each, number % 2) for number, each in enumerate(rounds)]
 
 
-def replica_batches(
-    parameters: Mapping[str, SourcedTensor], coordinator: Coordinator, room: int, *, only_planned: bool = False
-) -> list[Batch]:
-    """Batches that fill parameters which every rank has whole; for `room` see :func:`exchange_batches`."""
-    flat = {name: (param.detach().view(-1), view) for name, (param, view) in parameters.items()}
-    if coordinator.is_alone and not only_planned:
-        return [Batch(flat_items(flat))]
-    ranks = range(coordinator.world_size)
+class Sharing:
+    """The parameters that ranks read together: the same ones on all of them.
 
-    def shared(name: str, memory: torch.Tensor, view: View) -> Shared:
-        whole = LocalShard(ParameterBox.whole(memory.shape), 0, 1)
-        return Shared.of_replicas(name, memory, view, whole, ranks, memory.numel())
+    Args:
+        room: bytes that arrive at a rank in one exchange, at most; 0: :data:`CHUNK_BYTES`.
+        hints: of the source, which decide what is worth an exchange; None: each parameter that several ranks have is.
+        trains_on: the type of the device that values are for.
+        only_planned: the ranks are not there.
+    """
 
-    return exchange_batches((shared(name, *sourced) for name, sourced in flat.items()), coordinator, room)
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        room: int = 0,
+        hints: Hints | None = None,
+        trains_on: str = "cpu",
+        only_planned: bool = False,
+    ) -> None:
+        self._coordinator, self._room, self._hints = coordinator, room, hints
+        if hints is None:
+            self._replicas = only_planned or not coordinator.is_alone
+        else:
+            self._replicas = _replicas_are_shared(coordinator, hints, trains_on)
+        self._shared: list[Shared] = []
+
+    def batches(self) -> list[Batch]:
+        """Batches that fill what this has taken."""
+        return exchange_batches(self._shared, self._coordinator, self._room or CHUNK_BYTES)
+
+    def takes(self, name: str, flat: torch.Tensor, view: View, shard: LocalShard, param: Any, record: Any) -> bool:
+        """Take a parameter that ranks read together; returns False if each reads its own part.
+
+        Args:
+            flat: the memory of this rank's `shard`.
+            view: gives the whole parameter.
+            param: the parameter itself, or one that is cut as it is.
+            record: FSDP2's of it, if there is one.
+        """
+        found = self._shared_of(name, flat, view, shard, param, record)
+        self._shared += [] if found is None else [found]
+        return found is not None
+
+    def _shared_of(
+        self, name: str, flat: torch.Tensor, view: View, shard: LocalShard, param: Any, record: Any
+    ) -> Shared | None:
+        if is_cut(param):
+            return None
+        ranks: Sequence[int] = range(self._coordinator.world_size)
+        cuts: Sequence[Cut] = ()
+        if is_dtensor(param):
+            dims, cuts = replicated_dims(param), cuts_of(name, param, record)
+            is_cut_by_others = record is None or inner_spec(record) is not None
+            if self._hints is not None and is_cut_by_others:
+                also = dims if self._replicas else None
+                columns = _columns_of(name, flat, view, shard, cuts, param, self._hints, also)
+                if columns is not None:
+                    return columns
+            ranks = ranks_at(param.device_mesh, tuple(param.device_mesh.get_coordinate()), dims)
+        if not self._replicas or len(ranks) == 1:
+            return None
+        most = ParameterBox.of_cuts(shard.box.shape, [cut._replace(part=0) for cut in cuts]).numel
+        return Shared.of_replicas(name, flat, narrowed(view, shard.box), _first_copy(shard), ranks, most)
+
+
+def _replicas_are_shared(coordinator: Coordinator, hints: Hints, trains_on: str) -> bool:
+    """Whether ranks that hold the same shard read it for each other."""
+    on_device = is_accelerator(torch.device(trains_on)) and (coordinator.is_alone or serves(trains_on))
+    if hints.reads_per_exchange <= 1 or on_device:
+        return True
+    return not coordinator.is_alone and len(coordinator.topology.ranks_of_host) < coordinator.world_size
+
+
+def _first_copy(shard: LocalShard) -> LocalShard:
+    """`shard`, of which each rank that holds it reads other elements."""
+    return shard._replace(copy=0, is_on_other_meshes=False)
+
+
+def _columns_of(
+    name: str,
+    flat: torch.Tensor,
+    view: View,
+    shard: LocalShard,
+    cuts: Sequence[Cut],
+    sharded: Any,
+    hints: Hints,
+    also: tuple[int, ...] | None,
+) -> Shared | None:
+    """Decide how ranks along one dimension of a mesh read a parameter together; None if each reads its own part.
+
+    Args:
+        view: gives the whole parameter.
+        cuts: the cuts that left ``shard.box`` of it.
+        sharded: the DTensor that says which ranks share the columns.
+        hints: of the source. Of n ranks that read together, each saves n bytes of reading for each byte that it gets
+            from others.
+        also: dimensions of its mesh along which ranks hold the same, if these read with them.
+    """
+    of_columns = [cut for cut in cuts if cut.dim > 0]
+    if len(of_columns) != 1 or of_columns[0].groups > 1 or of_columns[0].parts <= hints.reads_per_exchange:
+        return None
+    (cut,) = of_columns
+    mesh_dim = next((n for n, placement in enumerate(sharded.placements) if placement.is_shard(cut.dim)), None)
+    shape, itemsize = shard.box.shape, int(flat.dtype.itemsize)
+    length, after = shape[cut.dim], prod(shape[cut.dim + 1 :]) * itemsize
+    most = ParameterBox.of_cuts(shape, [other._replace(part=0) for other in cuts])  # torch.chunk: none has more
+    most_rows, hole = prod(most.sizes[: cut.dim]), (length - most.sizes[cut.dim]) * after
+    is_worth = most_rows * hole >= WORTH_BYTES and 2 * length * after <= CHUNK_BYTES
+    share = hole / (length * after)
+    if mesh_dim is None or not is_worth or not _holes_are_read(view, cut.dim, share, hints.seek_bytes):
+        return None
+    box = shard.box._replace(
+        intervals=(*shard.box.intervals[: cut.dim], ((0, length),), *shard.box.intervals[cut.dim + 1 :])
+    )
+    ranks: list[int] = []
+    pieces: list[tuple[int, int]] = []
+    coordinate = [*sharded.device_mesh.get_coordinate()]
+    for part in range(cut.parts):
+        ((start, stop),) = ParameterBox.of_cuts((length,), [Cut(0, cut.parts, part)]).intervals[0]
+        coordinate[mesh_dim] = part
+        holders = ranks_at(sharded.device_mesh, tuple(coordinate), also)
+        ranks += holders
+        pieces += [(start * after, stop * after)] * len(holders)
+    if len(ranks) * max(end - begin for begin, end in pieces) > CHUNK_BYTES:
+        return None
+    rows_of = (shard if also is None else _first_copy(shard))._replace(box=box)
+    return Shared(
+        name,
+        flat,
+        narrowed(view, box),
+        rows_of,
+        ranks,
+        pieces,
+        length * after,
+        prod(box.sizes[: cut.dim]),
+        most_rows,
+    )
+
+
+def _holes_are_read(view: View, dim: int, share: float, seek_bytes: int) -> bool:
+    """Whether a row of `view` lies in one piece in a file, and the others' `share` of it is a hole to be read."""
+    regions = list(regions_of_range(view, 0, prod(view.sizes[dim:])))
+    return all(
+        isinstance(region.leaf, FileTensor)
+        and region.box.is_run
+        and region.box.numel * region.leaf.dtype.itemsize * share <= seek_bytes
+        for region in regions
+    )
 
 
 class _Exchanger:

@@ -1,81 +1,214 @@
-"""What a load into a training fills: a model in use, what an optimizer keeps of it, or both together."""
+"""The memory of what is in use: of a model, of what its optimizer keeps, of lazy parameters that turn real.
+
+It may have been loaded or sharded by anybody. Each rank reads its own part into the memory that it has, so that
+optimizers, FSDP2 and engines keep theirs.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial, reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..errors import LoadError
-from ..holdings.fsdp import Managed
+from ..accelerators import collective_device
+from ..checkpoint.nodes import View
+from ..errors import LoadError, UnsupportedError
+from ..holdings.fsdp import Managed, records_by_id, shard_of
 from ..holdings.holding import LocalShard
-from ..holdings.introspection import is_dtensor, is_sharded
+from ..holdings.introspection import is_dtensor, is_sharded, lies_in_files, local_of, whole_shape
+from ..holdings.own_names import named_buffers, named_parameters
+from ..holdings.skeleton import LazyTraining, convert_lazy
 from ..holdings.slots import Slot, entry_name, memory_of
-from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
-from .base import Batch, Destination, Item, flat_items, narrowed, source_of
-from .live_memory import LiveShards, LiveWhole
-from .sharing import Sharing
+from .base import Batch, Destination, Item, SourcedTensor, source_of
+from .exchange import Sharing
+from .fill import Targets, chunk_bytes, item_in
 
 
-def live_destination(
-    model: nn.Module, coordinator: Coordinator, config: StreamingConfig, *, with_masters: bool = True
-) -> Destination:
-    """The destination for the values of `model`: in shards, in ZeRO's partitions, or whole on every rank.
+if TYPE_CHECKING:
+    from .deepspeed.live import EngineMemory
 
-    Without masters, what ZeRO-3 trains in place of parameters keeps its values. Raises a LoadError if a parameter has
-    no memory.
-    """
-    if is_sharded(model):
-        return LiveShards(model, coordinator, shares_reads=not config.compares_values)
-    if without_memory := [name for name, param in model.named_parameters() if param.is_meta]:
+
+def _refuse_meta(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
         raise LoadError(
-            f"load_into: the model's {without_memory[0]} is on the meta device, without memory. Call "
+            f"load_into: the model's {name} is on the meta device, without memory. Call "
             "model.to_empty(device=...) first."
         )
-    if "deepspeed" not in sys.modules:
-        return LiveWhole(model, coordinator, config)
-    from .deepspeed.live import LiveModel  # imports deepspeed, which takes seconds
-
-    return LiveModel(model, coordinator, config, with_masters=with_masters)
 
 
-class SlotMemory(Destination):
-    """Elementwise states of slots, which a checkpoint of the same parameters fills.
+class LiveSources(NamedTuple):
+    """The tensors of a model in use that are filled, by the checkpoint's names.
 
-    Args:
-        wanted: each slot, and the names of those of its states that are filled.
-        whole: tensors that are filled as they are, by the names of lazy parameters of the same shapes.
-        records: FSDP2's records of parameters, by the ``id`` of each.
-        shares_reads: ranks read for each other what several hold.
+    `repeated`: other names of `parameters` that the model has tied, and for which the checkpoint has values too.
+    """
+
+    parameters: dict[str, SourcedTensor]
+    buffers: dict[str, SourcedTensor]
+    repeated: dict[str, SourcedTensor]
+
+
+def sources_in(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]) -> LiveSources:
+    """Pair the tensors of `live_model` with those of the checkpoint, which are in `lazy_model`.
+
+    Raises:
+        LoadError: a tensor of `live_model` is not there, has another shape or no memory.
+    """
+    live: dict[str, Any] = dict(named_buffers(live_model, remove_duplicate=False))
+    live.update(named_parameters(live_model, remove_duplicate=False))
+    found = LiveSources({}, {}, {})
+    seen: set[int] = set()
+    for name, lazy in [*lazy_model.named_parameters(), *lazy_model.named_buffers()]:
+        view = None if name in missing else source_of(lazy)
+        if view is None:
+            continue
+        tensor = live.get(name)
+        shape = None if tensor is None else whole_shape(tensor)
+        if tensor is None or shape != lazy.shape:
+            described = "no such tensor" if shape is None else tuple(shape)
+            raise LoadError(
+                f"load_into: the checkpoint's {name} has shape {tuple(lazy.shape)}, the model {described}. "
+                "Load a checkpoint of the same architecture and sizes."
+            )
+        _refuse_meta(name, tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        kind = (found.repeated if id(tensor) in seen else found.parameters) if is_parameter else found.buffers
+        kind[name] = (tensor, view)
+        seen.add(id(tensor))
+    return found
+
+
+class SlotMemory(NamedTuple):
+    """What a load fills of an optimizer's state, with lazy tensors of the names that :func:`entry_name` gives.
+
+    Attributes:
+        wanted: each slot, and the names of those of its elementwise states that are filled.
+        whole: tensors that are filled as they are, by the names of lazy tensors of the same shapes.
+    """
+
+    wanted: Sequence[tuple[Slot, Sequence[str]]] = ()
+    whole: Mapping[str, torch.Tensor] = {}
+
+
+class LiveModel(Destination):
+    """A model in use, and what is kept of it in `slots`.
+
+    Of a sharded model each rank fills its shards, and what is not sharded; of a whole one, ranks read 1/N each, for
+    all; of one of DeepSpeed's, partitions, and the masters that optimizers train.
+
+    Raises a LoadError if a parameter of a model that is not sharded has no memory.
     """
 
     def __init__(
-        self,
-        wanted: Sequence[tuple[Slot, Sequence[str]]],
-        device: torch.device,
-        coordinator: Coordinator,
-        *,
-        whole: Mapping[str, torch.Tensor],
-        records: Mapping[int, Managed],
-        hides_zero3: bool,
-        shares_reads: bool,
+        self, model: nn.Module, coordinator: Coordinator, config: StreamingConfig, *, with_masters: bool = True
     ) -> None:
-        self.device, self.hides_zero3, self._wanted, self._whole = device, hides_zero3, wanted, whole
-        self._coordinator, self._records, self._shares_reads = coordinator, records, shares_reads
+        """Without masters, what ZeRO-3 trains in place of parameters keeps its values."""
+        self._model, self._coordinator = model, coordinator
+        self.slots = SlotMemory()
+        self.is_sharded = is_sharded(model)
+        self._shares_reads = not (self.is_sharded and config.compares_values)
+        self._chunk_bytes = 0
+        self._engine: EngineMemory | None = None
+        self._dtype: torch.dtype | None = None
+        if self.is_sharded:
+            self.into = "the shards of a model in use"
+            self.device = next(local_of(param).device for param in model.parameters())
+            return
+        for name, param in model.named_parameters():
+            _refuse_meta(name, param)
+        self.into = "the memory of a model in use"
+        self.device = torch.device("cpu") if coordinator.is_alone else collective_device()
+        self._chunk_bytes = chunk_bytes(config, self.device)
+        self.exchange_settings = ("staging_bytes",)
+        if "deepspeed" in sys.modules:
+            from .deepspeed.live import EngineMemory  # imports deepspeed, which takes seconds
+
+            self._engine = EngineMemory(model, coordinator, with_masters=with_masters)
+            self.device = self._engine.device
+            self.hides_zero3 = self.fills_missing = self._engine.is_partitioned
+            if self.hides_zero3:
+                self.exchange_settings = ()
+            # Without the rounding to the model's dtype, where fp32 partitions are trained.
+            self._dtype = torch.float32 if self._engine.trains_partitions else None
+
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
+        if not self.hides_zero3:
+            return None
+        self._dtype = self._dtype or wanted
+        return self._dtype
+
+    @property
+    def dtype_of_values(self) -> torch.dtype:
+        """The dtype in which transformers can load values so that no parameter is rounded twice."""
+        if self._engine is not None and self._engine.masters:
+            return torch.float32
+        if not self.is_sharded:
+            found: torch.dtype = self._model.dtype
+            return found
+        dtypes = {param.dtype for param in self._model.parameters() if param.is_floating_point()}
+        return reduce(torch.promote_types, dtypes)
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Batches that fill the slots with lazy parameters of the names that :func:`entry_name` gives."""
-        views = {name: source_of(param) for name, param in model.named_parameters()}
-        trained = [(key, member.name) for slot, keys in self._wanted for key in keys for member in slot.members]
+        """Batches that fill the live model with the values of the lazy `model`, which stays as it is."""
+        lazy, states = (model.model, model.states) if isinstance(model, LazyTraining) else (model, {})
+        if self._chunk_bytes:
+            sharing = Sharing(self._coordinator, room=self._chunk_bytes)
+        else:
+            sharing = Sharing(self._coordinator, hints=self.hints, trains_on=self.device.type)
+        targets = Targets(self._coordinator, sharing if self._shares_reads else None)
+        if lazy is not None:
+            self._fill_model(targets, lazy, missing)
+        self._fill_slots(targets, states)
+        return targets.batches()
+
+    @cached_property
+    def _records(self) -> Mapping[int, Managed]:
+        return records_by_id(self._model)
+
+    def _fill_model(self, targets: Targets, lazy: nn.Module, missing: set[str]) -> None:
+        if self._engine is not None:
+            convert_lazy(self._model, lazy, missing)
+        sources = sources_in(self._model, lazy, missing)
+        if sources.repeated and not self.is_sharded:
+            raise LoadError(
+                f"load_into: the checkpoint has values for {', '.join(sources.repeated)} too, which the model has "
+                "tied to parameters of other names. Save the checkpoint without them."
+            )
+        if in_files := [name for name, (param, _) in sources.parameters.items() if lies_in_files(param)]:
+            raise UnsupportedError(
+                f'{len(in_files)} parameters stay in the checkpoint\'s files (frozen_weights="files"), and cannot be '
+                f"written to: {', '.join(in_files[:8])}. Leave them out, or load the model with them in memory."
+            )
+        for name, (param, view) in sources.parameters.items():
+            self._fill(targets, name, param, view)
+        if self._engine is not None:
+            self._engine.fill_swapped(targets)
+        targets.add_buffers(sources.buffers)
+        for name, (param, view) in sources.repeated.items():
+            targets.compare(name, local_of(param), view, self._shard_of(name, param))
+
+    def _shard_of(self, name: str, param: Any) -> LocalShard:
+        ranks = self._coordinator.rank, self._coordinator.world_size
+        return shard_of(name, param, self._records.get(id(param)), *ranks)
+
+    def _fill(self, targets: Targets, name: str, param: Any, view: View) -> None:
+        shard = self._shard_of(name, param)
+        if self._engine is not None:
+            self._engine.fill(targets, name, param, view, shard)
+        else:
+            flat = targets.flat(name, local_of(param))
+            targets.add(name, flat, view, shard, param, self._records.get(id(param)))
+
+    def _fill_slots(self, targets: Targets, states: Mapping[str, Any]) -> None:
+        views = {name: source_of(lazy) for name, lazy in states.items()}
+        trained = [(key, member.name) for slot, keys in self.slots.wanted for key in keys for member in slot.members]
         if lacking := sorted({(key, name) for key, name in trained if views.get(entry_name(key, name)) is None}):
             key, _ = lacking[0]
             names = [name for other, name in lacking if other == key]
@@ -83,48 +216,35 @@ class SlotMemory(Destination):
                 f"load_state: {key} of {len(names)} parameters that are trained are not there: "
                 f"{', '.join(names[:8])}. Copy the state again, or train the same parameters as when it was saved."
             )
-        sharing = Sharing(self._coordinator, self.hints, self.device.type, is_on=self._shares_reads)
-        items: list[tuple[Slot, list[Item]]] = []
-        for slot, keys in self._wanted:
-            own = [key for key in keys if not self._is_taken(sharing, slot, key, views)]
-            items.append((slot, [item for key in own for item in _items(slot, key, views)]))
-        whole = {
-            name: (value.view(-1), view) for name, value in self._whole.items() if (view := views[name]) is not None
-        }
-        opened = [item for slot, of_slot in items if not slot.is_swapped for item in of_slot]
-        in_memory = Batch([*flat_items(whole), *opened])
-        swapped = [_batch_inside(slot, of_slot) for slot, of_slot in items if slot.is_swapped]
-        return [in_memory, *sharing.batches(), *swapped]
+        for slot, keys in self.slots.wanted:
+            items = [item for key in keys for item in self._fill_state(targets, slot, key, views)]
+            if items:
+                targets.after.append(_batch_inside(slot, items))
+        whole = {name: (value, view) for name, value in self.slots.whole.items() if (view := views[name]) is not None}
+        targets.add_buffers(whole)
 
-    def _is_taken(self, sharing: Sharing, slot: Slot, key: str, views: Mapping[str, Any]) -> bool:
-        """Whether ranks read together a state of a slot: of a DTensor, which is cut as that is."""
-        if not is_dtensor(slot.values):
-            return False
-        (member,) = slot.members
-        view, shard = views[entry_name(key, member.name)], LocalShard(member.box, 0, 1)
-        if view.sizes != member.box.shape:  # it is cut already
-            return False
-        memory, record = memory_of(slot, member, key), self._records.get(id(slot.values))
-        return sharing.takes(f"{member.name} ({key})", memory, view, shard, slot.values, record)
+    def _fill_state(self, targets: Targets, slot: Slot, key: str, views: Mapping[str, Any]) -> Iterable[Item]:
+        """Have the state `key` of a slot filled; returns the items of one that is swapped."""
+        record = self._records.get(id(slot.values))
+        for member in slot.members:
+            name, memory = f"{member.name} ({key})", partial(memory_of, slot, member, key)
+            view, (start, stop) = views[entry_name(key, member.name)], member.elements
+            copy = int(member.is_whole and member.start > 0)
+            shard = LocalShard(member.box, copy, part=(stop - start, start, stop))
+            if slot.is_swapped:
+                yield item_in(shard, name, view, torch.float32, memory)
+            elif is_dtensor(slot.values) and view.sizes == member.box.shape:
+                targets.add(name, memory(), view, shard, slot.values, record)
+            else:
+                targets.add_later(name, memory, slot.flat(key).dtype, view, shard)
 
+    def begin(self) -> None:
+        if self._engine is not None:
+            self._engine.begin()
 
-def _items(slot: Slot, key: str, views: Mapping[str, Any]) -> Iterator[Item]:
-    for member in slot.members:
-        start, stop = member.elements
-        view = views[entry_name(key, member.name)]
-        # Converted parameters are already cut to the box.
-        box = None if member.box.is_whole or view.sizes != member.box.shape else member.box
-        target = Target(
-            f"{member.name} ({key})",
-            torch.float32 if slot.is_swapped else slot.flat(key).dtype,
-            stop - start,
-            start,
-            stop,
-            box,
-            is_copy=member.is_whole and member.start > 0,
-        )
-        memory = partial(memory_of, slot, member, key)
-        yield Item(target, view if box is None else narrowed(view, box), memory)
+    def finish(self) -> None:
+        if self._engine is not None:
+            self._engine.finish()
 
 
 def _batch_inside(slot: Slot, items: Sequence[Item]) -> Batch:
@@ -135,49 +255,3 @@ def _batch_inside(slot: Slot, items: Sequence[Item]) -> Batch:
         context.__exit__(None, None, None)
 
     return Batch(items, context.__enter__, close, is_temporary=True)
-
-
-class LazyParts(nn.Module):
-    """The lazy models of several memories, as one, each with its missing and its tied names."""
-
-    def __init__(self, parts: Sequence[tuple[nn.Module, set[str], set[str]]]) -> None:
-        super().__init__()
-        self.parts = parts
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return chain.from_iterable(lazy.named_parameters(*args, **kwargs) for lazy, _, _ in self.parts)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return chain.from_iterable(lazy.named_buffers(*args, **kwargs) for lazy, _, _ in self.parts)
-
-
-class Together(Destination):
-    """These `memories`, of which each is filled by its own part of :class:`LazyParts`."""
-
-    def __init__(self, memories: Sequence[Destination]) -> None:
-        self._memories = memories
-        self.device, self.into = memories[0].device, memories[0].into
-        self.hides_zero3 = any(memory.hides_zero3 for memory in memories)
-        self.fills_missing = any(memory.fills_missing for memory in memories)
-        self.exchange_settings = [*chain.from_iterable(memory.exchange_settings for memory in memories)]
-
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
-        assert isinstance(model, LazyParts)
-        for memory in self._memories:
-            memory.hints = self.hints
-        pairs = zip(self._memories, model.parts, strict=True)
-        return [*chain.from_iterable(memory.batches(*part, only_planned=only_planned) for memory, part in pairs)]
-
-    def check(self, targets: Sequence[Target]) -> None:
-        for memory in self._memories:
-            memory.check(targets)
-
-    def allocate(self) -> None:
-        for memory in self._memories:
-            memory.allocate()
-
-    def finish(self) -> None:
-        for memory in self._memories:
-            memory.finish()

@@ -1,7 +1,7 @@
 """One streaming load, from its checkpoint's headers to filled memory; knows neither transformers nor DeepSpeed.
 
 Its callers are the seams of transformers. They call, in this order: :meth:`.OpenCheckpoint.read_ahead`,
-:meth:`Load.open`, :meth:`Load.place` once the model's parameters and buffers are lazy, and :meth:`Load.finish`.
+:meth:`Load.open`, :meth:`Load.fill` once the model's parameters and buffers are lazy, and :meth:`Load.finish`.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Load:
             if not _is_extra_state(name)
         }
 
-    def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
+    def fill(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
         """Turn a lazy model into one that the destination trains, and read this rank's bytes into it (all ranks).
 
         For the arguments see :meth:`Destination.batches`. All ranks raise an error if planning or reading fails on any
@@ -260,7 +260,7 @@ class Load:
                     self.checkpoint.open(read.shard for read in plan)
                 with self.clock("wait"):
                     read = refuse_differences(self.coordinator, described, beside=plan.cost.bytes_read)
-                    self.destination.allocate()
+                    self.destination.begin()
                 self.memory.sample()
                 self._reader.fill(batches, plan, leaves, sum(read))
                 with self.clock("wait"):
@@ -275,7 +275,7 @@ class Load:
     def make_plan(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> tuple[Sequence[Batch], LoadPlan, Sequence[Sequence[Leaf]]]:
-        """Make the :attr:`plan` that :meth:`place` carries out; spoils `model`."""
+        """Make the :attr:`plan` that :meth:`fill` carries out; spoils `model`."""
         self.destination.hints, self._tied = self.checkpoint.hints, tied
         batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
         self.plan, leaves = self._reader.plan(batches)

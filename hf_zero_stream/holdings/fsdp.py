@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 from types import SimpleNamespace
@@ -27,9 +26,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from .. import accelerators
 from ..errors import UnsupportedError, refuse_unknown_version, require_names
 from ..planning.boxes import Cut, ParameterBox
-from ..ranks.coordinator import Coordinator
-from .holding import PARAMETERS, Holding, LocalShard, cut_shard_of, open_flat, refuse_unknown
-from .introspection import is_cut, local_of
+from .holding import PARAMETERS, LocalShard, cut_shard_of, refuse_unknown
+from .introspection import has_partition, is_cut
 from .own_names import modules
 
 
@@ -228,14 +226,24 @@ def reshard(model: nn.Module) -> None:
                 hook(module, "", True)
 
 
-def local_shard_of(name: str, param: Any, managed: Managed | None, coordinator: Coordinator) -> LocalShard:
-    """As :func:`dtensor_shard_of`, and of a parameter that is no DTensor: all of it, as every rank holds it."""
+def shard_of(name: str, param: Any, record: Managed | None, rank: int, world_size: int) -> LocalShard:
+    """What this rank has memory for of parameter `name`: what loads fill, saves give and optimizers train.
+
+    `record` is FSDP2's of it, if there is one. Raises an UnsupportedError for a parameter of no kind that is known.
+    """
+    if has_partition(param):
+        from .deepspeed.partitions import own_range  # imports deepspeed, which takes seconds
+
+        box = getattr(param, "_hf_zero_stream_box", None)  # where ranks have experts of their own
+        if is_cut(param):
+            box = cut_shard_of(name, param).box
+        return LocalShard(box or ParameterBox.whole(param.ds_shape), part=own_range(param))
     if isinstance(param, DTensor):
-        return dtensor_shard_of(name, param, managed)
+        return dtensor_shard_of(name, param, record)
     if is_cut(param):
         return cut_shard_of(name, param)
     refuse_unknown({name: param}, PARAMETERS, "an optimizer's parameter")
-    return LocalShard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
+    return LocalShard(ParameterBox.whole(param.shape), rank, world_size)
 
 
 def dtensor_shard_of(name: str, param: DTensor, managed: Managed | None) -> LocalShard:
@@ -329,19 +337,3 @@ def _cuts(placed: Sequence[_Placed]) -> Iterator[Cut]:
         else:
             yield Cut(placement.dim, size, coordinate, groups)
     yield from last
-
-
-def held_shards(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`.holding.Holder`: the shards of DTensors."""
-    managed = managed_params(model)
-
-    def holding(name: str, param: Any) -> Holding:
-        record = managed.get(name)
-        # FSDP2 may have put gathered parameters in place of its own.
-        mine = record if record is not None and record.sharded_param is param else None
-        shard, values = dtensor_shard_of(name, param, mine), partial(open_flat, local_of(param))
-        return Holding(shard.box, param.dtype, *shard.share, values, is_whole=shard.copies > 1)
-
-    return {name: holding(name, param) for name, param in params.items()}

@@ -16,12 +16,11 @@ from .holding import (
     PARAMETERS,
     Holder,
     Holding,
-    kind_of,
     persistent_buffers,
     refuse_shared_memory,
     refuse_unknown,
 )
-from .introspection import is_inside_fsdp2, shards_modules
+from .introspection import has_partition, is_cut, is_dtensor, is_inside_fsdp2, shards_modules
 from .own_names import named_parameters, own_names
 
 
@@ -58,17 +57,33 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         from .deepspeed.engine import held_by_optimizers
 
         hold(held_by_optimizers, left)
-    of_kinds: dict[str, dict[str, nn.Parameter]] = {}
-    for name, param in left.items():
-        kind = kind_of(param, PARAMETERS)
-        of_kinds.setdefault("" if kind is None else kind.holder, {})[name] = param
-    for kind in PARAMETERS:
-        if kind.holder in of_kinds:
-            hold(import_object(kind.holder), of_kinds[kind.holder])
+    if partitioned := {name: param for name, param in left.items() if has_partition(param)}:
+        from .deepspeed.engine import held_partitions
+
+        hold(held_partitions, partitioned)
+    hold(_held_shards, {name: param for name, param in left.items() if not has_partition(param)})
     if left:
         raise UnsupportedError(f"what ranks hold: no holder says what this rank holds of {', '.join([*left][:8])}.")
     own = own_names(model)
     return {own[name]: found[name] for name, _ in named}
+
+
+def _held_shards(
+    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+) -> dict[str, Holding]:
+    """A :class:`Holder` of all that is no partition."""
+    from .fsdp import managed_params, shard_of  # imports torch's FSDP2
+
+    records = managed_params(model)
+
+    def holding(name: str, param: nn.Parameter) -> Holding:
+        record = records.get(name)
+        # FSDP2 may have put gathered parameters in place of its own.
+        mine = record if record is not None and record.sharded_param is param else None
+        found = shard_of(name, param, mine, rank, world_size).holding(param)
+        return found if is_dtensor(param) or is_cut(param) else found._replace(is_whole=True)
+
+    return {name: holding(name, param) for name, param in params.items()}
 
 
 def refuse_unreadable(model: nn.Module, doing: str, instead: str) -> None:

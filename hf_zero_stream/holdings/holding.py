@@ -1,8 +1,8 @@
-"""What a rank holds of the tensors of a model, and the kinds of tensors, each with its :class:`Holder`.
+"""What a rank holds of the tensors of a model, and the kinds of tensors.
 
-A kind says how its tensors are told, in which memory their values lie, and who says what this rank holds of them.
-There is one list for parameters, and one for buffers. A tensor that is of no kind, or whose memory does not hold its
-values one after the other, is refused by name: there is no default. Users add kinds of memory of their own to
+A kind says how its tensors are told, and in which memory their values lie; :mod:`.holder` says what this rank holds of
+them. There is one list for parameters, and one for buffers. A tensor that is of no kind, or whose memory does not hold
+its values one after the other, is refused by name: there is no default. Users add kinds of memory of their own to
 :data:`.holder.HOLDERS`, which are asked first.
 
 The entries of an optimizer and the options of its groups are held to the same rule: :func:`.slots.elementwise_keys`
@@ -13,7 +13,7 @@ would not come back as they are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -66,26 +66,41 @@ class Holding(NamedTuple):
 class LocalShard(NamedTuple):
     """The box of a parameter that this rank holds, as number `copy` of the `copies` ranks of its mesh that hold it.
 
-    `is_on_other_meshes`: another mesh of ranks may hold the same data; one of these meshes has rank 0. Of tensor
-    parallelism under FSDP2, what only FSDP2 shards is on a mesh of its own for each rank of tensor parallelism.
+    Attributes:
+        is_on_other_meshes: another mesh of ranks may hold the same data; one of these meshes has rank 0. Of tensor
+            parallelism under FSDP2, what only FSDP2 shards is on a mesh of its own for each rank of the former.
+        part: of a flat part of the box: the elements that there is memory for, the first that lies in it, and one past
+            the last; the rest is padding. None: all of the box.
     """
 
     box: ParameterBox
-    copy: int
-    copies: int
+    copy: int = 0
+    copies: int = 1
     is_on_other_meshes: bool = False
+    part: tuple[int, int, int] | None = None
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> LocalShard:
+        """All of a parameter of this `shape`."""
+        return cls(ParameterBox.whole(shape))
 
     @property
     def share(self) -> tuple[int, int]:
         """The first element of the box that this rank gives when it is saved, and one past the last."""
-        _, start, stop = partition_range(self.box.numel, self.copy, self.copies)
+        _, start, stop = self.part or partition_range(self.box.numel, self.copy, self.copies)
         return start, stop
 
     def target(self, name: str, dtype: torch.dtype, elements: tuple[int, int] | None = None) -> Target:
-        """The target of all of the box of parameter `name`, or of these elements of it."""
+        """The target of all that is held of parameter `name`, or of these elements of its box."""
         start, stop = elements or (0, self.box.numel)
+        numel, start, stop = (stop - start, start, stop) if elements or self.part is None else self.part
         box = None if self.box.is_whole else self.box
-        return Target(name, dtype, stop - start, start, stop, box, is_copy=self.copy > 0 or self.is_on_other_meshes)
+        return Target(name, dtype, numel, start, stop, box, is_copy=self.copy > 0 or self.is_on_other_meshes)
+
+    def holding(self, param: torch.Tensor) -> Holding:
+        """What a save is told of `param`, of which the memory of this rank is this shard."""
+        values = partial(open_flat, local_of(param))
+        return Holding(self.box, param.dtype, *self.share, values, is_whole=self.copies > 1)
 
 
 class Holder(Protocol):
@@ -113,19 +128,6 @@ def open_flat(param: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
     return nullcontext(param.detach().contiguous().view(-1))
 
 
-def held_replicas(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`Holder`: all of each parameter, of which each rank gives 1/N."""
-
-    def holding(param: nn.Parameter) -> Holding:
-        _, start, stop = partition_range(param.numel(), rank, world_size)
-        box = ParameterBox.whole(param.shape)
-        return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
-
-    return {name: holding(param) for name, param in params.items()}
-
-
 def cut_shard_of(name: str, param: Any) -> LocalShard:
     """The elements of parameter `name` that AutoTP has left to this rank, which other ranks may hold too.
 
@@ -136,18 +138,6 @@ def cut_shard_of(name: str, param: Any) -> LocalShard:
     return shard
 
 
-def held_cut(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`Holder`: the parts that AutoTP has left."""
-
-    def holding(name: str, param: nn.Parameter) -> Holding:
-        part = cut_shard_of(name, param)
-        return Holding(part.box, param.dtype, *part.share, partial(open_flat, param), is_whole=part.copies > 1)
-
-    return {name: holding(name, param) for name, param in params.items()}
-
-
 class Kind(NamedTuple):
     """A kind of parameters or buffers.
 
@@ -155,13 +145,11 @@ class Kind(NamedTuple):
         name: for messages.
         is_one: whether a tensor is of this kind; the first kind that says so has it.
         memory: the memory that the values of a tensor lie in, on this rank.
-        holder: the :class:`.holding.Holder` of this kind, for :func:`..registry.import_object`.
     """
 
     name: str
     is_one: Callable[[Any], bool]
     memory: Callable[[Any], torch.Tensor]
-    holder: str = ""
 
 
 def _partition(param: Any) -> torch.Tensor:
@@ -183,10 +171,10 @@ def _is_on_each_rank(buffer: Any) -> bool:
 
 
 PARAMETERS = (
-    Kind("a partition of ZeRO-3", has_partition, _partition, ".holdings.deepspeed.engine:held_partitions"),
-    Kind("a part that AutoTP has left", is_cut, _itself, ".holdings.holding:held_cut"),
-    Kind("a shard (DTensor)", is_dtensor, local_of, ".holdings.fsdp:held_shards"),
-    Kind("a plain tensor", _is_whole, _itself, ".holdings.holding:held_replicas"),
+    Kind("a partition of ZeRO-3", has_partition, _partition),
+    Kind("a part that AutoTP has left", is_cut, _itself),
+    Kind("a shard (DTensor)", is_dtensor, local_of),
+    Kind("a plain tensor", _is_whole, _itself),
 )
 """Weights that stay quantised are parameters of bytes of these kinds, whose meaning :mod:`..plugins.packed` knows."""
 

@@ -30,7 +30,6 @@ from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from ..settings.values import dtype_name, dtype_named, is_dtype_name
 from . import fsdp
-from .fsdp import local_shard_of
 from .holding import Holding
 from .introspection import local_of, local_tensor
 from .own_names import named_parameters
@@ -160,7 +159,7 @@ def slots_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, coor
                     f"The optimizer's group {number} trains a parameter of shape {tuple(param.shape)} that is none of "
                     f"the {type(model).__name__}'s. Give the model that it trains."
                 )
-            held = local_shard_of(name, param, records.get(id(param)), coordinator)
+            held = fsdp.shard_of(name, param, records.get(id(param)), coordinator.rank, coordinator.world_size)
             members = [Member(name, held.box, 0, *held.share, is_whole=held.copies > 1)]
             # What is frozen for a while keeps the moments that it has.
             entries = entries_of(optimizer, param)

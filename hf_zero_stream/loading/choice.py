@@ -157,7 +157,7 @@ def make_load(choice: Choice, coordinator: Coordinator) -> Load:
         case Way.PARTITIONS:
             return _load_partitioned(choice, coordinator)
         case Way.SHARDS:
-            from ..destinations.dtensor import DTensors  # imports torch's FSDP2
+            from ..destinations.parallel import DTensors  # imports torch's FSDP2
 
             shards = DTensors(
                 coordinator,
@@ -254,19 +254,17 @@ def is_pipeline(distributed_config: Any) -> bool:
 
 
 def _load_whole(choice: Choice, coordinator: Coordinator) -> Load:
-    full_config = config_without_auto(choice.ds_config)
-    replicas: Destination
+    from ..destinations.parallel import Replicated
+
+    full_config, stage = config_without_auto(choice.ds_config), None
     if choice.ds_config:
-        from ..destinations.deepspeed.replicas import EngineReplicas
+        from ..holdings.deepspeed.partitions import local_device
 
-        replicas = EngineReplicas(full_config, coordinator, choice.settings)
+        device, stage = local_device(), (full_config.get("zero_optimization") or {}).get("stage", 0)
     else:
-        from ..destinations.replicated import Replicated
-
         kind = accelerators.kind()
         device = (kind and accelerators.device_of_rank(kind, announced_local_rank())) or torch.device("cpu")
-        replicas = Replicated(coordinator, choice.settings, device)
-    return Load(choice.settings, full_config, coordinator, replicas)
+    return Load(choice.settings, full_config, coordinator, Replicated(coordinator, choice.settings, device, stage))
 
 
 def settings_for(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:

@@ -1,18 +1,16 @@
 """Models that ``from_pretrained`` leaves lazy: accelerate will shard them by FSDP2, or a plug-in says what comes.
 
-``accelerator.prepare()`` shards such a model on the meta device, with all of accelerate's own options, and then each
-rank reads its own shards only. A model that is used before, or never prepared, reads all of itself.
-
-In ``from_pretrained`` a rank reads headers and buffers, alone: ranks may come to it minutes apart. They meet in
-``prepare()``, as in stock, and compare there what each of them has opened.
+In ``from_pretrained`` a rank reads headers and buffers, alone: ranks may come to it minutes apart. They meet where the
+model is prepared (:mod:`.prepare`), and compare there what each of them has opened. A model that is used before, or
+never prepared, reads all of itself.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,22 +18,22 @@ from torch import nn
 from transformers.utils import logging
 
 from ..bindings.table import DEFERRED, installed
-from ..checkpoint.lazy import LazyTensor, materialise_written
-from ..checkpoint.nodes import View
-from ..destinations.base import Destination, fill_whole
-from ..destinations.deferred import Deferred, InPlace
+from ..checkpoint.lazy import LazyTensor, copy_attributes
+from ..checkpoint.nodes import View, WritableParameter
+from ..destinations.base import Batch, Destination, WholeReader, allocating
+from ..destinations.exchange import Sharing
+from ..destinations.fill import NewModel, Targets, item_in, itself
+from ..destinations.initialise import run_with_touched_parameters
 from ..engine.load import Load
 from ..engine.opened import OpenCheckpoint
 from ..errors import UnsupportedError
 from ..holdings import fsdp
-from ..ranks.coordinator import Coordinator, expected_at, meeting
-from ..ranks.rendezvous import LOAD
+from ..holdings.holding import LocalShard
+from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig
-from ..settings.scope import set_in_context
 from ..sources.by_path import mounted_by_plugin
-from .meta_replacement import MetaReplacement
 
 
 logger = logging.get_logger(__name__)
@@ -65,9 +63,8 @@ class Deferral:
 
     def load(self, coordinator: Coordinator, packing_unsupported_reason: str) -> Load:
         """A load that leaves a model's parameters lazy; weights may be packed unless there is a reason why not."""
-        load = Load(
-            self.config, {}, coordinator, Deferred(self, self._attach, self._until, packing_unsupported_reason)
-        )
+        lazy = Deferred(coordinator, self, self._attach, self._until, packing_unsupported_reason)
+        load = Load(self.config, {}, coordinator, lazy)
         self._checkpoint = load.checkpoint
         return load
 
@@ -152,7 +149,7 @@ class Deferral:
             load = Load(self.config, {}, coordinator, destination, checkpoint)
             with closing(load), load.memory, load.clock("total"):
                 load.refuse_other_copies()
-                load.place(model, set(), set())
+                load.fill(model, set(), set())
             return load.finish(model, logger)
 
 
@@ -169,87 +166,135 @@ def deferrals_of(model: nn.Module) -> list[Deferral]:
     return [each for each in dict.fromkeys([*attached, *readers]) if isinstance(each, Deferral)]
 
 
-def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Module) -> Any:
-    """Have accelerate shard a lazy model on the meta device, and read this rank's shards."""
-    deferrals = deferrals_of(model)
-    if not deferrals:
-        return original(accelerator, model)
-    with expected_at(LOAD):
-        with meeting(LOAD) as coordinator:
-            first, *others = deferrals
-            for other in others:  # their files have numbers of their own
-                other.fill_whole(model)
-            materialise_written(model.parameters())
-            lazy = {name for name, param in model.named_parameters() if isinstance(param, LazyTensor)}
-            # A rank may have used the model before.
-            lazy.intersection_update(*coordinator.all_gather(lazy))
-            if not lazy:
-                fill_whole(model)
-            owners = first.detach(model)
-            for deferral in others:
-                deferral.detach(model)
-            if not lazy:
-                return original(accelerator, model)
-            replacement = MetaReplacement(model, lazy, accelerator, coordinator)
-            with set_in_context(_is_sharding, True):
-                model = original(accelerator, model)
-            destination = replacement.put_back(model, shares_reads=not first.config.compares_values)
-            destination.stock_reader = first.stock_reader
-            report: Any = first.fill(model, coordinator, destination)
-            for owner in owners:
-                owner.streaming_report = report
-            return model
+class Deferred(NewModel):
+    """Fills buffers only. Parameters that the checkpoint has stay lazy; those that it lacks are whole on every rank.
 
-
-_is_sharding: ContextVar[bool] = ContextVar("hf_zero_stream_is_sharding", default=False)
-
-
-def load_full_state_dict(
-    original: Callable[..., Any], accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    """Leave a model that is sharded for us on the meta device; rank 0 has no values either."""
-    return model if _is_sharding.get() else original(accelerator, model, *args, **kwargs)
-
-
-def prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The way of all models that FSDP2 does not shard."""
-    if isinstance(model, nn.Module):
-        fill_whole(model)
-    return original(self, model, *args, **kwargs)
-
-
-def wrap(original: Callable[..., Any], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """The way of DDP and FSDP 1 by hand: they take hold of all parameters, which must be real by then."""
-    fill_whole(module)
-    original(self, module, *args, **kwargs)
-
-
-def make_record(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-    """Read a lazy parameter that somebody else's ``fully_shard`` cuts, for instance TRL's of a reference model."""
-    if isinstance(param, LazyTensor):
-        param.become(param.in_memory())
-    original(self, param, *args, **kwargs)
-
-
-def set_attribute(original: Callable[..., Any], self: nn.Parameter, name: str, value: Any) -> None:
-    """Give a parameter that is not lazy, for instance of an adapter, values in memory and not a lazy tensor.
-
-    torch would take the memory of the lazy tensor, which is none, and the process would crash at the next use.
+    Args:
+        reader: reads the values of a lazy parameter that is used before it is filled.
+        complete: called with the model that the user gets.
+        until: when they will be filled, for the report.
+        packing_unsupported_reason: why weights may not be packed; "" if they may.
     """
-    if name == "data" and isinstance(value, LazyTensor):
-        value = value.in_memory()
-    original(self, name, value)
+
+    leaves_lazy = True
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        reader: WholeReader,
+        complete: Callable[[nn.Module], None],
+        until: str,
+        packing_unsupported_reason: str,
+    ) -> None:
+        super().__init__(coordinator)
+        self.into, self.until = f"lazy tensors, which are read when {until}", until
+        self.packing_unsupported_reason = packing_unsupported_reason
+        self.takes_packed = not packing_unsupported_reason
+        self._reader = reader
+        self._complete = complete
+
+    def _parameter(self, name: str, old: torch.Tensor) -> nn.Parameter | None:
+        if not isinstance(old, LazyTensor):
+            return None
+        view = old.view_of_node
+        if view.node.joint_batches:
+            lazy = LazyTensor.of(view, self._reader)
+        else:
+            lazy = LazyTensor.whole(WritableParameter.of(view), self._reader)
+        return nn.Parameter(lazy, requires_grad=old.requires_grad)
+
+    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
+        run_with_touched_parameters(initialise, module, lambda value: isinstance(value, LazyTensor), _fetched)
+
+    def complete(self, model: nn.Module) -> None:
+        self._complete(model)
 
 
-def resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The new rows depend on the old ones, and are written into them."""
-    for embeddings in (self.get_input_embeddings(), self.get_output_embeddings()):
-        if isinstance(embeddings, nn.Module):
-            fill_whole(embeddings)
-    return original(self, *args, **kwargs)
+@contextmanager
+def _fetched(params: Sequence[Any]) -> Iterator[None]:
+    """Give lazy `params` values, inside; afterwards those that were changed keep them."""
+    originals = [nn.Parameter(param.detach(), requires_grad=param.requires_grad) for param in params]
+    values = [param.materialise() for param in params]
+    for param, value, original in zip(params, values, originals, strict=True):
+        copy_attributes(param, original)
+        param.become(value.clone())
+    changed = True
+    try:
+        yield
+        changed = False
+    finally:
+        for param, value, original in zip(params, values, originals, strict=True):
+            if changed or torch.equal(param, value):
+                torch.utils.swap_tensors(param, original)
 
 
-def configure_model(original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The way of all engines of DeepSpeed: one that nobody has cut a lazy model for wants all of it."""
-    fill_whole(model)
-    return original(self, model, *args, **kwargs)
+class InPlace(Destination):
+    """The lazy parameters that `reader` reads. Each becomes a real one of all its values, on its device.
+
+    They stay the same objects, to which optimizers may refer.
+
+    Args:
+        replicated: names of parameters that are the same on all ranks, which read them for each other.
+        chunk_bytes: size of one exchange of these.
+        shard_of: the local shard that a parameter which is not `replicated` is, for the digest; None: not known, or
+            whole.
+    """
+
+    into = "a model that is used before it is sharded"
+
+    exchange_settings: Sequence[str] = ("staging_bytes",)
+
+    leaves_lazy = True  # those of other readers
+
+    def __init__(
+        self,
+        reader: WholeReader,
+        coordinator: Coordinator,
+        device: torch.device,
+        replicated: Collection[str] = (),
+        chunk_bytes: int = 0,
+        shard_of: Callable[[str, torch.Tensor], LocalShard | None] = lambda name, param: None,
+    ) -> None:
+        self.device = device
+        self._replicated = replicated
+        self._chunk_bytes = chunk_bytes
+        self._shard_of = shard_of
+        self._reader = reader
+        self._coordinator = coordinator
+        self._values: list[tuple[LazyTensor, torch.Tensor | None]] = []
+        self._memory: dict[WritableParameter, torch.Tensor] = {}
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        targets = Targets(self._coordinator, Sharing(self._coordinator, room=self._chunk_bytes))
+        for name, param in model.named_parameters():
+            if not isinstance(param, LazyTensor) or param.reader is not self._reader:
+                continue
+            node, view = param.node, param.view_of_node
+            if isinstance(node, WritableParameter):
+                self._values.append((param, None))
+                if node.memory is not None or node in self._memory:
+                    continue
+                view = View.whole(node.unwritten)
+            with allocating(name, param.nbytes, param.device, self._coordinator.rank):
+                values = torch.empty(view.sizes, dtype=param.dtype, device=param.device)
+            if isinstance(node, WritableParameter):
+                self._memory[node] = values.view(-1)
+            else:
+                self._values.append((param, values))
+            flat, whole = values.view(-1), LocalShard.whole(view.sizes)
+            if name in self._replicated:
+                targets.add(name, flat, view, whole, values)
+                continue
+            held = self._shard_of(name, param)
+            shard = whole if held is None or held.box.numel != flat.numel() else held
+            targets.alone.append(item_in(shard, name, view, flat.dtype, partial(itself, flat)))
+        return targets.batches()
+
+    def complete(self, model: nn.Module) -> None:
+        for node, memory in self._memory.items():
+            node.memory = memory
+        for param, values in self._values:
+            param.become(param.in_memory() if values is None else values)
+        self._values, self._memory = [], {}

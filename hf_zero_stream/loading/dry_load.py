@@ -11,10 +11,10 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..destinations.base import Batch, Destination
-from ..destinations.skeleton import skeleton_of
 from ..engine.load import Load
 from ..errors import UnsupportedError
 from ..holdings.own_names import adapter_names, without_adapters
+from ..holdings.skeleton import skeleton_of
 from ..ranks.coordinator import Coordinator
 from ..registry import tool
 from ..reports.measures import collector_paused
@@ -58,7 +58,7 @@ def lazily_loaded(
     rename: Callable[[str], str] | None = None,
     **kwargs: Any,
 ) -> LazyModel:
-    """The lazy model of the checkpoint at `path`, for :meth:`Load.place`; `load` gives the lazy tensors.
+    """The lazy model of the checkpoint at `path`, for :meth:`Load.fill`; `load` gives the lazy tensors.
 
     Its class is `model_class`, or the one that the checkpoint was saved from. For the other arguments see
     :class:`..seams.session.Session`. Raises an UnsupportedError if the load would be left to stock.

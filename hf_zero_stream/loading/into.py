@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,21 +14,19 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..bindings.install import shortening
-from ..destinations.base import Destination, fill_whole, refuse_wrapped
-from ..destinations.live import live_destination
-from ..destinations.live_memory import LiveShards
+from ..destinations.base import fill_whole, refuse_wrapped
+from ..destinations.live import LiveModel
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..holdings import fsdp
 from ..holdings.introspection import is_packed, local_of, refuse_unknown_shards
 from ..holdings.own_names import fixed_names, named_buffers
-from ..ranks.coordinator import Coordinator, expected_at, meeting
+from ..ranks.coordinator import expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..seams.building import computed_buffers
 from ..seams.ds_config import settings_in_force
-from ..seams.session import LazyModel
 from ..seams.wrappers import unwrapped
 from ..settings.config import refuse_settings
 from ..sources.by_path import mounted_by_plugin
@@ -84,56 +82,32 @@ def load_into(model: Any, path: str | os.PathLike[str], *, strict: bool = True, 
         refuse_unknown_shards(model, "load_into")
         live_model = _inside(model)
 
-    def lazy_model(load: Load) -> LazyModel:
-        dtype = _dtype_for(live_model, load.destination)
-        return lazily_loaded_like(live_model, path, load, **{"dtype": dtype, **kwargs})
-
-    report = place_into(live_model, path, lazy_model, set(), strict=strict)
+    report = _fill(live_model, path, kwargs, strict=strict)
     note_source(live_model, path, kwargs)
     return report
 
 
 @fixed_names()
 @collector_paused()
-def place_into(
-    live_model: nn.Module,
-    path: str,
-    lazy_model: Callable[[Load], LazyModel],
-    without: set[str],
-    *,
-    strict: bool = False,
-    with_masters: bool = True,
-    coordinator: Coordinator | None = None,
-    takes_packed: bool = False,
-) -> LoadReport:
-    """Stream what `lazy_model` gives, which is in the folder `path`, into a model, but not parameters `without`.
-
-    `live_model` may be any module; if it `takes_packed`, also one with packed weights, of which nothing is given.
-    `lazy_model` is called by all ranks together, with the load that reads for them. What it gives has, under own
-    names, lazy parameters and buffers. Without masters, what ZeRO-3 trains in place of parameters keeps its values. A
-    `coordinator` is that of a meeting that this is a part of, which has finished saves into `path`. Raises what
-    :func:`load_into` raises.
-    """
-    with expected_at(LOAD) if coordinator is None else nullcontext():
+def _fill(live_model: PreTrainedModel, path: str, kwargs: Mapping[str, Any], *, strict: bool) -> LoadReport:
+    with expected_at(LOAD):
         config = replace(settings_in_force(), strict=strict)
-        if is_packed(live_model) and not takes_packed:
+        if is_packed(live_model):
             raise UnsupportedError(
                 "load_into(model): the model's weights are packed as in the checkpoint that it was loaded from "
                 "(keep_quantized). Load it anew with from_pretrained."
             )
         make_ready(live_model)
-        is_part = coordinator is not None
-        with meeting(LOAD, coordinator=coordinator) as coordinator, ExitStack() as stack:
-            if not is_part:
-                finish_saves_into(path, config.read_from, coordinator)
-                stack.enter_context(mounted_by_plugin(path, coordinator))
-            destination = live_destination(live_model, coordinator, config, with_masters=with_masters)
-            load = Load(config, {}, coordinator, destination)
+        with meeting(LOAD) as coordinator, ExitStack() as stack:
+            finish_saves_into(path, config.read_from, coordinator)
+            stack.enter_context(mounted_by_plugin(path, coordinator))
+            memory = LiveModel(live_model, coordinator, config)
+            load = Load(config, {}, coordinator, memory)
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
-                lazy, missing, tied = lazy_model(load)
-                is_model = isinstance(lazy, PreTrainedModel) and isinstance(destination, LiveShards)
-                computed = computed_buffers(lazy) if is_model else {}
-                load.place(lazy, missing | without, tied)
+                arguments = {"dtype": memory.dtype_of_values, **kwargs}
+                lazy, missing, tied = lazily_loaded_like(live_model, path, load, **arguments)
+                computed = computed_buffers(lazy) if memory.is_sharded else {}
+                load.fill(lazy, missing, tied)
                 _copy_buffers(live_model, computed)
             return load.finish(live_model, logger)
 
@@ -147,13 +121,6 @@ def make_ready(live_model: nn.Module) -> None:
         "load_into(model)",
         "Load it anew with from_pretrained.",
     )
-
-
-def _dtype_for(model: PreTrainedModel, memory: Destination) -> torch.dtype:
-    """In which to load values for `memory`, so that none is rounded on the way."""
-    if isinstance(memory, LiveShards):
-        return memory.widest_dtype
-    return torch.float32 if getattr(memory, "masters", None) else model.dtype
 
 
 def _copy_buffers(model: nn.Module, computed: Mapping[str, torch.Tensor]) -> None:

@@ -294,7 +294,7 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
             loading_info.unexpected_keys.clear()
         raise Stopped((model, missing, tied))
     session.lacks = bool(missing - tied)
-    session.load.place(model, missing, tied)
+    session.load.fill(model, missing, tied)
     if session.load.destination.hides_zero3:
         vars(model)["_load_pretrained_model"] = _load_adapter
 

@@ -9,10 +9,10 @@ The checkpoint is read once in a process, by all ranks together, each an equal p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,8 +24,7 @@ from ..checkpoint.digests import digest_of_values
 from ..checkpoint.index import SINGLE
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.state_folder import files_of
-from ..destinations.skeleton import LazyTensorModule, convert_lazy
-from ..destinations.visitor import Visitor
+from ..destinations.base import Batch, Destination, Item, source_of
 from ..engine.execute import run_in_threads
 from ..engine.load import Load
 from ..engine.places import cached_folder
@@ -34,7 +33,9 @@ from ..holdings.fsdp import original_class
 from ..holdings.holder import holdings
 from ..holdings.introspection import LOADED_FROM, is_adapted, whole_of
 from ..holdings.own_names import named_buffers, named_parameters
+from ..holdings.skeleton import LazyTensorModule, convert_lazy
 from ..loading.dry_load import lazily_loaded, lazily_loaded_like
+from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
 from ..saving.preparation import quiet
 from ..seams.ds_config import settings_in_force
@@ -290,8 +291,76 @@ def _own_part(
             with suppress(Exception):  # of a class that cannot be built anew
                 lazy, missing, _ = lazily_loaded(path, load, original_class(module), **how)
                 chosen |= _inside_wrappers(_views_in(lazy, missing), wrapped, sought)
-        load.place(LazyTensorModule(chosen, {}), set(), set())
+        load.fill(LazyTensorModule(chosen), set(), set())
     return found
+
+
+Visit = Callable[[str, int, torch.Tensor], None]
+"""A function of a name, the number of the first element, and flat values, which are gone afterwards."""
+
+
+class Visitor(Destination):
+    """Calls `visit` with one of `parts` equal parts of all elements of a lazy model, in the order of its tensors.
+
+    Args:
+        part: the number of this part.
+        buffer_bytes: size of the buffer.
+    """
+
+    into = "nothing: they are only looked at"
+    hides_zero3 = True
+
+    def __init__(self, visit: Visit, part: int, parts: int, buffer_bytes: int) -> None:
+        self._visit, self._part, self._parts, self._buffer_bytes = visit, part, parts, buffer_bytes
+
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
+        return wanted
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        """Batches that use the buffer one after the other."""
+        batches: list[Batch] = []
+        items: list[Item] = []
+        nbytes = 0
+        for item in self._items(model):
+            if items and nbytes + item.target.nbytes > self._buffer_bytes:
+                batches.append(self._batch(items))
+                items, nbytes = [], 0
+            items.append(item)
+            nbytes += item.target.nbytes
+        return [*batches, self._batch(items)] if items else batches
+
+    def _items(self, model: nn.Module) -> Iterator[Item]:
+        """Yield this part, in pieces that fit into the buffer; the memory of each comes with its batch."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        views = {name: view for name, tensor in named if (view := source_of(tensor)) is not None}
+        total = sum(view.numel for view in views.values())
+        first, last = (total * number // self._parts for number in (self._part, self._part + 1))
+        before = 0
+        for name, view in views.items():
+            dtype = view.node.dtype
+            start, stop = max(first - before, 0), min(last - before, view.numel)
+            before += view.numel
+            step = max(1, self._buffer_bytes // dtype.itemsize)
+            for begin in range(start, stop, step):
+                end = min(stop, begin + step)
+                yield Item(Target(name, dtype, end - begin, begin, end), view, torch.Tensor)
+
+    def _batch(self, items: list[Item]) -> Batch:
+        memory: dict[int, torch.Tensor] = {}
+
+        def begin() -> None:
+            memory.update(
+                {number: torch.empty(it.target.numel, dtype=it.target.dtype) for number, it in enumerate(items)}
+            )
+
+        def finish() -> None:
+            for number, it in enumerate(items):
+                self._visit(it.target.name, it.target.start, memory.pop(number))
+
+        placed = [Item(it.target, it.view, partial(memory.__getitem__, number)) for number, it in enumerate(items)]
+        return Batch(placed, begin, finish, is_temporary=True)
 
 
 def _views_in(lazy: nn.Module, missing: set[str]) -> dict[str, LazyTensor]:

@@ -26,13 +26,13 @@ from torch import nn
 from ..checkpoint.index import INDEX, SINGLE
 from ..checkpoint.safetensors import NotedShard
 from ..checkpoint.state_folder import STATE, files_of, index_of
-from ..destinations.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..engine.load import Load
 from ..errors import LoadError, UnsupportedError
 from ..holdings.holder import refuse_meta
 from ..holdings.holding import Holding, open_flat
 from ..holdings.introspection import has_converted_experts, whole_of, with_original_experts
 from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
+from ..holdings.skeleton import filled_skeleton, lazy_module, matching_tensors, skeleton_of
 from ..holdings.slots import BUFFERS, VALUES, WHOLE, Training, entry_name, holdings_of
 from ..holdings.steps import Steps
 from ..loading.arguments import MODEL_FILES

@@ -14,13 +14,10 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..destinations.base import Destination
-from ..destinations.live import LazyParts, SlotMemory, Together, live_destination
-from ..destinations.skeleton import LazyTensorModule, convert_lazy
+from ..destinations.live import LiveModel, SlotMemory
 from ..engine.load import Load
 from ..errors import LoadError
-from ..holdings.fsdp import records_by_id
-from ..holdings.introspection import has_partition
+from ..holdings.skeleton import LazyTraining, convert_lazy
 from ..holdings.slots import BUFFERS, VALUES, WHOLE, Slot, Training, entry_name
 from ..loading.into import make_ready
 from ..ranks.coordinator import Coordinator
@@ -98,13 +95,12 @@ def _load(
     is_complete, of_keys = strict and foreign is None, foreign or partial(lazy_states, model, place)
     needed = (names_in(model) if record.base is None else {*record.untrained} | record.trained) - without
     keys, more = [VALUES], [BUFFERS] if record.buffers else []
-    memories: list[Destination] = []
     whole: dict[str, torch.Tensor] = {}
     config = replace(settings_in_force(), strict=is_complete)
     with coordinator.reporting():
         if needed:
             make_ready(model)
-            memories.append(live_destination(model, coordinator, config, with_masters=training is None))
+        memory = LiveModel(model, coordinator, config, with_masters=training is None)
         wanted: Wanted = []
         if training is not None:
             keys += [*record.keys, *beside.slots]
@@ -113,32 +109,26 @@ def _load(
             wanted, whole = wanted_of(training, record.keys, record.form_of), tensors_of(training, record)
             wanted = [*wanted, *((slot, [key]) for key, slots in beside.slots.items() for slot in slots)]
             whole |= beside.buffers
-        device = training.device if training is not None else memories[0].device
-        how: Any = {"hides_zero3": _is_partitioned(model), "shares_reads": not config.compares_values}
-        memories.append(SlotMemory(wanted, device, coordinator, whole=whole, records=records_by_id(model), **how))
-        load = Load(config, {}, coordinator, Together(memories))
+            if not needed:  # ranks exchange nothing that settings decide on
+                memory.device, memory.exchange_settings = training.device, ()
+        memory.slots = SlotMemory(wanted, whole)
+        load = Load(config, {}, coordinator, memory)
         with closing(load), load.memory, load.clock("total"), torch.no_grad():
             states = of_keys(load, [*keys, *more])
-            parts: list[tuple[nn.Module, set[str], set[str]]] = []
+            lazy, missing = None, set[str]()
             if needed:
-                lazy, missing, tied = lazy_model(model, states[VALUES], strict=strict)
+                lazy, missing, _ = lazy_model(model, states[VALUES], strict=strict)
                 _refuse_lacking(place, lazy, missing, needed if is_complete else set())
-                parts.append((lazy, missing | without, tied))
             found = _converted(model, {key: states[key] for key in keys}) if training is not None else {}
             found |= {entry_name(key, name): it for key in more for name, it in states[key].items()}
             refuse_absent(whole, found, place)
             buffers = memory_of_buffers(model, place, record, rank, found, strict=strict)
             whole |= {key: values for key, (_, values) in buffers.items()}
-            parts.append((LazyTensorModule(found, {}), set(), set()))
-            load.place(LazyParts(parts), set(), set())
+            load.fill(LazyTraining(lazy, found), missing | without, set())
             for buffer, values in buffers.values():
                 buffer.copy_(values)
         if needed:
             load.finish(model, logger)
-
-
-def _is_partitioned(model: nn.Module) -> bool:
-    return any(map(has_partition, model.parameters()))
 
 
 def _converted(model: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

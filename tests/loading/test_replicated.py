@@ -23,11 +23,9 @@ from torch import nn
 import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
-from hf_zero_stream.destinations.deepspeed import replicas
-from hf_zero_stream.destinations.deepspeed.replicas import EngineReplicas
+from hf_zero_stream.destinations import parallel
 from hf_zero_stream.destinations.exchange import Shared, rounds_of
 from hf_zero_stream.errors import ReadError
-from hf_zero_stream.holdings.deepspeed import partitions as own
 from hf_zero_stream.holdings.holding import LocalShard
 from hf_zero_stream.holdings.introspection import is_streamed
 from hf_zero_stream.planning.boxes import ParameterBox
@@ -255,18 +253,16 @@ def test_every_partition_is_its_own(cluster: None, zoo_checkpoint: Checkpoint) -
 @pytest.mark.parametrize("stage", [0, 2])
 def test_on_the_device(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     """Where it has room; a device without memory stands in for one."""
-    monkeypatch.setattr(own, "local_device", lambda: torch.device("meta"))
-    monkeypatch.setattr(replicas, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(parallel, "is_accelerator", lambda device: True)
     values = torch.arange(6.0).view(2, 3)
 
     def device(free: int) -> str:
-        monkeypatch.setattr(replicas, "free_bytes", lambda device: free)
+        monkeypatch.setattr(parallel, "free_bytes", lambda device: free)
         model = nn.Linear(3, 2, bias=False)
         model.weight = nn.Parameter(LazyTensor.whole(HostTensor.of(values), lambda _: values))
-        destination = EngineReplicas(
-            config_of(stage), Coordinator(0, 2, alone=True), StreamingConfig(staging_bytes=2**18)
-        )
-        (_, batch) = destination.batches(model, set(), set())
+        config, ranks = StreamingConfig(staging_bytes=2**18), Coordinator(0, 2, alone=True)
+        destination = parallel.Replicated(ranks, config, torch.device("meta"), stage)
+        (batch,) = destination.batches(model, set(), set())
         assert [item.memory().device.type for item in batch.items] == [model.weight.device.type]
         return model.weight.device.type
 

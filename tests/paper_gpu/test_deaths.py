@@ -17,7 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from hf_zero_stream.accelerators import collective_device
-from hf_zero_stream.destinations import sharing
+from hf_zero_stream.destinations import exchange
 from hf_zero_stream.ranks.coordinator import meeting
 from hf_zero_stream.ranks.rendezvous import LOAD
 from hf_zero_stream.sources import local
@@ -51,7 +51,7 @@ def load_in_a_new_group(folder: Path, target: Path, arm: Callable[[], None]) -> 
 
 
 def load_by_columns(folder: Path, target: Path, arm: Callable[[], None]) -> None:
-    sharing.WORTH_BYTES = 0  # the weights are tiny
+    exchange.WORTH_BYTES = 0  # the weights are tiny
     local.READS_PER_EXCHANGE = 1
     arm()
     sharded_model(folder, {"tp_size": 2}, {})

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from hf_zero_stream.destinations.deepspeed import replicas
+from hf_zero_stream.destinations import parallel
 from tests.paper_gpu.trials import by_accelerate, by_transformers, in_one_process, outcome, zero
 from tests.sampling import chosen
 from tests.support.cluster import PAPER_GPUS, run_ranks
@@ -69,7 +69,7 @@ def stock_of_sharded(name: str) -> str:
 
 def without_room(*arguments: Any) -> dict[str, Any]:
     """As :func:`zero`, with a model that stays in host memory until its engine takes it."""
-    with patch.object(replicas, "free_bytes", lambda device: 0):
+    with patch.object(parallel, "free_bytes", lambda device: 0):
         return zero(*arguments)
 
 

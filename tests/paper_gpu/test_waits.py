@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 import hf_zero_stream
-from hf_zero_stream.destinations.exchange import replica_batches
+from hf_zero_stream.checkpoint.nodes import HostTensor, View
+from hf_zero_stream.destinations.exchange import Sharing
+from hf_zero_stream.holdings.holding import LocalShard
 from hf_zero_stream.ranks import coordinator
 from tests.paper_gpu.trials import plain_model, sharded_model, zero_config, zero_model
 from tests.support.cluster import PAPER_GPUS, run_ranks
@@ -161,9 +163,10 @@ def where_collectives_go(backend: str) -> tuple[str, str]:
         made.append(torch.device(options.get("device", "cpu")).type)
         return empty(*sizes, **options)
 
-    tensors = {"a": (torch.nn.Parameter(empty(4)), object())}
     who = SimpleNamespace(is_alone=False, world_size=2, rank=0)
-    (batch,) = replica_batches(tensors, who, 64)  # type: ignore[arg-type]
+    sharing, values = Sharing(who, room=64), empty(4)  # type: ignore[arg-type]
+    assert sharing.takes("a", values, View.whole(HostTensor.of(values)), LocalShard.whole((4,)), values, None)
+    (batch,) = sharing.batches()
     torch.empty = noted  # type: ignore[assignment]
     try:
         batch.items[0].memory()

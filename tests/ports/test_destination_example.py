@@ -27,10 +27,10 @@ from tests.support.zoo import Checkpoint
 def loaded(folder: Path, rank: int, world_size: int) -> tuple[Any, LoadReport]:
     """A model that has its columns, by the path of any load, each element verified; what was done."""
     alone = Coordinator(rank, world_size, alone=True)
-    load = Load(StreamingConfig(verify="full"), {}, alone, Columns(rank, world_size))
+    load = Load(StreamingConfig(verify="full"), {}, alone, Columns(alone))
     with closing(load):
         model, missing, tied = lazily_loaded(str(folder), load)
-        load.place(model, missing, tied)
+        load.fill(model, missing, tied)
     model.tie_weights()
     return model, load.finish(nn.Module(), logging.getLogger(__name__))
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 import hf_zero_stream
 from hf_zero_stream.errors import LoadError, UnsupportedError
 from hf_zero_stream.holdings import holder
-from hf_zero_stream.holdings.holding import Holding, held_replicas
+from hf_zero_stream.holdings.holding import Holding, LocalShard
 from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.odd_models import WIDTH, Odd, OddConfig
 
@@ -257,7 +257,7 @@ def test_names_of_state_dicts(tmp_path: Path) -> None:
 def held_by_users() -> Iterator[None]:
     def held(model: Any, params: Any, **ranks: Any) -> dict[str, Holding]:
         wrapped = {name: param.inner for name, param in params.items() if isinstance(param, Wrapping)}
-        return held_replicas(model, wrapped, **ranks)
+        return {name: LocalShard.whole(inner.shape).holding(inner) for name, inner in wrapped.items()}
 
     holder.HOLDERS.append(held)
     yield

@@ -24,7 +24,7 @@ from transformers.integrations import HfDeepSpeedConfig
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.destinations import sharing
+from hf_zero_stream.destinations import exchange
 from hf_zero_stream.holdings.introspection import local_of
 from hf_zero_stream.sources import local
 from tests import sampling
@@ -199,8 +199,8 @@ def small_exchanges() -> Iterator[list[Any]]:
         return original(*args, **kwargs)
 
     with two_ranks_exchange(), pytest.MonkeyPatch.context() as patches:
-        patches.setattr(sharing, "WORTH_BYTES", 1)
-        patches.setattr(sharing, "CHUNK_BYTES", 2048)
+        patches.setattr(exchange, "WORTH_BYTES", 1)
+        patches.setattr(exchange, "CHUNK_BYTES", 2048)
         patches.setattr(dist, "all_to_all_single", counted)
         yield calls
 
@@ -242,7 +242,7 @@ def reports_of(folder: Path, sizes: Sizes) -> tuple[list[Any], Any]:
     found, values = [], []
 
     def load(settings: dict[str, Any], exchanges: bool = True) -> None:
-        shares = nullcontext() if exchanges else mock.patch.object(sharing.Sharing, "takes", lambda *args: False)
+        shares = nullcontext() if exchanges else mock.patch.object(exchange.Sharing, "takes", lambda *args: False)
         with hf_zero_stream.streaming(StreamingConfig(**settings)), shares:
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes)
         found.append(model.streaming_report.ranks[dist.get_rank()])

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
 import hf_zero_stream
-from hf_zero_stream.destinations.visitor import Visitor
 from hf_zero_stream.errors import ConfigError, UnsupportedError
+from hf_zero_stream.state.digests import Visitor
 from tests.state.test_changed import train_here
 from tests.support.changed_bases import CHANGES, OWN, AdapterTraining, in_state, resume, train_and_save
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors

@@ -29,7 +29,7 @@ LATE = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "hf_zero_stream.auto",
     "hf_zero_stream.plugins.forecast.engine_memory",
-    "hf_zero_stream.destinations.deepspeed.replicas",
+    "hf_zero_stream.destinations.parallel",
     "hf_zero_stream.holdings.deepspeed.partitions",
     "hf_zero_stream.holdings.deepspeed.engine",
     "hf_zero_stream.destinations.deepspeed.partitioned",

@@ -17,7 +17,7 @@ from hf_zero_stream.checkpoint.digests import BLOCK, digest_of_values
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor
-from hf_zero_stream.destinations import replicated
+from hf_zero_stream.destinations import exchange
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.plugins.verify import verification
 from hf_zero_stream.plugins.verify.verification import Lookup
@@ -97,7 +97,7 @@ def load_and_corrupt(folder: Path, home: str, how: str, where: str) -> Any:
 
         reading.execute_reads = corrupting
     if dist.get_rank() == 1 and where == "sent":
-        real_gather = replicated.all_gather
+        real_gather = exchange.all_gather
 
         def flipping(everyone: torch.Tensor, mine: torch.Tensor, **kwargs: Any) -> Any:
             work = real_gather(everyone, mine, **kwargs)
@@ -105,7 +105,7 @@ def load_and_corrupt(folder: Path, home: str, how: str, where: str) -> Any:
             everyone[3] ^= 64
             return work
 
-        replicated.all_gather = flipping
+        exchange.all_gather = flipping
     return load(folder, home, how)
 
 

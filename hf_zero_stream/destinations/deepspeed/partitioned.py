@@ -11,18 +11,19 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
-from ...checkpoint.lazy import LazyTensor
-from ...checkpoint.nodes import Node
+from ...checkpoint.nodes import View
 from ...holdings.deepspeed import partitions
+from ...holdings.holding import LocalShard
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ...registry import import_object, tool
-from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy
+from ...registry import tool
+from ..base import Batch, Item
+from ..fill import NewModel, Targets, buffer_on, item_in, requires_grad
 from ..initialise import run_with_touched_parameters
 from . import zero3
 
 
-class Partitioned(Destination):
+class Partitioned(NewModel):
     """The partitions of a model that is built under ZeRO-3; a plan may be without a config.
 
     If the caller is in a ``zero.Init``, that is `around`, and `ds_config` agrees with it.
@@ -40,15 +41,16 @@ class Partitioned(Destination):
         coordinator: Coordinator,
         around: Init | None = None,
     ) -> None:
+        super().__init__(coordinator)
         self.device = partitions.local_device()
         self._around = around
         self.stock_reader = "rank 0" if around is None else ""
         self._ds_config = ds_config
         self.fills_device = not zero3.offloads(ds_config)
-        self._coordinator = coordinator
         self._dtype = zero3.partition_dtype(ds_config) if ds_config else None
         self._model: nn.Module | None = None
         self._swapped: list[nn.Parameter] = []
+        self._items: dict[int, Item] = {}
         self.file_swapper: Any = None
         """What a plug-in brings to read some partitions whenever they are needed, in place of this load."""
 
@@ -68,25 +70,30 @@ class Partitioned(Destination):
         if (self._ds_config.get("expert_parallel") or {}).get("enabled"):
             experts = tool("experts", "autoep", "expert_parallel")  # wants a DeepSpeed that has AutoEP
             experts.convert(model, self._ds_config, missing, rank, world_size, make_groups=not only_planned)
-        parameters, buffers, self.recast = replace_lazy(
-            model, missing, tied, parameter=self._parameter, buffer=partial(buffer_on, self.device)
-        )
-        items: dict[int, Item] = {}
-        joint: list[tuple[str, Node, Callable[[torch.Tensor], None]]] = []
-        for name, (param, view) in parameters.items():
-            if view.node.joint_batches:
-                joint.append((name, view.node, partial(_copy_own_part, param)))
-                continue
-            target = Target(name, param.dtype, *self._share(param))
-            items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
-        swapped = self._swap_batches(model, items) if zero3.uses_nvme(self._ds_config) else []
+        return super().batches(model, missing, tied, only_planned=only_planned)
+
+    def _parameter(self, name: str, old: torch.Tensor) -> nn.Parameter:
+        dtype = self._dtype if self._dtype is not None and old.is_floating_point() else old.dtype
+        return zero3.placeholder(name, old.shape, dtype, self.device, requires_grad(old))
+
+    def _buffer(self, old: torch.Tensor) -> torch.Tensor:
+        return buffer_on(self.device, old)
+
+    def _fill(self, targets: Targets, name: str, param: Any, view: View) -> None:
+        shard, memory = LocalShard.whole(param.shape)._replace(part=self._share(param)), partial(_partition, param)
+        if view.node.joint_batches:
+            targets.add_later(name, memory, param.dtype, view, shard)
+        else:
+            self._items[id(param)] = item_in(shard, name, view, param.dtype, memory)
+
+    def _fill_rest(self, targets: Targets, model: nn.Module) -> None:
+        items, self._items = self._items, {}
+        if zero3.uses_nvme(self._ds_config):
+            targets.after += self._swap_batches(model, items)
         if self.file_swapper is not None:
             self.into = self.file_swapper.take(model, items)
-        batches = [Batch([*items.values(), *flat_items(buffers)])]
-        if joint:
-            batches += import_object(joint[0][1].joint_batches)(joint, self._coordinator, self.device)
-        return batches + swapped
+        targets.alone += items.values()
 
     def _swap_batches(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
         """Move the parameters that PartitionedInit will swap from `items` into batches, before there is a swapper."""
@@ -105,16 +112,11 @@ class Partitioned(Destination):
         place = zero3.place_in_group(param, self._coordinator.rank, self._coordinator.world_size)
         return partition_range(param.numel(), *place)
 
-    def _parameter(self, name: str, param: torch.Tensor) -> nn.Parameter:
-        dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
-        requires_grad = param.requires_grad if isinstance(param, LazyTensor) else param.is_floating_point()
-        return zero3.placeholder(name, param.shape, dtype, self.device, requires_grad)
-
     def check(self, targets: Sequence[Target]) -> None:
         if zero3.uses_nvme(self._ds_config):
             zero3.nvme().refuse_wrong_settings(self._ds_config, targets)
 
-    def allocate(self) -> None:
+    def begin(self) -> None:
         model, self._model = self._model, None
         assert model is not None
         zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around, self.file_swapper)
@@ -123,14 +125,10 @@ class Partitioned(Destination):
         run_with_touched_parameters(initialise, module, partitions.is_partitioned, self._fetched)
 
     def _fetched(self, touched: Sequence[Any]) -> AbstractContextManager[None]:
-        if not touched:  # the checkpoint has nearly all parameters of nearly all models
-            return nullcontext()
-        from ...holdings.deepspeed.partitions import gathered_params
-
-        return gathered_params(self._coordinator, touched)
+        # The checkpoint has nearly all parameters of nearly all models.
+        return partitions.gathered_params(self._coordinator, touched) if touched else nullcontext()
 
 
-def _copy_own_part(param: Any, row: torch.Tensor) -> None:
-    """Copy this rank's elements of `row`, all of a parameter's, into its partition."""
-    _, start, stop = partitions.own_range(param)
-    param.ds_tensor[: stop - start].copy_(row[start:stop])
+def _partition(param: Any) -> torch.Tensor:
+    partition: torch.Tensor = param.ds_tensor
+    return partition

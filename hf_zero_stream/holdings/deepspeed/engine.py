@@ -32,9 +32,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ...errors import UnsupportedError, refuse_unknown_version, require_names
-from ...planning.boxes import ParameterBox
-from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
+from ..fsdp import shard_of
 from ..holding import Holding, cut_shard_of, open_flat
 from ..introspection import autotp_shards, instances_of, is_cut, refuse_unknown_shards
 from ..own_names import named_parameters, parameters
@@ -252,7 +251,8 @@ def held_partitions(
     undone = []
 
     def holding(name: str, param: Any) -> Holding:
-        box, (_, start, stop) = _partitioned_box(name, param), partitions.own_range(param)
+        part = shard_of(name, param, None, rank, world_size)
+        box, (start, stop) = part.box, part.share
         if id(param) in in_context:
             values = partial(open_flat, param)
             return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
@@ -272,16 +272,6 @@ def held_partitions(
             "step and a resume go on with."
         )
     return found
-
-
-def _partitioned_box(name: str, param: Any) -> ParameterBox:
-    """The box of the whole model's parameter `name` that ranks have partitioned as a ZeRO-3 parameter.
-
-    That is all of it, some ranks' experts, or what AutoTP has left to them.
-    """
-    if is_cut(param):
-        return cut_shard_of(name, param).box
-    return getattr(param, "_hf_zero_stream_box", None) or ParameterBox.whole(param.ds_shape)
 
 
 def _is_trained_apart(param: Any) -> bool:
@@ -352,9 +342,8 @@ def _stage_3(wrapper: Any, names: Mapping[int, str]) -> Iterator[Slot]:
         for param in params:
             if id(param) in names:
                 _, first, _ = wrapper.grad_position[wrapper.get_param_id(param)]
-                _, start, stop = partitions.own_range(param)
-                name = names[id(param)]
-                members.append(Member(name, _partitioned_box(name, param), first, start, stop))
+                part = shard_of(names[id(param)], param, None, 0, 1)  # these are all partitions
+                members.append(Member(names[id(param)], part.box, first, *part.share))
         is_swapped = wrapper._swappable_optimizer_subgroup(number)
         yield Slot(
             wrapper.sub_group_to_group_id[number],
@@ -390,25 +379,13 @@ def _stages_0_to_2(wrapper: Any, names: Mapping[int, str], rank: int, world_size
             continue
         is_whole = isinstance(wrapper, (FP16_Optimizer, FP16_UnfusedOptimizer))
         name = names[id(param)]
-        box, share = _trained_box(name, param, rank, world_size)
+        shard = shard_of(name, param, None, rank, world_size)
         if is_whole:
-            start, stop = share
-        member = Member(name, box, first, start, stop, is_whole)
+            start, stop = shard.share
+        member = Member(name, shard.box, first, start, stop, is_whole)
         members.setdefault(id(part), (part, []))[1].append(member)
     for key, (part, of_part) in members.items():
         yield Slot(groups[key], part, entries_of(wrapper.optimizer, part), of_part, has_masters=True)
-
-
-def _trained_box(name: str, param: Any, rank: int, world_size: int) -> tuple[ParameterBox, tuple[int, int]]:
-    """The box of parameter `name`, none of ZeRO-3, of which an optimizer trains the elements, and this rank's share.
-
-    The share are the elements that it gives if it trains all of the box.
-    """
-    if is_cut(param):
-        part = cut_shard_of(name, param)
-        return part.box, part.share
-    _, start, stop = partition_range(param.numel(), rank, world_size)
-    return ParameterBox.whole(param.shape), (start, stop)
 
 
 def _fragments_of(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:

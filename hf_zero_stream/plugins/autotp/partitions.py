@@ -79,7 +79,7 @@ class CutPartitions(Destination):
             items.append(Item(target, view, partial(getattr, param, "ds_tensor")))
         return [Batch(items)]
 
-    def allocate(self) -> None:
+    def begin(self) -> None:
         for param, placeholder in self._placeholders:
             param.become(placeholder)
             copy_attributes(placeholder, param)

@@ -184,7 +184,7 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     yield Check("NCCL", "ok" if built and accelerator == "cuda" else "no", f"communication between GPUs: {nccl}")
     yield from _check_table()
     yield from (Check("lock", "problem", stale_lock_advice(lock)) for lock in stale_locks())
-    yield _imports("FSDP2 by accelerate", "problem", "destinations.deferred", "destinations.dtensor")
+    yield _imports("FSDP2 by accelerate", "problem", "loading.prepare", "destinations.parallel")
     from ...plugin_api import is_known
 
     why = "" if is_known() else ", which this transformers does not have"

@@ -14,13 +14,11 @@ from hf_zero_stream.plugin_api import (
     Coordinator,
     Destination,
     Holding,
-    Item,
+    LocalShard,
     ParameterBox,
-    Target,
-    item_of,
-    narrowed,
+    Targets,
+    allocate,
     open_flat,
-    replace_lazy,
 )
 
 
@@ -29,8 +27,8 @@ class Columns(Destination):
 
     into = "columns"
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
@@ -41,20 +39,20 @@ class Columns(Destination):
             mine.box = box  # type: ignore[attr-defined]
             return mine
 
-        items: list[Item] = []
-        parameters, _, _ = replace_lazy(model, missing, tied, parameter=columns, buffer=lambda buffer: None)
+        targets = Targets(self.coordinator)
+        parameters, _, _ = allocate(model, missing, tied, parameter=columns, buffer=lambda buffer: None)
         for name, (mine, view) in parameters.items():
-            target = Target.whole(name, mine.dtype, mine.numel(), mine.box)
-            items.append(item_of(target, narrowed(view, mine.box), mine.detach().view(-1)))
-        return [Batch(items)]
+            targets.add(name, mine.detach().view(-1), view, LocalShard(mine.box))
+        return targets.batches()
 
     def box(self, shape: tuple[int, ...]) -> ParameterBox:
-        first, end = (shape[-1] * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        rank, world_size = self.coordinator.rank, self.coordinator.world_size
+        first, end = (shape[-1] * number // world_size for number in (rank, rank + 1))
         return ParameterBox(shape, (*ParameterBox.whole(shape[:-1]).intervals, ((first, end),)))
 
 
 def make(coordinator: Coordinator, config: Any, ds_config: Mapping[str, Any]) -> Columns:
-    return Columns(coordinator.rank, coordinator.world_size)
+    return Columns(coordinator)
 
 
 def held(model: Any, params: Mapping[str, Any], **ranks: Any) -> dict[str, Holding]:

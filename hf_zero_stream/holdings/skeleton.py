@@ -7,16 +7,17 @@ been added, replaced or wrapped since. So a checkpoint is paired with what the m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
-from ..holdings import fsdp
-from ..holdings.introspection import CONVERTED, has_converted_experts, whole_shape
-from ..holdings.own_names import named_buffers, named_parameters, wrapped_child
 from ..registry import tool
+from . import fsdp
+from .introspection import CONVERTED, has_converted_experts, whole_shape
+from .own_names import named_buffers, named_parameters, wrapped_child
 
 
 _LOAD_ATTRIBUTES = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
@@ -24,7 +25,7 @@ _LOAD_ATTRIBUTES = ("_load_pretrained_model", "hf_quantizer", "_weight_conversio
 
 
 def skeleton_of(model: nn.Module) -> Any:
-    """A copy of `model` on the meta device, by own names (:mod:`..holdings.own_names`), with its ties of now."""
+    """A copy of `model` on the meta device, by own names (:mod:`.own_names`), with its ties of now."""
     copied: dict[int, Any] = {}
 
     def tensor(old: torch.Tensor) -> torch.Tensor:
@@ -107,30 +108,36 @@ def matching_tensors(model: nn.Module, lazy: Mapping[str, Any]) -> dict[str, Any
 
 def lazy_module(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[LazyTensorModule, set[str], set[str]]:
     """A model of the `lazy` tensors alone, by own names of `model`; and no missing and no tied names."""
-    buffers = dict(named_buffers(model, remove_duplicate=False))
-    of_buffers = {name: tensor for name, tensor in lazy.items() if name in buffers}
-    return (
-        LazyTensorModule({name: tensor for name, tensor in lazy.items() if name not in buffers}, of_buffers),
-        set(),
-        set(),
-    )
+    return LazyTensorModule(lazy), set(), set()
 
 
 class LazyTensorModule(nn.Module):
-    """Lazy tensors by the own names of a model's parameters and buffers."""
+    """Lazy tensors, by the own names of a model's parameters and buffers, or by their names in a state."""
 
-    def __init__(self, parameters: Mapping[str, LazyTensor], buffers: Mapping[str, LazyTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         super().__init__()
-        self._lazy_parameters, self._lazy_buffers = parameters, buffers
+        self._tensors = tensors
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return iter(self._lazy_parameters.items())
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return iter(self._lazy_buffers.items())
+        return iter(self._tensors.items())
 
     def parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        return iter(self._lazy_parameters.values())
+        return iter(self._tensors.values())
+
+
+class LazyTraining(nn.Module):
+    """What a training is filled with: a lazy `model`, if there is one, and `states` by their names in the files."""
+
+    def __init__(self, model: nn.Module | None, states: Mapping[str, LazyTensor]) -> None:
+        super().__init__()
+        self.model, self.states = model, states
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        of_model = () if self.model is None else self.model.named_parameters(*args, **kwargs)
+        return chain(of_model, self.states.items())
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return iter(()) if self.model is None else self.model.named_buffers(*args, **kwargs)
 
 
 def convert_lazy(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
