@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, UnsupportedError
-from ..holdings.introspection import has_partition, is_dtensor, is_packed, is_peft_model, is_streamed
+from ..holdings.introspection import has_partition, is_dtensor, is_packed, is_peft_model, is_streamed, lies_in_files
 from ..holdings.own_names import adapter_names, named_parameters
 from ..holdings.replicas import keep_alike
 from ..holdings.steps import announce_edit
@@ -129,12 +129,18 @@ def _gathered(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def check_merge_allowed(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """PEFT begins a merge with it: all ranks must come; packed weights cannot take it."""
+    """PEFT begins a merge with it: all ranks must come; packed weights, and those in files, cannot take it."""
     if is_packed(self.model):
         raise UnsupportedError(
             "The base model's weights are quantised and packed (hf_zero_stream's keep_quantized): adapters cannot be "
             "merged into them. Save the adapters, load the base model dequantised in one process, outside streaming() "
             "(a quantization_config with dequantize=True; with bitsandbytes, model.dequantize()), put the adapters on "
+            "it (PeftModel.from_pretrained) and merge there."
+        )
+    if any(map(lies_in_files, self.model.parameters())):
+        raise UnsupportedError(
+            "The base model's weights stay in the checkpoint's files (frozen_weights=\"files\"): adapters cannot be "
+            "merged into them. Save the adapters, load the base model with its weights in memory, put the adapters on "
             "it (PeftModel.from_pretrained) and merge there."
         )
     if active_configs() and any(map(has_partition, self.model.parameters())):

@@ -125,6 +125,26 @@ def test_writes_are_refused(cluster: None, mixture: Path, world_size: int) -> No
         assert "cannot be written to" in third
 
 
+def merge(folder: Path) -> tuple[str, bool]:
+    """What is said of a merge, outside of streaming(), and whether the adapters are still apart from the base."""
+    config = config_for()
+    model = adapted(load(folder, config, "files"))
+    engine = engine_of(model, config)
+    losses = [*steps(engine, 1)]
+    message = ""
+    try:
+        model.merge_adapter()
+    except UnsupportedError as error:
+        message = str(error)
+    merged = [module for module in model.modules() if getattr(module, "merged_adapters", None)]
+    return message, not merged and len([*losses, *steps(engine, 1, first=1)]) == 2
+
+
+def test_nothing_is_merged_into_files(cluster: None, mixture: Path) -> None:
+    for message, is_whole in run_ranks(2, merge, mixture):
+        assert "merge there" in message and is_whole
+
+
 def refuse(folder: Path, case: str) -> str:
     config = config_for()
     settings: dict[str, Any] = {}

@@ -28,6 +28,7 @@ from ...plugin_api import (
     bytes_text,
     collective_device,
     count_text,
+    install_model_rows,
     installed,
     local_device,
     meeting,
@@ -67,6 +68,7 @@ class FileSwapper:
         self._failure: BaseException | None = None
         """Why this rank has given zeros in place of a weight, since the ranks agreed last."""
         self.has_optimizer = self._has_warned_of_tokens = False
+        install_model_rows()  # outside of streaming(), too, nothing is merged into what lies in files
         installed(FROM_FILES).while_alive(self)
 
     # ------------------------------------------------------------------------------------------------ the load
