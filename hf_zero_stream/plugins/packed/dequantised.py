@@ -59,11 +59,12 @@ def _of_plain_weights(conversion: Any, operations: list[Any], quantizer: Any) ->
     """The model's own `conversion`, with these `operations`, from before the `quantizer` had it collect scales too."""
     # Versions of transformers without this attribute have such conversions of FP8 only.
     serialized = getattr(quantizer, "serialized_names", None) or {"weight": ["weight", "weight_scale_inv"]}
-    plain = {name: param for param, names in serialized.items() for name in names}
+    plain = {f".{name}": f".{param}" for param, names in serialized.items() for name in names}
     sources: dict[str, None] = {}
     for pattern in conversion._original_source_patterns:
-        path, dot, name = pattern.rpartition(".")
-        sources[path + dot + plain.get(name.removesuffix("$"), name)] = None
+        whole = pattern.removesuffix("$")
+        longest = max((name for name in plain if whole.endswith(name)), key=len, default="")  # .weight.absmax
+        sources[whole.removesuffix(longest) + plain[longest] if longest else pattern] = None
     own = type(conversion)(list(sources), list(conversion._original_target_patterns), operations)
     for scope in ("scope_prefix", "base_model_prefix", "force_cpu"):
         if hasattr(conversion, scope):
