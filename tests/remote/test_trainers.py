@@ -84,13 +84,14 @@ def unsharded(names: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "arguments"),
+    ("stage", "arguments"),
     [
-        (True, {"save_total_limit": 2}),
-        (False, {"save_total_limit": 2}),
-        (True, {"load_best_model_at_end": True, "save_total_limit": 2}),
-        (False, {"load_best_model_at_end": True, "save_total_limit": 2}),
-        (True, {"save_only_model": True, "save_total_limit": 1}),
+        (3, {"save_total_limit": 2}),
+        (2, {"save_total_limit": 2}),
+        (None, {"save_total_limit": 2}),
+        (3, {"load_best_model_at_end": True, "save_total_limit": 2}),
+        (None, {"load_best_model_at_end": True, "save_total_limit": 2}),
+        (3, {"save_only_model": True, "save_total_limit": 1}),
     ],
 )
 @pytest.mark.sample(2)
@@ -99,11 +100,11 @@ def test_a_trainer(
     zoo_checkpoint: Checkpoint,
     bucket: dict[str, str],
     tmp_path: Path,
-    zero: bool,
+    stage: int | None,
     arguments: dict[str, Any],
 ) -> None:
     """Losses, the best and kept checkpoints and files are those in a folder; so are resumes, of the newest too."""
-    folder, run = zoo_checkpoint("llama"), TrainerRun(zero=zero, arguments=arguments)
+    folder, run = zoo_checkpoint("llama"), TrainerRun(zero=stage is not None, stage=stage or 3, arguments=arguments)
     mine = RemoteFolder(URL)
     for name in ("checkpoint-1/notes.txt", "other/checkpoint-2/trainer_state.json", "checkpoint-0/trainer_state.json"):
         mine.put(name, b"of somebody else")

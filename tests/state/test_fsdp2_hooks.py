@@ -24,7 +24,7 @@ def trainer_of(folder: Path, output: Path, run: TrainerRun) -> tuple[transformer
     """A Trainer under FSDP2 or ZeRO-3, or of one rank alone, and the samples that it takes, batch by batch."""
     if run.zero:
         join_as_launched()
-        config = ds_config(torch.float32)
+        config = ds_config(torch.float32, stage=run.stage)
         del config["optimizer"]
         settings: dict[str, Any] = {"deepspeed": {**config, "train_micro_batch_size_per_gpu": "auto"}}
     elif dist.get_world_size() == 1:

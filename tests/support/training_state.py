@@ -172,10 +172,11 @@ def resume_and_save_all(
 
 @dataclass(frozen=True)
 class TrainerRun:
-    """A training by the Trainer, from a checkpoint or from the beginning, under FSDP2 or ZeRO-3."""
+    """A training by the Trainer, from a checkpoint or from the beginning, under FSDP2 or a stage of ZeRO."""
 
     resume: Path | None = None
     zero: bool = False
+    stage: int = 3
     accumulation: int = 1
     state_dict_type: str = "FULL_STATE_DICT"
     arguments: dict[str, Any] = field(default_factory=dict)
