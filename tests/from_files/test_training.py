@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.plugins.from_files import arena
-from tests.from_files.trainings import EXPERTS, measured, train
+from tests.from_files.trainings import EXPERTS, adapted, config_for, engine_of, load, measured, steps, train
 from tests.support.cluster import run_ranks
 from tests.support.quantised_checkpoints import bitsandbytes, fp8, mxfp4
 
@@ -60,6 +61,24 @@ def test_packed_weights_stay_in_files(cluster: None, tmp_path: Path, kind: str) 
     make(tmp_path)
     from_files = run_ranks(2, train, tmp_path, "files", 4, how)
     assert from_files == run_ranks(2, train, tmp_path, "memory", 4, how)
+
+
+def quantised_while_loading(folder: Path, frozen_weights: str) -> tuple[list[float], str]:
+    config, nf4 = config_for(), transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = load(folder, config, frozen_weights, quantization_config=nf4)
+    into = model.streaming_report.into
+    return [*steps(engine_of(adapted(model), config), 3)], into
+
+
+@pytest.mark.plugin("packed")
+def test_what_is_quantised_while_it_is_loaded_stays_in_memory(cluster: None, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    ((from_files, into),) = run_ranks(1, quantised_while_loading, tmp_path, "files")
+    ((in_memory, _),) = run_ranks(1, quantised_while_loading, tmp_path, "memory")
+    assert from_files == in_memory and "whose values no file has, in memory" in into
 
 
 def without_references(folder: Path) -> tuple[list[float], str]:

@@ -33,10 +33,13 @@ def config_for(**zero: Any) -> dict[str, Any]:
     return ds_config(torch.bfloat16, **{**SAME, "reduce_bucket_size": 1000000, **zero})
 
 
-def load(folder: Path, config: dict[str, Any], frozen_weights: str, **settings: Any) -> nn.Module:
+def load(
+    folder: Path, config: dict[str, Any], frozen_weights: str, quantization_config: Any = None, **settings: Any
+) -> Any:
     keeps = HfDeepSpeedConfig(config)  # transformers knows it as long as this is alive
     with hf_zero_stream.streaming(frozen_weights=frozen_weights, progress=False, **settings):
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        how = {} if quantization_config is None else {"quantization_config": quantization_config}
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **how)
     model.config.use_cache = False
     model.keeps = [keeps]
     return model

@@ -77,14 +77,14 @@ class FileSwapper:
         """Take from `items`, by the parameter's ``id``, what stays in files; returns where values are, in words."""
         self._files = WeightFiles(self._checkpoint)
         weakref.finalize(self, self._files.close)
-        smallest, in_memory = self._zero.param_persistence_threshold, list[str]()
-        for param in model.parameters():
-            item = items.get(id(param))
-            if item is None or param.numel() <= smallest:  # small ones are in full on every rank at all times
+        smallest, without_file = self._zero.param_persistence_threshold, 0
+        for param in filter(zero3.is_placeholder, model.parameters()):
+            if param.numel() <= smallest:  # small ones are in full on every rank at all times
                 continue
-            weight = self._files.weight_of(item)
+            item = items.get(id(param))  # none of what is quantised while it is loaded, or initialised
+            weight = None if item is None else self._files.weight_of(item)
             if weight is None:
-                in_memory.append(item.target.name)
+                without_file += 1
             else:
                 self._taken[id(param)] = weight
                 del items[id(param)]
@@ -93,7 +93,8 @@ class FileSwapper:
         nbytes = sum(weight.nbytes for weight in self._taken.values())
         ranks = "" if dist.get_world_size() == 1 else " a rank"
         text = f"ZeRO-3 partitions; {count_text(len(self._taken), 'parameter')} ({bytes_text(nbytes)}{ranks}) "
-        return f"{text}stay in files"
+        others = f"; {count_text(without_file, 'other')}, whose values no file has, in memory" if without_file else ""
+        return f"{text}stay in files{others}"
 
     def has_taken(self, param: nn.Parameter) -> bool:
         return id(param) in self._taken
