@@ -1,5 +1,6 @@
 """What plan() says that training needs with frozen weights in files, beside what it takes."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_moe_checkpoint(tmp_path_factory.mktemp("moe"), 2e8, num_layers=8, num_experts=8)
 
 
+def mixture_bytes(mixture: Path) -> int:
+    return sum(path.stat().st_size for path in mixture.glob("*.safetensors"))
+
+
 def planned(mixture: Path, frozen_weights: str) -> Any:
     lora = LoraConfig(r=4, target_modules=[*ATTENTION])
     with hf_zero_stream.streaming(frozen_weights=frozen_weights):
@@ -35,8 +40,12 @@ def planned(mixture: Path, frozen_weights: str) -> Any:
 
 def test_the_command_says_what_stays_in_files(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ZERO_STREAM_FROZEN_WEIGHTS", "files")
-    shown = CliRunner().invoke(app, ["plan", str(mixture), "--world-size", "2", *LORA])
+    shown = CliRunner().invoke(app, ["plan", str(mixture), "--world-size", "2", *LORA, "--disk-gbps", "0.1"])
     assert shown.exit_code == 0, shown.output
+    assert re.search(r"a step reads of files, at most +\| +\d+\.\d MiB", shown.output), shown.output
+    (seconds,) = re.findall(r"from the node's disks, at least +\| +([\d.]+) s", shown.output)
+    assert "a step sends backward gathers" in shown.output, "nothing stays gathered"
+    assert float(seconds) == pytest.approx(2 * mixture_bytes(mixture) / 1e8, rel=0.1)
     assert "partitions, files" in shown.output and "twice in each step" in shown.output
     assert "stock, rank 0" not in shown.output
 

@@ -51,6 +51,7 @@ PACKED: dict[str, Any] = {
     "mxfp4": (mxfp4, {}),
     "fp8": (fp8, {"adapters": {"modules": ("o_proj",)}}),
     "nf4": (lambda folder: bitsandbytes(folder, "nf4"), {}),
+    "experts in mxfp4": (mxfp4, {"adapters": {"parameters": EXPERTS}}),
 }
 
 

@@ -68,6 +68,12 @@ def run(
         float | None,
         typer.Option(metavar="GBIT", min=0.001, help="Gigabits a second of a rank's link: how long a step sends."),
     ] = None,
+    disk_gbps: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GBYTE", min=0.001, help="Gigabytes a second of a node's disks: how long a step reads files."
+        ),
+    ] = None,
     device_memory: Annotated[int | None, _memory_option("device")] = None,
     host_memory: Annotated[int | None, _memory_option("node")] = None,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share a node's memory.")] = 8,
@@ -112,6 +118,8 @@ def run(
         raise typer.BadParameter("--world-size: expected the number of ranks, for --rank, --plot and --html; got none")
     if link_gbps is not None and (suggested or world_size is None):
         raise typer.BadParameter("--link-gbps: expected --world-size, and no --suggest; it is for one set-up")
+    if disk_gbps is not None and (suggested or world_size is None):
+        raise typer.BadParameter("--disk-gbps: expected --world-size, and no --suggest; it is for one set-up")
     if world_size is not None and rank >= world_size:
         raise typer.BadParameter(f"--rank: expected a rank below --world-size ({world_size}); got {rank}")
     if device == HOST and device_memory is not None:
@@ -144,6 +152,7 @@ def run(
     most = MOST_BARS if html else MOST_RANKS if plot else 1
     ranks = ranks_to_draw(world_size, rank, most)
     with checkpoint as (place, arguments):
+        from .footprint import FILES
         from .plan import plan
         from .stock import stock_load
 
@@ -156,6 +165,7 @@ def run(
         stock = stock_load(forecast, place, arguments, device) if is_stage_3 else None
     needs = needs_of_node(forecast.memory, device, min(ranks_per_node, world_size), forecast.activations)
     sent = sum(forecast.wire.values())
+    read = 2 * forecast.memory.partitions.get(FILES, 0)  # forward, and backward
     fits = fit(needs, limits)
     data = {
         "path": path,
@@ -168,6 +178,8 @@ def run(
         "memory": asdict(forecast.memory),
         "wire": forecast.wire,
         "wire_seconds": link_gbps and wire.seconds(sent, link_gbps),
+        "step_reads": read,
+        "step_reads_seconds": disk_gbps and read * min(ranks_per_node, world_size) / (disk_gbps * 1e9),
         "tokens": tokens,
         "activations": forecast.activations,
         "needs": needs,
@@ -320,6 +332,10 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
     ]
     if data["wire_seconds"]:
         rows.append(["... over the link, at least", f"{data['wire_seconds']:.3g} s"])
+    if data["step_reads"]:
+        rows.append(["a step reads of files, at most", bytes_text(data["step_reads"])])
+    if data["step_reads_seconds"]:
+        rows.append(["... from the node's disks, at least", f"{data['step_reads_seconds']:.3g} s"])
     is_both = stock is not None or data["sharding"]
     yield frame.table(("Training", "streaming and stock" if is_both else "streaming"), rows)
     if warnings:

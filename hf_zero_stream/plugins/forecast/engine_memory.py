@@ -133,8 +133,13 @@ def model_footprint(
     )
 
 
-def wire_of_engine(model: nn.Module, ds_config: Mapping[str, Any], tied: set[str], world_size: int) -> dict[str, int]:
-    """Bytes that each rank sends in a step of the engine, by what they are; arguments of :func:`model_footprint`."""
+def wire_of_engine(
+    model: nn.Module, ds_config: Mapping[str, Any], tied: set[str], world_size: int, *, in_files: bool = False
+) -> dict[str, int]:
+    """Bytes that each rank sends in a step of the engine, by what they are; arguments of :func:`model_footprint`.
+
+    `in_files`: frozen weights stay in files, and nothing stays gathered.
+    """
     zero, own = _zero_config(ds_config, model), own_names(model)
     params = [param for name, param in model.named_parameters() if own[name] not in tied]
     numels = [(getattr(param, "ds_numel", param.numel()), param.requires_grad) for param in params]
@@ -147,7 +152,7 @@ def wire_of_engine(model: nn.Module, ds_config: Mapping[str, Any], tied: set[str
         quantised_gradients=zero.zero_quantized_gradients,
         secondary_ranks=zero.zero_hpz_partition_size,
         all_reduces=zero.use_multi_rank_bucket_allreduce,
-        kept_numel=zero.max_reuse_distance // 2,
+        kept_numel=0 if in_files else zero.max_reuse_distance // 2,
         passes=ds_config.get("gradient_accumulation_steps", 1),
     )
     if zero.stage == 3:

@@ -41,7 +41,7 @@ from ...plugin_api import (
 )
 from . import wire
 from .activations import activations
-from .footprint import ADAMW_COPIES, AdamW, MemoryFootprint
+from .footprint import ADAMW_COPIES, FILES, AdamW, MemoryFootprint
 from .memory import model_memory
 
 
@@ -251,7 +251,8 @@ def _forecast(
         if engine == "deepspeed":
             from .engine_memory import wire_of_engine  # imports deepspeed
 
-            sent = wire_of_engine(model, load.ds_config, tied, world_size)
+            in_files = FILES in memory.partitions
+            sent = wire_of_engine(model, load.ds_config, tied, world_size, in_files=in_files)
         if tokens is not None:
             kept = activations(model.config, tokens, tp_ranks)
             if tp_ranks > 1:
