@@ -130,6 +130,35 @@ def section(model: str, found: list[Row]) -> str:
     return "\n".join([f"## {model}", "", *lines, ""])
 
 
+ATTENTION = {"r": 16, "target_modules": ["q_proj", "q_b_proj", "o_proj"]}
+DISK_GBPS = 7
+"""Gigabytes a second of one NVMe disk at PCIe 4."""
+
+ONE_GPU = f"""\
+## On one GPU, with frozen weights in files
+
+GiB that one GPU and its host need to train adapters of attention with [frozen weights in files](from_files.md), under
+ZeRO-3 on one rank, and what a step reads: at least so many seconds from a disk of {DISK_GBPS} GB/s. A GPU of 24 GB and
+a host of 64 GB are enough for what needs less, activations not counted.
+
+| | a GPU | its host | a step reads | seconds |
+| --- | --: | --: | --: | --: |
+"""
+
+
+def on_one_gpu(model: str, place: str) -> str:
+    """A row of that table."""
+    import hf_zero_stream
+
+    with hf_zero_stream.streaming(frozen_weights="files"):
+        config = ds_config_of(3, "nothing", "bf16")
+        memory = hf_zero_stream.plan(place, world_size=1, device="cuda", lora=ATTENTION, ds_config=config).memory
+    device = max(phase.get("cuda", 0) for phase in phases_of(memory)) / GIB
+    host = needs_of_node(memory, "cuda", 1)["host"] / GIB
+    read = 2 * memory.partitions["files"]
+    return f"| {model} | {device:.0f} | {host:.0f} | {read / 1e9:.0f} GB | {read / (DISK_GBPS * 1e9):.0f} |"
+
+
 HEAD = f"""\
 # What fits
 
@@ -163,12 +192,14 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="of these, separated by commas")
     parser.add_argument("--output", type=Path, default=Path("docs/fits.md"))
     settings = parser.parse_args()
-    sections = []
+    sections, lines = [], []
     for model in settings.models.split(","):
         folder = make_sparse_checkpoint(CACHE / f"{model.rpartition('/')[2].lower()}-bf16", MODELS[model]())
         sections.append(section(model, list(rows(str(folder)))))
-        print(sections[-1], flush=True)
-    settings.output.write_text(HEAD + "\n".join(sections), encoding="utf-8")
+        lines.append(on_one_gpu(model, str(folder)))
+        print(sections[-1], lines[-1], sep="\n", flush=True)
+    one_gpu = ONE_GPU + "\n".join(lines) + "\n"
+    settings.output.write_text(HEAD + "\n".join([*sections, one_gpu]), encoding="utf-8")
 
 
 if __name__ == "__main__":
