@@ -13,9 +13,9 @@ Folders that are the package's, with what users see of them:
 - ``bindings``: what is bent in other packages, other versions of them, and the frameworks above them
 - ``cli``: the command line
 
-Of plug-ins, each of which can be away: ``autoep``, ``autotp``, ``demo``, ``flat``, ``forecast``, ``hosts``, ``nvme``,
-``packed``, ``pickled``, ``relay``, ``remote``, ``stream``, ``tools``, ``verify`` and ``watch``; and ``plugins``: those
-of others, and what plug-ins import of the core.
+Of plug-ins, each of which can be away: ``autoep``, ``autotp``, ``demo``, ``flat``, ``forecast``, ``from_files``,
+``hosts``, ``nvme``, ``packed``, ``pickled``, ``relay``, ``remote``, ``stream``, ``tools``, ``verify`` and ``watch``;
+and ``plugins``: those of others, and what plug-ins import of the core.
 
 Topics across all of it:
 
