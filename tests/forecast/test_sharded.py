@@ -213,7 +213,10 @@ def test_offload_and_mixed_precision(zoo_checkpoint: Checkpoint) -> None:
     assert offloaded.partitions["cpu"] == plain.partitions["cuda"]
     # Half of the bytes for each of two ranks, and the cast copy of this rank's own shard.
     assert mixed.largest_gather == plain.largest_gather * 3 // 4
-    assert replace(mixed, largest_gather=plain.largest_gather) == plain
+    assert mixed.most_gathered == mixed.largest_gather
+    assert mixed.passes_peak["cuda"] == plain.passes_peak["cuda"] - plain.largest_gather + mixed.largest_gather
+    rest = {name: getattr(plain, name) for name in ("largest_gather", "most_gathered", "passes_peak")}
+    assert replace(mixed, **rest) == plain
     assert memory("cpu").partitions == {"cpu": plain.partitions["cuda"]}
 
 
