@@ -186,8 +186,10 @@ def test_trains_as_stock(cluster: None, tmp_path: Path, model: str, stage: int, 
     for name, values in tensors_of(tmp_path / "stock").items():
         assert torch.equal(masters[name].to(values.dtype), values), name
 
-    # At other numbers of ranks sums are rounded otherwise.
-    for world_size, tp, other in ((2, 1, 3), (4, 2, {1: 1, 2: 3}.get(stage, 2)), (1, 1, 2)):
+    # At other numbers of ranks sums are rounded otherwise. At stage 3 DeepSpeed cannot train a part of which a rank
+    # has no element, as of one head of two ranks.
+    of_four = 2 if model == "one kv head" else {1: 1, 2: 3}.get(stage, 2)
+    for world_size, tp, other in ((2, 1, 3), (4, 2, of_four), (1, 1, 2)):
         resumed = run_ranks(world_size, resume, checkpoint, tmp_path, config_of(model, other, tp, dtype))
         tolerance = 2e-2 if dtype == BF16 else 2e-5
         torch.testing.assert_close(resumed[0], stock[0], rtol=tolerance, atol=0)
