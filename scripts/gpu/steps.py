@@ -104,10 +104,11 @@ def planned(setting: Setting) -> tuple[dict[str, Any], bool]:
     """The memory of ZeRO-3 that a plan says, against the allocator's peaks, beside what was there before."""
     from tests.paper_gpu.trials import zero_memory
 
-    found = zero_memory(setting.small(), {})
+    found = zero_memory(setting.small(), 3, {})
     ratios = {phase: round(said / max(1, seen), 3) for phase, (said, seen) in found.items()}
     passing = 2 * 2**16  # values may pass through the device in a load, or not
-    is_right = all(abs(found[phase][0] - found[phase][1]) <= 0.03 * found[phase][1] + passing for phase in ratios)
+    exact = ratios.keys() - {"passes"}  # these have activations, and less than all that may be gathered
+    is_right = all(abs(found[phase][0] - found[phase][1]) <= 0.03 * found[phase][1] + passing for phase in exact)
     return {"planned to measured": ratios}, is_right
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hf_zero_stream
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import CheckpointError, LoadError
+from hf_zero_stream.plugin_api import Coordinator
 from hf_zero_stream.registry import PatchScope
 from tests.ports.test_byte_source import Raw
 from tests.ports.test_destination_example import Columns
@@ -122,7 +123,7 @@ class Watching(MemoryFiles):
 
 def own_parts() -> tuple[dict[str, torch.Tensor], set[PatchScope], list[int]]:
     """A source, a destination and a format of a user's own, given to the public function."""
-    rank, world_size, sources = dist.get_rank(), dist.get_world_size(), []
+    coordinator, sources = Coordinator.of_default_group(), []
 
     def source() -> Watching:
         sources.append(Watching({"bucket/1": save(weights())}))
@@ -130,7 +131,7 @@ def own_parts() -> tuple[dict[str, torch.Tensor], set[PatchScope], list[int]]:
 
     with torch.device("meta"):
         model = layers()
-    hf_zero_stream.load_tensors(model, ["bucket/1"], source=source, destination=Columns(rank, world_size))
+    hf_zero_stream.load_tensors(model, ["bucket/1"], source=source, destination=Columns(coordinator))
     raw = nn.Module()
     raw.register_buffer("x", torch.zeros(4, dtype=torch.uint8))
     hf_zero_stream.load_tensors(raw, ["x"], source=lambda: MemoryFiles({"x": b"\1\2\3\4"}), format=Raw())

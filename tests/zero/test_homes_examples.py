@@ -34,8 +34,15 @@ SHOWN_BY = {
         "test_no_fused_expert_tensor_is_allocated test_checkpoints_of_the_engine_are_saved_and_loaded "
         "test_with_offload test_saved_as_the_model_that_it_was"
     ),
-    "tensor parallelism of DeepSpeed (AutoTP), stages 0 to 2": "test_trains_as_stock",
-    "an `mpu`, stages of a pipeline, AutoTP under ZeRO-3 or with experts": "test_parts_are_saved_by_deepspeed",
+    "tensor parallelism of DeepSpeed (AutoTP), all stages": "test_trains_as_stock",
+    "an `mpu`, stages of a pipeline, AutoTP with experts": "test_parts_are_saved_by_deepspeed",
+    "frozen weights in files": "test_losses_and_adapters_are_those_in_memory test_packed_weights_stay_in_files",
+    "[no checkpoint](use.md#without-a-checkpoint): `from_config`, `zero.Init(module=...)`": (
+        "test_zero3_is_stocks test_fsdp2_is_a_plain_model test_fsdp2_is_on_no_rank_whole test_prebuilt"
+    ),
+    "`offload_optimizer` with `ratio` below 1, `super_offload`; ZenFlow": (
+        "test_beside_stock test_moments_that_nothing_reaches"
+    ),
     "transformers' own expert parallelism": "test_transformers_own_means_nothing_under_zero3",
     "stages 0 to 2, data parallelism": "test_losses_equal_stock test_values_equal_plain_loading",
     "a model that exists: `load_into`": (
