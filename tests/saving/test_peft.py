@@ -91,14 +91,25 @@ def refused(checkpoint: Path, folder: Path) -> None:
     for call in ({"selected_adapters": ["third"]}, {"path_initial_model_for_weight_conversion": "x"}):
         with hf_zero_stream.streaming(), pytest.raises(ConfigError, match="third|path_initial"):
             model.save_pretrained(folder, **call)
+    assert not list(folder.rglob("*.safetensors"))
+
+
+def test_refused(cluster: None, zoo_checkpoint: Any, tmp_path: Path) -> None:
+    """Arguments that have no meaning here."""
+    run_ranks(2, refused, zoo_checkpoint("llama"), tmp_path / "saved")
+
+
+def save_on_rank_0(checkpoint: Path, folder: Path) -> None:
+    model = engine_of(checkpoint).module
     if dist.get_rank() == 0:
         with hf_zero_stream.streaming():
             model.save_pretrained(folder)
 
 
-def test_refused(cluster: None, zoo_checkpoint: Any, tmp_path: Path) -> None:
-    """Arguments that have no meaning here; and a call on rank 0 alone, which does not wait for ever."""
+@pytest.mark.plugin("watch")
+def test_rank_0_alone(cluster: None, zoo_checkpoint: Any, tmp_path: Path) -> None:
+    """It does not wait for ever, and writes nothing."""
     folder = tmp_path / "saved"
-    outcomes = run_ranks_expecting_errors(2, refused, zoo_checkpoint("llama"), folder)
+    outcomes = run_ranks_expecting_errors(2, save_on_rank_0, zoo_checkpoint("llama"), folder)
     assert outcomes[0].error_type in ("SaveError", "PeerError"), outcomes[0]
     assert not list(folder.rglob("*.safetensors"))
