@@ -161,18 +161,22 @@ class Supply:
                 if failed is None and number is not None and memory is not None:
                     self._ready[number] = memory
                     self.bytes_read += self._weights[number].plan.cost.bytes_read
-                elif self._wanted is None:  # who needs it reads it again, and gets the error
-                    self._is_working = False
-                    return
-                elif number in (None, self._wanted):
+                elif self._wanted is not None and number in (None, self._wanted):
                     self._failed = failed
                 self._changed.notify_all()
+                if failed is not None and not self._is_awaited():  # who needs it reads it again, and gets the error
+                    self._is_working = False
+                    return
             memory = None
+
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for a weight that is still to be read."""
+        return self._wanted is not None and self._wanted not in self._ready and self._failed is None
 
     def _next(self) -> tuple[int | None, torch.Tensor | None]:
         """What is to be read next, and where to; None if there is nothing, or no room."""
         coming = self._coming()
-        if self._wanted is not None and self._wanted not in self._ready and self._failed is None:
+        if self._wanted is not None and self._is_awaited():
             nbytes = self._weights[self._wanted].nbytes
             memory = self._room(nbytes, chain(self._others(coming), reversed(coming)))
             return self._wanted, self._beside(nbytes) if memory is None else memory
