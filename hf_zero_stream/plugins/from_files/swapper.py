@@ -215,7 +215,7 @@ class FileSwapper:
         ]
         for param in own:
             weight = self._weights.pop(param.ds_id)
-            memory = torch.empty(weight.nbytes, dtype=torch.uint8)
+            memory = torch.zeros(weight.nbytes, dtype=torch.uint8)  # the last rank's part ends with padding
             self._files.read(weight, memory)
             self._allocate.pop(param.ds_id)()
             param.ds_tensor.copy_(memory.view(param.dtype))
