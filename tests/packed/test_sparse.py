@@ -80,6 +80,7 @@ def test_bitmasks(cluster: None, dense: Path, tmp_path: Path, way: str, dequanti
         assert text.startswith(f"{folder}: quantization_config has the format sparse-24-bitmask of compressed-tensors")
 
 
+@pytest.mark.plugin("forecast")
 @pytest.mark.parametrize("where", ["format", "group"])
 def test_marlin(dense: Path, where: str) -> None:
     group: dict[str, Any] = {"targets": ["Linear"], "weights": {"num_bits": 4}}
