@@ -233,8 +233,10 @@ PAGE = (ROOT / "docs" / "fits.md").read_text()
 
 
 def test_the_page_has_every_model_and_is_whole() -> None:
-    head, *sections = PAGE.split("\n## ")
+    head, *sections, on_one_gpu = PAGE.split("\n## ")
     assert head == fits.HEAD.rstrip("\n") + "\n"
+    assert f"## {on_one_gpu}".startswith(fits.ONE_GPU)
+    assert re.findall(r"^\| (\S+/\S+) \|", on_one_gpu, re.MULTILINE) == list(fits.MODELS)
     assert [section.partition("\n")[0] for section in sections] == list(fits.MODELS)
     for section in sections:
         rows = [
