@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from hf_zero_stream.errors import ConfigError, UnsupportedError
+from hf_zero_stream.plugins.from_files.engine import lines_for_checkpointing
 from hf_zero_stream.plugins.from_files.layers import split_in_layers
 from tests.from_files.test_training import mixture as mixture
 from tests.from_files.trainings import (
@@ -124,3 +126,14 @@ def test_other_batches(cluster: None, mixture: Path) -> None:
     for outcome in run_ranks_expecting_errors(2, refused_batch, mixture):
         assert outcome.error_type == "ConfigError" and "got 5" in outcome.error_message
     run_ranks(2, refused_settings, mixture)
+
+
+def test_layers_that_are_split_are_checkpointed() -> None:
+    """In train mode alone; the advice for another mode is that of layers of transformers."""
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model = transformers.LlamaForCausalLM(config)
+    split_in_layers(model, 2)
+    assert lines_for_checkpointing(model.train()) == []
+    assert lines_for_checkpointing(model.eval()) == ["model.train()"]

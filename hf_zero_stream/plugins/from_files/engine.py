@@ -14,7 +14,7 @@ from torch import nn
 
 from ...errors import ConfigError, UnsupportedError
 from ...plugin_api import collective_device, lies_in_files
-from .layers import split_in_layers, splits_layers
+from .layers import is_split, split_in_layers
 from .swapper import FileSwapper, swappers_of
 
 
@@ -103,9 +103,7 @@ def lines_for_checkpointing(model: nn.Module) -> list[str]:
     modules = [*model.modules()]
     if any(type(module).__name__ == "CheckpointWrapper" for module in modules):  # torch's own
         return []
-    if splits_layers(model):
-        return []
-    enabled = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
+    enabled = [module for module in modules if getattr(module, "gradient_checkpointing", False) or is_split(module)]
     if not enabled:
         return ["model.gradient_checkpointing_enable()", "model.train()"]
     return [] if any(module.training for module in enabled) else ["model.train()"]

@@ -54,8 +54,9 @@ def split_in_layers(model: nn.Module, count: int) -> None:
         set_z3_leaf_module(layer, True)
 
 
-def splits_layers(model: nn.Module) -> bool:
-    return any(isinstance(getattr(module.forward, "__func__", None), partial) for module in model.modules())
+def is_split(module: nn.Module) -> bool:
+    """Whether `module` is a layer that takes, and checkpoints, micro-batches."""
+    return isinstance(getattr(module.forward, "__func__", None), partial)
 
 
 def _forward_in_parts(forward: Callable[..., Any], count: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
