@@ -242,13 +242,19 @@ def refuse_packed(ds_config: Mapping[str, Any]) -> None:
             "cuts experts out of weights that are not packed",
         ),
     }
+    refuse_settings(
+        reasons,
+        "this checkpoint's weights would stay quantised (keep_quantized). Remove the setting from the DeepSpeed "
+        "config, or load dequantised: StreamingConfig(keep_quantized=False), or a quantization_config with "
+        "dequantize=True.",
+    )
+
+
+def refuse_settings(reasons: Mapping[str, tuple[Any, str]], against: str) -> None:
+    """Raise an UnsupportedError for the first of these settings that is set; each has what it does `against`."""
     for setting, (is_set, why) in reasons.items():
         if is_set:
-            raise UnsupportedError(
-                f"{setting} {why}, and this checkpoint's weights would stay quantised (keep_quantized). Remove the "
-                "setting from the DeepSpeed config, or load dequantised: StreamingConfig(keep_quantized=False), or a "
-                "quantization_config with dequantize=True."
-            )
+            raise UnsupportedError(f"{setting} {why}, and {against}")
 
 
 _IN_PLACE_OF = {

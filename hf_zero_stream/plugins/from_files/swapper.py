@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus
 from torch import nn
 
-from ...errors import ConfigError, UnsupportedError, require_names
+from ...errors import ConfigError, require_names
 from ...plugin_api import (
     LOAD,
     Item,
@@ -215,7 +215,7 @@ class FileSwapper:
         ]
         for param in own:
             weight = self._weights.pop(param.ds_id)
-            memory = torch.zeros(weight.nbytes, dtype=torch.uint8)  # the last rank's part ends with padding
+            memory = torch.empty(weight.nbytes, dtype=torch.uint8)
             self._files.read(weight, memory)
             self._allocate.pop(param.ds_id)()
             param.ds_tensor.copy_(memory.view(param.dtype))
@@ -272,9 +272,6 @@ def _refuse_settings(ds_config: Mapping[str, Any]) -> None:
             "cuts weights in memory",
         ),
     }
-    for setting, (is_set, why) in reasons.items():
-        if is_set:
-            raise UnsupportedError(
-                f'{setting} {why}, and with frozen_weights="files" they stay in the checkpoint\'s files. Remove '
-                "one of the two."
-            )
+    zero3.refuse_settings(
+        reasons, 'with frozen_weights="files" they stay in the checkpoint\'s files. Remove one of the two.'
+    )
