@@ -116,10 +116,9 @@ def run(
     sharding, world_size = _sharding(world_size, fsdp=fsdp, tp=tp, ep=ep, replicate=replicate)
     if world_size is None and (rank or plot or html):
         raise typer.BadParameter("--world-size: expected the number of ranks, for --rank, --plot and --html; got none")
-    if link_gbps is not None and (suggested or world_size is None):
-        raise typer.BadParameter("--link-gbps: expected --world-size, and no --suggest; it is for one set-up")
-    if disk_gbps is not None and (suggested or world_size is None):
-        raise typer.BadParameter("--disk-gbps: expected --world-size, and no --suggest; it is for one set-up")
+    for option, speed in (("--link-gbps", link_gbps), ("--disk-gbps", disk_gbps)):
+        if speed is not None and (suggested or world_size is None):
+            raise typer.BadParameter(f"{option}: expected --world-size, and no --suggest; it is for one set-up")
     if world_size is not None and rank >= world_size:
         raise typer.BadParameter(f"--rank: expected a rank below --world-size ({world_size}); got {rank}")
     if device == HOST and device_memory is not None:
