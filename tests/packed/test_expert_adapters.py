@@ -14,7 +14,15 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.support.cluster import run_ranks
-from tests.support.packed_training import adapter_engine, dequantised, fill_adapters, inputs, load, three_losses
+from tests.support.packed_training import (
+    adapter_engine,
+    dequantised,
+    fill_adapters,
+    inputs,
+    load,
+    losses_of_whole,
+    three_losses,
+)
 from tests.support.parity import ds_config
 from tests.support.quantised_checkpoints import compressed_tensors, fp8, mxfp4
 
@@ -54,21 +62,6 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def plain_losses(folder: Path) -> list[float]:
-    model = adapted(plain(folder))
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-3)
-    losses = []
-    for _ in range(3):
-        loss = model(**inputs()).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trainable, 1.0)  # as DeepSpeed does by default
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def trained(folder: Path, saved: Path) -> dict[str, Any]:
     """With adapters on packed experts: losses; the adapters are saved, and put on again."""
     config = ds_config(torch.float32)
@@ -96,7 +89,7 @@ def trained(folder: Path, saved: Path) -> dict[str, Any]:
 
 def test_trained(cluster: None, folder: Path, tmp_path: Path) -> None:
     """PEFT's way adds up matrices, and this one products: in fp32 that is a difference of the last digits."""
-    expected = plain_losses(folder)
+    expected = losses_of_whole(adapted(plain(folder)))
     of_ranks = run_ranks(2, trained, folder, tmp_path, timeout=300)
     for found in of_ranks:
         for title in ("checkpointed=False", "checkpointed=True"):

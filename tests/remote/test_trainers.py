@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,29 +16,15 @@ import torch.distributed as dist
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.errors import UrlError
-from hf_zero_stream.plugins.remote import objects
 from hf_zero_stream.plugins.remote.lists import LIST
 from hf_zero_stream.plugins.remote.objects import RemoteFolder
+from tests.remote.test_states import URL
+from tests.remote.test_states import bucket as bucket
 from tests.state.test_fsdp2_hooks import trainer_of
-from tests.support.buckets import BUCKET, s3_bucket
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.training_state import TrainerRun, all_in_one_group, engine_of, state_config
 from tests.support.training_state import train as train_engine
 from tests.support.zoo import Checkpoint
-
-
-URL = f"s3://{BUCKET}/run"
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    (tmp_path / "nothing").mkdir()
-    with s3_bucket(tmp_path / "nothing") as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        objects._store.cache_clear()
-        yield environment
-    objects._store.cache_clear()
 
 
 def prepare(environment: dict[str, str], work: Path) -> None:

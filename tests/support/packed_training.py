@@ -103,7 +103,11 @@ def plain_losses(folder: Path, dtype: torch.dtype) -> list[float]:
 
 def plain_losses_of(base: Any) -> list[float]:
     """Of one process, without DeepSpeed: of a whole model, on the same adapters and inputs."""
-    model = with_adapters(base)
+    return losses_of_whole(with_adapters(base))
+
+
+def losses_of_whole(model: Any) -> list[float]:
+    """Of three steps of a whole model with adapters, without DeepSpeed."""
     trainable = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-3)
     losses = []
