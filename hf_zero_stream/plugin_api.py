@@ -123,6 +123,7 @@ if TYPE_CHECKING:
     )
     from .holdings.own_names import adapter_names, named_buffers, named_parameters, own_names
     from .holdings.slots import STEPS, VALUES, Member, Slot, Training
+    from .holdings.steps import Steps
     from .loading.arguments import may_be_at_url, url_of
     from .loading.choice import is_pipeline, refuse_sharding, settings_for, warn_of_open_dtype
     from .loading.deferral import Deferral, InPlace, deferrals_of
@@ -130,7 +131,7 @@ if TYPE_CHECKING:
     from .loading.integration import outside_zero_init
     from .planning.boxes import Cut, Interval, ParameterBox
     from .planning.plan import BatchPlan, LoadPlan, Target, materialise_reason, partition_range, plan_batch
-    from .ranks.coordinator import Coordinator, expected_at, meeting
+    from .ranks.coordinator import BackgroundCoordinator, Coordinator, expected_at, meeting
     from .ranks.presence import Location, Presence, digest_of, is_alone
     from .ranks.rendezvous import LOAD, MeetingKind
     from .ranks.store import PREFIX, Verdict, pauses
@@ -155,12 +156,13 @@ if TYPE_CHECKING:
     from .reports.save import SaveReport, SavingRank
     from .reports.text import Tabular, bytes_text, count_text, fold, folded_names, wrapped
     from .saving.arguments import dtype_of_argument, make_ready
+    from .saving.background import Staged, StagedFiles
     from .saving.count import refuse_cut, smaller_ones
     from .saving.files import Comparison, ShardWriter, reserve
     from .saving.lazy_parameters import LazyParameters, Selection, stored_names
     from .saving.parameters import Layout, NewParameters, Parameters, Values, evaluated, opened, refuse_differing
-    from .saving.pending import note_state, operation, when_whole
-    from .saving.places import Place, Written
+    from .saving.pending import PendingSave, finish_pending, note_state, operation, when_whole
+    from .saving.places import Place, Written, write_files
     from .saving.plan import (
         Computation,
         ExchangeRound,

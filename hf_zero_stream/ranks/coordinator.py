@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,11 @@ class Coordinator:
         if self.is_alone:
             return Topology.announced(self.rank, self.world_size)
         return Presence.in_default_group().topology()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie that collectives take."""
+        return collective_device()
 
     @property
     def meeting(self) -> str:
@@ -131,9 +137,8 @@ class Coordinator:
         """Every rank's bytes, each filled up to `nbytes`, in host memory."""
         padded = torch.zeros(nbytes, dtype=torch.uint8, device=_HOST)
         padded[: mine.numel()] = mine
-        device = collective_device()
-        everyone = torch.empty(self.world_size * nbytes, dtype=torch.uint8, device=device)
-        self.run(all_gather, everyone, padded.to(device))
+        everyone = torch.empty(self.world_size * nbytes, dtype=torch.uint8, device=self.device)
+        self.run(all_gather, everyone, padded.to(self.device))
         return list(everyone.cpu().split(nbytes))  # in one copy: each takes longer than what it copies
 
     def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
@@ -166,7 +171,7 @@ class Coordinator:
             return value if is_source else found
         if not is_source:
             data = torch.empty(found, dtype=torch.uint8, device=_HOST)
-        data = data.to(collective_device())
+        data = data.to(self.device)
         self.run(dist.broadcast, data, source)
         return value if is_source else _unpickled(data.cpu())
 
@@ -249,7 +254,7 @@ class Coordinator:
         """Begin a `collective` of torch's; returns what waits for it. Both raise :class:`PeerError` if a rank dies."""
         begin = partial(collective, *args, group=group, async_op=True)
         with self.naming_dead_rank():
-            device, kind = collective_device(), (group, collective)
+            device, kind = self.device, (group, collective)
             # NCCL connects ranks at a group's first collective of each kind, and two ranks when one has first bytes
             # for the other; it blocks the thread until all have come, also a dead one.
             is_new = kind not in self._connected or collective is dist.all_to_all_single
@@ -301,14 +306,27 @@ class BackgroundCoordinator(Coordinator):
 
     The training has the process group to itself: collectives of another thread would mix with its own. So threads
     exchange values, of what JSON can hold, by the key-value store. They wait for each other as long as all ranks live.
+
+    Args:
+        exchanges: they make collectives, too: of host memory, in a process group of their own, which is kept.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, *, exchanges: bool = False) -> None:
         super().__init__(coordinator.rank, coordinator.world_size, alone=coordinator.is_alone)
+        self._group: Any = None
         if not self.is_alone:
+            if exchanges:
+                self._group = coordinator.run_on_all(_group_of_threads)
             self._presence = Presence.in_default_group()
             self._held = self._presence.group_store()  # its server, if it is in this process, must live on
             self._watchdog = Watchdog(self._presence, f"{coordinator.meeting}/background", is_background=True)
+
+    @property
+    def device(self) -> torch.device:
+        return _HOST
+
+    def begin(self, collective: Callable[..., Any], *args: Any, group: Any = None) -> Callable[[], None]:
+        return super().begin(collective, *args, group=self._group)
 
     def _gather(self, value: Any) -> list[Any]:
         assert self._watchdog is not None
@@ -330,6 +348,18 @@ class BackgroundCoordinator(Coordinator):
             if error is not None:
                 self._watchdog.announce(error, comes=False)
             self._watchdog.close()
+
+
+_groups_of_threads: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""By the default process group. One that is used goes on after ``destroy_process_group``."""
+
+
+def _group_of_threads() -> Any:
+    """The process group of gloo in which threads of all ranks exchange host memory (all ranks)."""
+    default = dist.group.WORLD
+    if default not in _groups_of_threads:
+        _groups_of_threads[default] = dist.new_group(backend="gloo")
+    return _groups_of_threads[default]
 
 
 def _begun_in_thread(begin: Callable[[], Any], device: torch.device) -> Future[Any]:

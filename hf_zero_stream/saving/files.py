@@ -63,6 +63,7 @@ class ShardWriter:
 
     def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
         """Write `buffers`, one after the other, from byte `position` on."""
+        shard, position = self._place(shard, position)
         handle = self._handle(shard)
         pending, start = [buffer for buffer in buffers if len(buffer)], position
         try:
@@ -93,6 +94,10 @@ class ShardWriter:
         for handle in handles.values():
             os.close(handle)
 
+    def _place(self, shard: int, position: int) -> tuple[int, int]:
+        """The number of the file, and the position in it, where a byte of a shard lies."""
+        return shard, position
+
     def _handle(self, shard: int) -> int:
         with self._lock:
             if shard not in self._handles:
@@ -121,6 +126,7 @@ class Comparison(ShardWriter):
 
     def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
         """Raise :class:`SaveError` if the bytes from `position` on are not those of `buffers`."""
+        shard, position = self._place(shard, position)
         handle = self._handle(shard)
         os.posix_fadvise(handle, position, sum(map(len, buffers)), os.POSIX_FADV_DONTNEED)
         for buffer in buffers:
@@ -134,11 +140,12 @@ class Comparison(ShardWriter):
 
     def compare(self, shard: int, position: int, nbytes: int, digest: int) -> None:
         """Raise :class:`SaveError` if the digest of these bytes is another one."""
-        handle = self._handle(shard)
-        os.posix_fadvise(handle, position, nbytes, os.POSIX_FADV_DONTNEED)
+        file, there = self._place(shard, position)
+        handle = self._handle(file)
+        os.posix_fadvise(handle, there, nbytes, os.POSIX_FADV_DONTNEED)
         try:
-            found = os.pread(handle, nbytes, position)
+            found = os.pread(handle, nbytes, there)
         except OSError as error:
-            raise self._error(shard, position, nbytes, error) from error
+            raise self._error(file, there, nbytes, error) from error
         if digest_of_bytes(position, [found]) != digest:
-            raise self._error(shard, position, nbytes, "the file does not hold what was written to it")
+            raise self._error(file, there, nbytes, "the file does not hold what was written to it")

@@ -7,10 +7,11 @@ a folder of its own for them, its *mirror*. What we save goes to the URL for whi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..errors import SaveError
 from ..ranks.coordinator import meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..settings.scope import set_in_context
-from .pending import finish_pending
+from .pending import finish_pending, save_under_way
 from .places import UrlPlaces, places_at
 
 
@@ -46,37 +47,58 @@ def mirrored(url: str, last: str = "") -> Iterator[Path]:
         UrlError: nothing can be saved to the URL. SaveError: a file is too large, or could not be sent.
     """
     url, places = url.rstrip("/"), places_at(url)
-    with _standing_for(url) as mirror:
-        yield mirror
-        finish_pending()
+    with ExitStack() as until_sent:
+        mirror = _new_mirror(until_sent)
+        with _standing_for(url, mirror):
+            yield mirror
         with meeting(SAVE, "what lies beside a training state") as coordinator:
             send = partial(_send, places, url, mirror, last)
-            coordinator.run_on_all(lambda: None if coordinator.is_main else send())
-            coordinator.run_on_main(send)  # which has the last file
+            pending = save_under_way()
+            if pending is None:
+                coordinator.run_on_all(lambda: None if coordinator.is_main else send())
+                coordinator.run_on_main(send)  # which has the last file
+                return
+            others = coordinator.gather_results(lambda: {} if coordinator.is_main else _files_of(mirror, url, last))
+            if coordinator.is_main:  # more may come into its mirror when the state is whole
+                pending.then(partial(_send_later, places, others, send, kept := until_sent.pop_all()))
+                pending.otherwise(kept.close)
+
+
+def _send_later(
+    places: UrlPlaces, others: Sequence[Mapping[str, bytes]], send: Callable[[], object], until_sent: ExitStack
+) -> None:
+    with until_sent:
+        for url, data in chain.from_iterable(files.items() for files in others):
+            places.put(url, data)
+        send()
 
 
 @contextmanager
 def fetched(url: str) -> Iterator[Path]:
     """A mirror of `url` with the small files that lie there, for code that goes on from them (all ranks)."""
     url, places = url.rstrip("/"), places_at(url)
-    with _standing_for(url) as mirror:
+    finish_pending()
+    with ExitStack() as until_read:
+        mirror = _new_mirror(until_read)
         with meeting(LOAD) as coordinator:
             files = coordinator.broadcast(partial(places.small_files, url))
             for name, data in files.items():
                 (mirror / name).parent.mkdir(parents=True, exist_ok=True)
                 (mirror / name).write_bytes(data)
-        yield mirror
-
-
-@contextmanager
-def _standing_for(url: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-zero-stream-") as name:
-        mirror = Path(name)
-        with set_in_context(_mirrors, {**_mirrors.get(), mirror: url}):
+        with _standing_for(url, mirror):
             yield mirror
 
 
-def _send(places: UrlPlaces, url: str, mirror: Path, last: str) -> None:
+def _new_mirror(stack: ExitStack) -> Path:
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hf-zero-stream-")))
+
+
+def _standing_for(url: str, mirror: Path) -> AbstractContextManager[object]:
+    return set_in_context(_mirrors, {**_mirrors.get(), mirror: url})
+
+
+def _files_of(mirror: Path, url: str, last: str) -> dict[str, bytes]:
+    """What lies in a mirror, by URLs, files that are named `last` behind all others."""
     files = sorted((path for path in mirror.rglob("*") if path.is_file()), key=lambda path: (path.name == last, path))
     for path in files:
         if (nbytes := path.stat().st_size) > LARGEST_BYTES:
@@ -84,4 +106,9 @@ def _send(places: UrlPlaces, url: str, mirror: Path, last: str) -> None:
                 f"{url}: {path.relative_to(mirror)} has {nbytes} bytes, and is not of what hf_zero_stream saves. Only "
                 "small files can be written beside that. Save into a folder, then upload it."
             )
-        places.put("/".join([url, *path.relative_to(mirror).parts]), path.read_bytes())
+    return {"/".join([url, *path.relative_to(mirror).parts]): path.read_bytes() for path in files}
+
+
+def _send(places: UrlPlaces, url: str, mirror: Path, last: str) -> None:
+    for name, data in _files_of(mirror, url, last).items():
+        places.put(name, data)

@@ -139,6 +139,7 @@ class PendingSave:
             while self._if_failed:
                 self.otherwise(self._if_failed.pop(0))
             logger.error(f"A save in the background has failed; what was there before still is. {self.place}: {error}")
+        self._secure = lambda: None  # it has what is trained
 
 
 _current: PendingSave | None = None
@@ -176,9 +177,10 @@ def operation(kind: MeetingKind, *, folder: Any = None, is_part: bool = False) -
     of what ranks have met for already, they wait in that.
     """
     place = str(folder).rstrip("/") if is_url(folder) else folder and Path(folder)
-    failed = finish_pending(elsewhere=place)
-    with fixed_names(), collector_paused(), nullcontext() if is_part else expected_at(kind):
-        yield failed
+    with nullcontext() if is_part else expected_at(kind):
+        failed = finish_pending(elsewhere=place)
+        with fixed_names(), collector_paused():
+            yield failed
 
 
 def _forget_in_child() -> None:
@@ -197,6 +199,11 @@ def _without_frames(error: BaseException) -> BaseException:
         each.__traceback__ = None
         each = each.__cause__ or each.__context__
     return error
+
+
+def save_under_way() -> PendingSave | None:
+    """The save that was begun last, unless it has been waited for since; the same on all ranks."""
+    return _current
 
 
 def after_pending(work: Callable[[], object]) -> None:

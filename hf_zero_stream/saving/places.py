@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
 from ..checkpoint.urls import checkpoints_at, without_secrets
 from ..errors import ConfigError, UrlError
+from ..holdings.steps import Steps
+from ..ranks.coordinator import Coordinator
 from ..registry import broken_plugins, import_named, plugins
 from ..reports.save import SavingRank
 from ..sources.base import is_url
+from .background import Staged, StagedFiles
 from .files import Comparison, ShardWriter, reserve
 from .preparation import Finalizer, WritePlan
 from .publication import Publication
 from .write import Work, bytes_of
+
+
+T = TypeVar("T")
 
 
 class Written(NamedTuple):
@@ -54,12 +60,12 @@ class Place(ABC):
     """Where a save goes.
 
     Attributes:
-        why_waits: why a save there is not made in the background; "" if it can be.
+        why_copies: why a save there in the background copies all that it writes; "" if it does not.
         all_write: all ranks give what they hold, whatever the setting `write_from` says.
         is_shared: what is saved there is whole for whoever sees the place.
     """
 
-    why_waits = ""
+    why_copies = ""
     all_write = True
     is_shared = True
 
@@ -81,6 +87,15 @@ class Place(ABC):
     def write(self, work: Work, publication: Any, plan: WritePlan, finalizer: Finalizer) -> Written:
         """Write all shards, and publish (all ranks)."""
 
+    @abstractmethod
+    def stage(
+        self, work: Work, publication: Any, plan: WritePlan, finalizer: Finalizer, steps: Steps | None, nbytes: int
+    ) -> Staged:
+        """Take what :meth:`write` writes, for threads that go on (all ranks).
+
+        For `steps` and `nbytes` see :func:`.snapshot.begun_snapshot`. If there is an error, nothing is left.
+        """
+
 
 class Folder(Place):
     """A folder that rank 0 sees."""
@@ -96,21 +111,54 @@ class Folder(Place):
 
     def write(self, work: Work, publication: Publication, plan: WritePlan, finalizer: Finalizer) -> Written:
         paths, has_digests = plan.paths(publication.temporary), finalizer.needs_digests
-
-        def finish(writer: ShardWriter) -> Mapping[str, int]:
-            writer.sync()
-            return plan.named(writer.digests)
-
-        with closing(ShardWriter(paths, has_digests=has_digests)) as writer:
-            digests = _through(writer, work, plan, "write", "Writing", partial(finish, writer))
-        if work.verifies:
-            with closing(Comparison(paths)) as comparison:
-                _through(comparison, work, plan, "verify", "Verifying", lambda: None)
+        writer = ShardWriter(paths, has_digests=has_digests)
+        digests = write_files(work, plan, writer, lambda: Comparison(paths), lambda: plan.named(writer.digests))
         ranks = work.publish(finalizer, publication, plan, digests if has_digests else [])
         return Written(ranks, plan.names)
 
+    def stage(
+        self,
+        work: Work,
+        publication: Publication,
+        plan: WritePlan,
+        finalizer: Finalizer,
+        steps: Steps | None,
+        nbytes: int,
+    ) -> Staged:
+        paths = plan.paths(publication.temporary)
+        writer = ShardWriter(paths, has_digests=finalizer.needs_digests)
 
-def _through(writer: ShardWriter, work: Work, plan: WritePlan, phase: str, doing: str, finish: Any) -> list[Any]:
+        def publish(coordinator: Coordinator) -> None:
+            digests = coordinator.all_gather(plan.named(writer.digests))
+            with work.clock("publish"):
+                coordinator.run_on_main(partial(finalizer.publish, publication, plan, digests))
+
+        return StagedFiles(work, plan, steps, nbytes, writer, lambda: Comparison(paths), publish)
+
+
+def write_files(
+    work: Work, plan: WritePlan, writer: ShardWriter, compared: Callable[[], Comparison], finish: Callable[[], T]
+) -> list[T]:
+    """Carry out the plan, into a `writer` of files, and compare them if the save is verified (all ranks).
+
+    Returns what `finish` gives on each rank when its files are on the disk; the writer is closed.
+    """
+
+    def synced() -> T:
+        writer.sync()
+        return finish()
+
+    with closing(writer):
+        found = _through(writer, work, plan, "write", "Writing", synced)
+    if work.verifies:
+        with closing(compared()) as comparison:
+            _through(comparison, work, plan, "verify", "Verifying", lambda: None)
+    return found
+
+
+def _through(
+    writer: ShardWriter, work: Work, plan: WritePlan, phase: str, doing: str, finish: Callable[[], T]
+) -> list[T]:
     """Carry out the plan, into a `writer` of files, and `finish` (all ranks)."""
     with work.bar(plan, plan.plan.bytes_written, doing) as advance:
 

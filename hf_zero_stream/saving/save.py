@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,14 +31,14 @@ from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .arguments import dtype_of_argument, kind_of_save, make_ready, refuse_values
+from .background import Staged
 from .beside import Kept, slots_beside
 from .count import anything, ignored_by
-from .files import Comparison, ShardWriter
 from .lazy_parameters import Holds, LazyParameters, held_values, state_dict_without_values
 from .pending import PendingSave, note_weights
 from .places import Place, Publishing, Written, place_at, refuse_other_places
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
-from .snapshot import ALL, Snapshot, begun_snapshot
+from .snapshot import ALL
 from .write import Work
 
 
@@ -177,7 +177,7 @@ class Save:
     def run(self, *items: SaveItem, finalizer: Finalizer = _NO_MORE) -> SaveReport:
         """Save `items` and publish them together (all ranks, in an operation); rank 0 gives the `finalizer`."""
         with self._together():
-            with self._measured(), self._staged(items) as (publication, plan):
+            with self._measured(), self._prepared(items) as (publication, plan):
                 self._work.settle()
                 written = self._place.write(self._work, publication, plan, finalizer)
             return self._report(plan, written)
@@ -191,26 +191,14 @@ class Save:
         """
         work = self._work
         with self._together():
-            with self._measured(), self._staged(items) as (publication, plan):
+            with self._measured(), self._prepared(items) as (publication, plan):
                 work.settle()
                 must_wait, copies_all = self._must_wait_or_copy(plan, copies)
                 if not must_wait:
-                    with work.clock("copy"), ExitStack() as opened:
-                        paths = plan.paths(publication.temporary)
-                        writer = ShardWriter(paths, has_digests=finalizer.needs_digests)
-                        opened.enter_context(closing(writer))
-                        snapshot = begun_snapshot(work, plan, writer, None if copies_all else steps, snapshot_bytes)
-                        opened.pop_all()
-                    beside = BackgroundCoordinator(work.coordinator)
-                    finish = partial(self._finish, publication, plan, finalizer, snapshot, writer, beside)
-                    pending = PendingSave(finish, snapshot.secure, self._place.location)
-                    try:
-                        pending.start()
-                    except BaseException as error:
-                        snapshot.end()
-                        beside.close(error)
-                        raise
-                    return pending
+                    with work.clock("copy"):
+                        seen = None if copies_all else steps
+                        staged = self._place.stage(work, publication, plan, finalizer, seen, snapshot_bytes)
+                    return self._begun_in_background(publication, staged)
                 written = self._place.write(work, publication, plan, finalizer)
             return PendingSave.finished(self._report(plan, written))
 
@@ -219,65 +207,54 @@ class Save:
 
         Rank 0 says why.
         """
-        coordinator, why = self._work.coordinator, self._place.why_waits
-        if not why and plan.has_single_writer:
+        coordinator, why = self._work.coordinator, ""
+        if plan.has_single_writer:
             why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
         swapped, reasons = zip(*coordinator.all_gather((plan.parameters.is_swapped, copies)), strict=True)
         if not why and any(swapped):
             why = "values are in swap files, and host memory is not to hold them"
-        reason = next(filter(None, reasons), "")
+        reason = next(filter(None, (*reasons, self._place.why_copies)), "")
         if why and coordinator.is_main:
             logger.warning_once(f"This save is not made in the background: {why}.")
         elif reason not in ("", ALL) and coordinator.is_main:
             logger.warning_once(f"This save copies all that it writes in host memory at the call: {reason}.")
         return bool(why), bool(reason)
 
-    def _finish(
-        self,
-        publication: Publishing,
-        plan: WritePlan,
-        finalizer: Finalizer,
-        snapshot: Snapshot,
-        writer: ShardWriter,
-        coordinator: BackgroundCoordinator,
-    ) -> SaveReport:
+    def _begun_in_background(self, publication: Publishing, staged: Staged) -> PendingSave:
+        """Have a thread of each rank go on with what is `staged` (all ranks)."""
+        beside: BackgroundCoordinator | None = None
+        try:
+            beside = BackgroundCoordinator(self._work.coordinator, exchanges=staged.exchanges)
+            finish = partial(self._finish, publication, staged, beside)
+            pending = PendingSave(finish, staged.secure, self._place.location)
+            pending.start()
+        except BaseException as error:
+            staged.abandon()
+            staged.end()
+            if beside is not None:
+                beside.close(error)
+            raise
+        return pending
+
+    def _finish(self, publication: Publishing, staged: Staged, coordinator: BackgroundCoordinator) -> SaveReport:
         """Write in the background, wait for the other ranks, and publish.
 
-        No tensor of the training is changed, and no collective made.
+        No tensor of the training is changed, and no collective made in its process group.
         """
-        work = self._work
-        began, clock = time.perf_counter(), work.clock
-        digests: dict[str, int] = {}
-
-        def write() -> None:
-            with closing(writer), clock("write"):
-                snapshot.write(coordinator.check)
-                with clock("sync"):
-                    writer.sync()
-                digests.update(plan.named(writer.digests))
-            if work.verifies:
-                with closing(Comparison(plan.paths(publication.temporary))) as comparison, clock("verify"):
-                    snapshot.verify(comparison, coordinator.check)
-            clock.add("held", snapshot.held_seconds)
-
+        began = time.perf_counter()
         try:
-            coordinator.agree(_error_of(write))
-            publish = partial(finalizer.publish, publication, plan, coordinator.all_gather(digests))
-            error: Exception | None = None
-            if coordinator.is_main:
-                with clock("publish"):
-                    error = _error_of(publish)
-            clock.add("total", time.perf_counter() - began)
-            mine = work.figures(plan, copied=snapshot.copied_bytes)
-            ranks = [SavingRank(**each) for each in coordinator.all_gather(asdict(mine), error)]
+            staged.finish(coordinator)
+            self._work.clock.add("total", time.perf_counter() - began)
+            ranks = [SavingRank(**each) for each in coordinator.all_gather(asdict(staged.figures()))]
         except BaseException:
+            staged.abandon()
             if coordinator.is_main:
                 publication.abandon()
             raise
         finally:
-            snapshot.end()
+            staged.end()
             coordinator.close()
-        return self._report(plan, Written(ranks, plan.names), asynchronous=True)
+        return self._report(staged.plan, Written(ranks, staged.names), asynchronous=True)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -295,7 +272,7 @@ class Save:
             yield
 
     @contextmanager
-    def _staged(self, items: Sequence[SaveItem]) -> Iterator[tuple[Publishing, WritePlan]]:
+    def _prepared(self, items: Sequence[SaveItem]) -> Iterator[tuple[Publishing, WritePlan]]:
         """Plan `items`; inside, files of their final sizes wait for their bytes, and an error removes them."""
         work, coordinator = self._work, self._work.coordinator
         publication: Publishing | None = None
@@ -342,11 +319,3 @@ class Save:
         if self._work.coordinator.is_main:
             tell("save", report.summary(), report.to_dict)
         return report
-
-
-def _error_of(work: Callable[[], object]) -> Exception | None:
-    try:
-        work()
-    except Exception as error:
-        return error
-    return None

@@ -259,7 +259,8 @@ def rotate_checkpoints(original: Callable[..., Any], *args: Any, output_dir: Any
             return
         logger.warning(f"{later[0]}: its save was interrupted or has failed; until it is whole, none is removed.")
 
-    after_pending(rotate)
+    if url_of(output_dir) is None:  # what is there is removed by :mod:`.trainers_at_urls`
+        after_pending(rotate)
 
 
 def _checkpoints_in(output_dir: Any) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..errors import UnsupportedError
 from ..ranks.coordinator import meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..saving.mirrors import fetched, mirrored, url_of
+from ..saving.pending import after_pending, finish_pending
 from ..saving.places import places_at
 from ..seams.wrappers import checkpoint_number, trainer_state_in
 from ..sources.base import is_url
@@ -38,7 +40,8 @@ def save(save_checkpoint: Callable[[], Any], trainer: Any) -> Any:
             if coordinator.is_main and best != state.best_model_checkpoint:
                 state.save_to_json(str(mirror / f"checkpoint-{state.global_step}" / _LAST))
     with meeting(SAVE, "older checkpoints") as coordinator:
-        coordinator.run_on_main(lambda: _rotate(url, trainer.args.save_total_limit, state.best_model_checkpoint))
+        rotate = partial(_rotate, url, trainer.args.save_total_limit, state.best_model_checkpoint)
+        coordinator.run_on_main(partial(after_pending, rotate))
     return result
 
 
@@ -59,6 +62,7 @@ def fetched_checkpoint(url: str, stack: ExitStack) -> str:
 
 def newest(url: str) -> str:
     """The newest complete checkpoint below `url` (all ranks)."""
+    finish_pending()
     with meeting(LOAD) as coordinator:
         found: list[str] = coordinator.broadcast(lambda: _complete(url.rstrip("/")))
     if not found:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not can_mount(), reason="mounting in a namespace
 STEPS = 60
 
 
-def train_until(checkpoint: Path, work: Path, victim: int, dies_after_s: float) -> None:
+def train_until(checkpoint: Path, work: Path, victim: int, dies_after_s: float, asynchronous: bool) -> None:
     """Save after each step, on a shared disk and then on hosts; the process of the `victim` is killed some time."""
     join_host("abc", work / "memories", work / "memory")
     engine = engine_of(checkpoint, state_config(3), two_groups)
@@ -37,7 +37,7 @@ def train_until(checkpoint: Path, work: Path, victim: int, dies_after_s: float) 
         train(engine, [step])
         shared = work / "shared" / str(step + 1)
         hf_zero_stream.save_state(engine, shared)
-        states.save(engine, data={"step": step + 1})
+        states.save(engine, data={"step": step + 1}, asynchronous=asynchronous)
         if step == 0 and dist.get_rank() == victim:
             threading.Timer(dies_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
@@ -68,11 +68,14 @@ def go_on(checkpoint: Path, work: Path, hosts: Sequence[str]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
-def test_killed_at_any_moment(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_killed_at_any_moment(
+    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, number: int, asynchronous: bool
+) -> None:
     (tmp_path / "memory").mkdir()
     checkpoint, victim = zoo_checkpoint("llama"), number % 3
     dies_after_s = random.uniform(0, 4)
-    outcomes = run_ranks_expecting_errors(3, train_until, checkpoint, tmp_path, victim, dies_after_s)
+    outcomes = run_ranks_expecting_errors(3, train_until, checkpoint, tmp_path, victim, dies_after_s, asynchronous)
     assert outcomes[victim].error_type == "Died", outcomes
     shutil.rmtree(tmp_path / "memories" / "abc"[victim])
     rest = "abc".replace("abc"[victim], "")

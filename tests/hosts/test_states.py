@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
+from tests.support.held_writer import held_writer
 from tests.support.hosts import can_mount, move_to_host
 from tests.support.parity import whole_values
 from tests.support.plugins import without_plugin
@@ -26,17 +27,33 @@ pytestmark = pytest.mark.skipif(not can_mount(), reason="mounting in a namespace
 Checkpoint = Callable[..., Path]
 
 
-def train_and_save(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], stage: int, copies: int) -> Any:
-    """Save after 2 steps and after 4, on hosts; and on a shared disk."""
+def train_and_save(
+    checkpoint: Path,
+    disks: Path,
+    folder: Path,
+    hosts: Sequence[str],
+    stage: int,
+    copies: int,
+    asynchronous: bool = False,
+) -> Any:
+    """Save after 2 steps and after 4, on hosts; and on a shared disk. In the background, steps come before writes."""
     import hf_zero_stream
 
     join_host(hosts, disks, folder)
     engine = engine_of(checkpoint, state_config(stage), two_groups)
     losses = train(engine, range(2))
-    hf_zero_stream.save_state(engine, folder, hosts=True, copies=copies, data={"position": 7})
+    how: dict[str, Any] = {"hosts": True, "copies": copies, "asynchronous": asynchronous}
+    hf_zero_stream.save_state(engine, folder, data={"position": 7}, **how)
     losses += train(engine, range(2, 4))
-    hf_zero_stream.save_state(engine, folder, hosts=True, copies=copies, keep=2, data={"position": 8})
     hf_zero_stream.save_state(engine, disks.parent / "shared")
+    with held_writer() as writer:
+        saved = hf_zero_stream.save_state(engine, folder, keep=2, data={"position": 8}, **how)
+        if asynchronous:
+            losses += train(engine, range(4, 6))
+            assert not saved.done
+            writer.let_go()
+            assert saved.wait().asynchronous
+            return losses
     return losses + train(engine, range(4, 6))
 
 
@@ -60,13 +77,16 @@ def resume(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], st
 
 
 @pytest.mark.plugin("relay")
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_two_of_three_hosts_go_on(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "asynchronous"), [(3, True), (1, False), (3, False), (1, True)])
+@pytest.mark.sample(2)
+def test_two_of_three_hosts_go_on(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int, asynchronous: bool
+) -> None:
     """And other numbers of ranks, and a host that has nothing."""
     disks, folder = tmp_path / "disks", tmp_path / "own"
     folder.mkdir()
     checkpoint = zoo_checkpoint("qwen3_moe")
-    run_ranks(3, train_and_save, checkpoint, disks, folder, "abc", stage, 1)
+    run_ranks(3, train_and_save, checkpoint, disks, folder, "abc", stage, 1, asynchronous)
     assert len(list((disks / "a").glob("state-*"))) == 2
     shutil.rmtree(disks / "b")
     for hosts in ("ac", "cada"):

@@ -68,32 +68,42 @@ def unsharded(names: set[str]) -> set[str]:
     return {name for name in names if ".safetensors" not in name and not name.endswith("hf_zero_stream")}
 
 
+BEST = {"load_best_model_at_end": True, "save_total_limit": 2}
+
+
 @pytest.mark.parametrize(
-    ("stage", "arguments"),
+    ("stage", "in_background", "arguments"),
     [
-        (3, {"save_total_limit": 2}),
-        (2, {"save_total_limit": 2}),
-        (None, {"save_total_limit": 2}),
-        (3, {"load_best_model_at_end": True, "save_total_limit": 2}),
-        (None, {"load_best_model_at_end": True, "save_total_limit": 2}),
-        (3, {"save_only_model": True, "save_total_limit": 1}),
+        (3, False, {"save_total_limit": 2}),
+        (2, True, {"save_total_limit": 2}),
+        (None, True, BEST),
+        (2, False, {"save_total_limit": 2}),
+        (None, False, {"save_total_limit": 2}),
+        (3, False, BEST),
+        (None, False, BEST),
+        (3, False, {"save_only_model": True, "save_total_limit": 1}),
+        (3, True, {"save_total_limit": 2}),
+        (3, True, BEST),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_a_trainer(
     cluster: None,
     zoo_checkpoint: Checkpoint,
     bucket: dict[str, str],
     tmp_path: Path,
     stage: int | None,
+    in_background: bool,
     arguments: dict[str, Any],
 ) -> None:
     """Losses, the best and kept checkpoints and files are those in a folder; so are resumes, of the newest too."""
     folder, run = zoo_checkpoint("llama"), TrainerRun(zero=stage is not None, stage=stage or 3, arguments=arguments)
+    environment = bucket | {"HF_ZERO_STREAM_ASYNCHRONOUS_SAVE": str(int(in_background))}
     mine = RemoteFolder(URL)
     for name in ("checkpoint-1/notes.txt", "other/checkpoint-2/trainer_state.json", "checkpoint-0/trainer_state.json"):
         mine.put(name, b"of somebody else")
-    at_url = run_ranks(2, train, folder, URL, run, bucket, tmp_path / "work", timeout=240)
+    environment = bucket | {"HF_ZERO_STREAM_ASYNCHRONOUS_SAVE": str(int(in_background))}
+    at_url = run_ranks(2, train, folder, URL, run, environment, tmp_path / "work", timeout=240)
     local = tmp_path / "local"
     in_folder = run_ranks(2, train, folder, local, run, bucket, tmp_path / "work", timeout=240)
     assert at_url == in_folder and at_url[0]["left"] == []

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PeerError, SaveError
-from ...plugin_api import WORD, Coordinator, collective_device, digest_of_bytes
+from ...plugin_api import WORD, Coordinator, digest_of_bytes
 from .folders import Hosts
 
 
@@ -62,7 +62,7 @@ def _copy_once(
     digests: Sequence[int],
     path_of: Callable[[int], Path],
 ) -> None:
-    rank, device = coordinator.rank, collective_device()
+    rank, device = coordinator.rank, coordinator.device
     sources = [source for source, target in targets.items() if target == rank]
     found, handles = dict.fromkeys(sources, 0), dict[int, int]()
     error: BaseException | None = None

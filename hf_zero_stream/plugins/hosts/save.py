@@ -14,14 +14,14 @@ import shutil
 import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
 from transformers.utils import logging
 
 from ...errors import ConfigError, SaveError
@@ -33,20 +33,21 @@ from ...plugin_api import (
     Finalizer,
     Place,
     Publication,
-    Put,
     SavePlan,
-    SavingRank,
     ShardWriter,
+    Staged,
+    StagedFiles,
+    Steps,
     Training,
     Work,
     WritePlan,
     Written,
     as_save_error,
-    bytes_of,
     bytes_text,
     free_memory,
     history,
     kind_of_file_system,
+    write_files,
 )
 from .choice import FoundState, facts_of, joined, next_number, piece_name, replaced_by
 from .copies import copy_pieces, holders_of
@@ -81,7 +82,6 @@ class HostPlace(Place):
         told: called when all hosts have the state, with the id of the training and its steps.
     """
 
-    why_waits = "hosts exchange copies, which takes all ranks"
     is_shared = False
 
     def __init__(
@@ -112,102 +112,190 @@ class HostPlace(Place):
         return begin_in(self._folder)
 
     def write(self, work: Work, publication: Publication, plan: WritePlan, finalizer: Finalizer) -> Written:
-        coordinator, hosts = work.coordinator, self._hosts
-        is_leader, named = coordinator.rank == hosts.leader, as_save_error(self._folder)
-        own = coordinator.run_on_all(named(lambda: begin_in(self._folder) if is_leader else None))
+        with self._begun(work, publication, plan, finalizer) as save:
+            write_files(work, plan, save.writer, save.comparison, lambda: None)
+            save.publish(work.coordinator)
+        return Written(work.coordinator.all_gather(work.figures(plan)), plan.names)
+
+    def stage(
+        self,
+        work: Work,
+        publication: Publication,
+        plan: WritePlan,
+        finalizer: Finalizer,
+        steps: Steps | None,
+        nbytes: int,
+    ) -> Staged:
+        with self._begun(work, publication, plan, finalizer) as save:
+            return _StagedOnHosts(work, plan, steps, nbytes, save)
+
+    @contextmanager
+    def _begun(
+        self, work: Work, publication: Publication, plan: WritePlan, finalizer: Finalizer
+    ) -> Iterator[_HostSave]:
+        """Agree on all that is known before values are written, and make room for these (all ranks).
+
+        An error inside removes it again.
+        """
+        coordinator, named = work.coordinator, as_save_error(self._folder)
+        save = _HostSave(self._folder, self._hosts, work, _joined(_extents(plan.plan, coordinator.rank)))
         try:
-            found = coordinator.run_on_all(named(lambda: states_in(self._folder) if is_leader else []))
-            paths, of_hosts = zip(
-                *coordinator.all_gather((None if own is None else own.temporary, found)), strict=True
-            )
-            state = self._write_pieces(work, paths[hosts.leader], plan, joined(of_hosts))
-            with work.clock("publish"):
-                tree = coordinator.broadcast(named(partial(self._tree, publication, plan, finalizer)))
+            try:
+                save.begin(self._copies, self._keep, named)
+                save.describe(plan, self._training, self._facts, self._told)
+                tree = coordinator.broadcast(named(partial(_tree, publication, plan, finalizer)))
                 for of_rank in coordinator.all_gather(self._files):
                     tree |= of_rank
-                coordinator.run_on_all(lambda: None if own is None else self._commit(own, state, tree))
+                save.tree = tree
+            finally:
+                if coordinator.is_main:
+                    publication.abandon()
+            yield save
         except BaseException:
-            if own is not None:
-                own.abandon()
+            save.abandon()
             raise
-        finally:
-            if coordinator.is_main:
-                publication.abandon()
+
+
+class _HostSave:
+    """A save onto hosts while it is made, from what ranks agree on before they write to the names of its folders."""
+
+    tree: dict[str, bytes]
+    """All files of the state but the pieces, by their names in its folder."""
+
+    def __init__(self, folder: Path, hosts: Hosts, work: Work, extents: Sequence[tuple[int, int, int]]) -> None:
+        self._folder, self._hosts, self._work, self._extents = folder, hosts, work, extents
+        self._is_leader = work.coordinator.rank == hosts.leader
+        self._own: Publication | None = None
+
+    def begin(self, copies: int, keep: int, named: Any) -> None:
+        """Make the folder of this host, with files of full size for pieces; errors are `named` (all ranks)."""
+        coordinator, hosts = self._work.coordinator, self._hosts
+
+        def look() -> list[FoundState]:
+            if not self._is_leader:
+                return []
+            self._own = begin_in(self._folder)
+            return states_in(self._folder)
+
+        found = coordinator.run_on_all(named(look))
+        sizes = sum(stop - start for _, start, stop in self._extents)
+        mine = None if self._own is None else self._own.temporary, found, sizes
+        paths, of_hosts, self._sizes = zip(*coordinator.all_gather(mine), strict=True)
+        self._temporary, self._found, self._keep = paths[hosts.leader], joined(of_hosts), keep
+        self.copies = min(copies, len(hosts.ranks) - 1)
+        if self.copies < copies and coordinator.is_main:
+            logger.warning_once(
+                f"{self._folder}: {copies} copies on other hosts were asked for, and there are {len(hosts.ranks)} "
+                "host(s). If one is lost, so may be the state."
+            )
+        self._holders = holders_of(hosts, self.copies)
+        coordinator.run_on_all(named(self._make_room))
+        path, extents = self._path_of(coordinator.rank), self._extents
+        self.writer = _PieceWriter(path, extents, has_digests=True)
+        self.comparison = partial(_PieceComparison, path, extents)
+
+    def _make_room(self) -> None:
+        if self._is_leader:
+            (self._temporary / PIECES).mkdir(mode=0o700)
+            wanted = [rank for rank, of_rank in enumerate(self._holders) if self._hosts.mine in of_rank]
+            _refuse_too_large(self._folder, sum(self._sizes[rank] for rank in wanted))
+            for rank in wanted:
+                _allocate(self._path_of(rank), self._sizes[rank])
+
+    def _path_of(self, rank: int) -> Path:
+        return self._temporary / PIECES / piece_name(rank)
+
+    def describe(
+        self,
+        plan: WritePlan,
+        training: Training,
+        facts: Mapping[str, Any],
+        told: Callable[[str, int], object] | None,
+    ) -> None:
+        """Agree on what the state says of itself (all ranks)."""
+        coordinator, steps = self._work.coordinator, training.counters[STEPS]
+        own = uuid.uuid4().hex[:12], steps, history.id_of(training.optimizer), facts if coordinator.is_main else {}
+        (identity, steps, known, facts), *_ = coordinator.all_gather(own)
+        named = zip(plan.names, plan.shards, strict=True)
+        shards = [(name, len(shard.header), shard.size_bytes) for name, shard in named]
+        self._table, self._told = _table_of(self._extents, shards, coordinator), told
+        self._state = HostState(
+            id=identity,
+            steps=steps,
+            number=next_number(self._found, known, steps),
+            training=known,
+            facts=facts,
+            hosts=self._hosts.names,
+            shards=shards,
+            pieces=[],
+        )
+
+    def publish(self, coordinator: Coordinator) -> None:
+        """Copy what all ranks have written, and give the state its name on each host (all ranks)."""
+        digests = coordinator.all_gather(self.writer.digests[0] % WORD)
+        with self._work.clock("copy"):
+            copy_pieces(coordinator, self._hosts, self.copies, self._sizes, digests, self._path_of)
+        pieces = [PieceRecord(*each) for each in zip(self._sizes, digests, self._holders, strict=True)]
+        state = replace(self._state, pieces=pieces)
+        with self._work.clock("publish"):
+            coordinator.run_on_all(partial(self._commit, state))
         if self._told is not None:
             self._told(state.training, state.steps)
         # Only now: until all hosts have the new state, the older one is what a resume may need.
-        names = replaced_by(state.found(frozenset()), joined(of_hosts), self._keep)
+        names = replaced_by(state.found(frozenset()), self._found, self._keep)
+        coordinator.run_on_all(lambda: remove_states(self._folder, names if self._is_leader else []))
 
-        def remove() -> SavingRank:
-            if is_leader:
-                remove_states(self._folder, names)
-            return work.figures(plan)
-
-        return Written(coordinator.gather_results(remove), plan.names)
-
-    def _write_pieces(self, work: Work, temporary: Path, plan: WritePlan, found: Sequence[FoundState]) -> HostState:
-        """Write this rank's piece, and the copies of others', into the `temporary` folder of this host."""
-        coordinator, hosts = work.coordinator, self._hosts
-        copies = min(self._copies, len(hosts.ranks) - 1)
-        if copies < self._copies and coordinator.is_main:
-            logger.warning_once(
-                f"{self._folder}: {self._copies} copies on other hosts were asked for, and there are "
-                f"{len(hosts.ranks)} host(s). If one is lost, so may be the state."
-            )
-        mine = _joined(_extents(plan.plan, coordinator.rank))
-        steps, training = self._training.counters[STEPS], history.id_of(self._training.optimizer)
-        own = uuid.uuid4().hex[:12], steps, training, self._facts if coordinator.is_main else {}
-        (identity, steps, training, facts), *_ = coordinator.all_gather(own)
-        sizes = coordinator.all_gather(sum(stop - start for _, start, stop in mine))
-        holders = holders_of(hosts, copies)
-
-        def path_of(rank: int) -> Path:
-            return temporary / PIECES / piece_name(rank)
-
-        def make_room() -> None:
-            wanted = {rank: sizes[rank] for rank, of_rank in enumerate(holders) if hosts.mine in of_rank}
-            if coordinator.rank == hosts.leader:
-                (temporary / PIECES).mkdir(mode=0o700)
-                _refuse_too_large(self._folder, sum(wanted.values()))
-                for rank, nbytes in wanted.items():
-                    _allocate(path_of(rank), nbytes)
-
-        coordinator.run_on_all(as_save_error(self._folder)(make_room))
-        digests = coordinator.all_gather(_fill(work, path_of(coordinator.rank), plan, mine))
-        with work.clock("copy"):
-            copy_pieces(coordinator, hosts, copies, sizes, digests, path_of)
-        named = zip(plan.names, plan.shards, strict=True)
-        shards = [(name, len(shard.header), shard.size_bytes) for name, shard in named]
-        self._table = _table_of(mine, shards, coordinator)
-        return HostState(
-            id=identity,
-            steps=steps,
-            number=next_number(found, training, steps),
-            training=training,
-            facts=facts,
-            hosts=hosts.names,
-            shards=shards,
-            pieces=[PieceRecord(*each) for each in zip(sizes, digests, holders, strict=True)],
-        )
-
-    def _tree(self, publication: Publication, plan: WritePlan, finalizer: Finalizer) -> dict[str, bytes]:
-        """All files of the state but the pieces, which rank 0 has prepared; of shards the headers."""
-        if finalizer.write_rest is not None:
-            finalizer.write_rest(publication, {})  # pieces have digests of their own
-        headers = {name: shard.header for name, shard in zip(plan.names, plan.shards, strict=True)}
-        for name in headers:
-            (publication.temporary / name).unlink()
-        return tree_of(publication.temporary) | headers
-
-    def _commit(self, own: Publication, state: HostState, tree: Mapping[str, bytes]) -> None:
+    def _commit(self, state: HostState) -> None:
         """Give the state its final name in the folder of this host."""
+        if self._own is None:
+            return
         try:
-            place = own.temporary / state.name
-            write_tree(place, {**tree, MANIFEST: state.to_json().encode(), RUNS: self._table})
-            os.replace(own.temporary / PIECES, place / PIECES)
+            place = self._temporary / state.name
+            write_tree(place, {**self.tree, MANIFEST: state.to_json().encode(), RUNS: self._table})
+            os.replace(self._temporary / PIECES, place / PIECES)
         except OSError as error:
-            raise SaveError(f"{own.temporary}: cannot finish this state: {error.strerror or error}.") from error
-        own.commit("", "")
+            raise SaveError(f"{self._temporary}: cannot finish this state: {error.strerror or error}.") from error
+        self._own.commit("", "")
+
+    def abandon(self) -> None:
+        if self._own is not None:
+            self._own.abandon()
+
+
+class _StagedOnHosts(StagedFiles):
+    def __init__(self, work: Work, plan: WritePlan, steps: Steps | None, nbytes: int, save: _HostSave) -> None:
+        super().__init__(work, plan, steps, nbytes, save.writer, save.comparison, save.publish)
+        self._save, self.exchanges = save, save.copies > 0
+
+    def abandon(self) -> None:
+        self._save.abandon()
+
+
+class _PieceWriter(ShardWriter):
+    """Writes the bytes of shards where they belong in the piece with these `extents`."""
+
+    def __init__(self, path: Path, extents: Sequence[tuple[int, int, int]], *, has_digests: bool = False) -> None:
+        super().__init__([path], has_digests=has_digests)
+        self._extents = extents
+        self._starts = [0, *accumulate(stop - start for _, start, stop in extents)]
+
+    def _place(self, shard: int, position: int) -> tuple[int, int]:
+        number = bisect_right(self._extents, (shard, position, 2**63)) - 1
+        return 0, self._starts[number] + position - self._extents[number][1]
+
+
+class _PieceComparison(_PieceWriter, Comparison):
+    """Compares them."""
+
+
+def _tree(publication: Publication, plan: WritePlan, finalizer: Finalizer) -> dict[str, bytes]:
+    """All files of the state but the pieces, which rank 0 has prepared; of shards the headers."""
+    if finalizer.write_rest is not None:
+        finalizer.write_rest(publication, {})  # pieces have digests of their own
+    headers = {name: shard.header for name, shard in zip(plan.names, plan.shards, strict=True)}
+    for name in headers:
+        (publication.temporary / name).unlink()
+    return tree_of(publication.temporary) | headers
 
 
 _known_runs: dict[tuple[Any, ...], bytes] = {}
@@ -234,16 +322,6 @@ def _table_of(
     return packed
 
 
-def _fill(work: Work, path: Path, plan: WritePlan, mine: Sequence[tuple[int, int, int]]) -> int:
-    """Write this rank's piece; returns its digest."""
-    with closing(ShardWriter([path], has_digests=True)) as writer:
-        work.execute("write", plan, _put_into(writer, mine), writer.sync)
-    if work.verifies:
-        with closing(Comparison([path])) as comparison:
-            work.execute("verify", plan, _put_into(comparison, mine), lambda: None)
-    return writer.digests[0] % WORD
-
-
 def _extents(plan: SavePlan, rank: int) -> Iterator[tuple[int, int, int]]:
     """What `rank` writes: the shard, the first byte, and one past the last."""
     exchanged = [segment for of_round in plan.rounds for writer, segment in of_round if writer == rank]
@@ -251,17 +329,6 @@ def _extents(plan: SavePlan, rank: int) -> Iterator[tuple[int, int, int]]:
         yield segment.shard, segment.position, segment.position + segment.nbytes
     for it in plan.computations if rank == 0 else ():
         yield it.shard, it.position, it.position + it.view.numel * it.view.node.dtype.itemsize
-
-
-def _put_into(writer: ShardWriter, mine: Sequence[tuple[int, int, int]]) -> Put:
-    """What takes the bytes of shards, and puts them where they belong in the piece with these extents."""
-    places = [0, *accumulate(stop - start for _, start, stop in mine)]
-
-    def put(shard: int, position: int, values: Sequence[torch.Tensor]) -> None:
-        number = bisect_right(mine, (shard, position, 2**63)) - 1
-        writer.put(0, places[number] + position - mine[number][1], [bytes_of(each) for each in values])
-
-    return put
 
 
 def _joined(extents: Iterator[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -23,10 +23,12 @@ from ...plugin_api import (
     LOAD,
     STEPS,
     Coordinator,
+    PendingSave,
     Resumed,
     SaveReport,
     StreamingConfig,
     Training,
+    finish_pending,
     history,
     import_object,
     is_plain_name,
@@ -102,7 +104,13 @@ class HostStates:
         """What is known of the training beside its optimizer; see :mod:`.choice`."""
         self._newest: _Newest | None = None
 
-    def save(self, trained: Any, **kwargs: Any) -> SaveReport:
+    @overload
+    def save(self, trained: Any, *, asynchronous: Literal[False] = False, **kwargs: Any) -> SaveReport: ...
+    @overload
+    def save(self, trained: Any, *, asynchronous: Literal[True], **kwargs: Any) -> PendingSave: ...
+    @overload
+    def save(self, trained: Any, *, asynchronous: bool, **kwargs: Any) -> SaveReport | PendingSave: ...
+    def save(self, trained: Any, **kwargs: Any) -> SaveReport | PendingSave:
         """Save a state on the hosts (all ranks); for the arguments and errors see :func:`...state.save.save_state`."""
         model = ref(unwrapped(trained))
 
@@ -110,8 +118,8 @@ class HostStates:
             self._newest = _Newest(model, training, steps)
 
         how = {"copies": self._copies, "keep": self._keep, "facts": self.facts, "told": told, **kwargs}
-        report: SaveReport = save_state(trained, self.folder, hosts=True, **how)
-        return report
+        saved: SaveReport | PendingSave = save_state(trained, self.folder, hosts=True, **how)
+        return saved
 
     def load(self, trained: Any, shared: str | os.PathLike[str] | None = None, **kwargs: Any) -> Resumed | None:
         """Go on from the newest state that is whole: on the hosts, or in the `shared` folder of ``save_state``.
@@ -160,6 +168,7 @@ class HostStates:
 
     def remove(self) -> None:
         """Remove all that this job has on this host, of whatever training; each host must call it."""
+        finish_pending(raises=False)
         if self.folder.exists():
             with suppress(SaveError, FileNotFoundError):  # it is somebody else's, or another rank was faster
                 shutil.rmtree(own_folder(self.folder), ignore_errors=True)
@@ -176,6 +185,7 @@ class HostStates:
 
         For that, and for `or_weights`, see :func:`...saving.pending.when_whole`.
         """
+        finish_pending(raises=False)  # which may be newer
         newest, self._newest = self._newest, None
         model = None if newest is None else newest.model()
         if newest is None or model is None:
@@ -273,7 +283,7 @@ def save_between_steps(engine: Any, folder: Path, settings: StreamingConfig, cli
             if step != last and step % settings.host_states_every == 0 and engine.training and torch.is_grad_enabled():
                 last = step
                 if (states := _on_hosts[engine]) is not None:
-                    states.save(engine, data={CLIENT: {}})
+                    states.save(engine, data={CLIENT: {}}, asynchronous=settings.asynchronous_save)
 
         # Then the optimizer, counters, and a scheduler, whoever steps it, have come to the end of the same step.
         engine.register_forward_pre_hook(save, prepend=True)

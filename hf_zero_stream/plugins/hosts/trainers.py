@@ -25,6 +25,7 @@ from ...plugin_api import (
     is_fsdp2,
     meeting,
     note_steps,
+    settings_in_force,
     trained_with,
     unwrapped,
 )
@@ -122,7 +123,8 @@ class SaveOnHosts(TrainerCallback):
         with tempfile.TemporaryDirectory() as folder:
             write_small_files(trainer, Path(folder))
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-        self.states.save(trained, data={CLIENT: {}}, files=files, **own)
+        asynchronous = settings_in_force().asynchronous_save
+        self.states.save(trained, data={CLIENT: {}}, files=files, asynchronous=asynchronous, **own)
 
 
 def attach(states: Any, trainer: Any, every: int) -> str | None:

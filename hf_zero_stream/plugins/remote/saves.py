@@ -19,7 +19,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,10 +31,14 @@ from transformers.utils import logging
 
 from ...errors import HfZeroStreamError, PlaceTakenError, SaveError
 from ...plugin_api import (
+    BackgroundCoordinator,
     Finalizer,
     Place,
     PlacedItem,
+    SavingRank,
     ShardToWrite,
+    Staged,
+    Steps,
     Work,
     WritePlan,
     Written,
@@ -43,7 +47,8 @@ from ...plugin_api import (
 )
 from .lists import LIST, SaveList, Version, parse_list
 from .objects import ConflictError, Guard, ObjectStatus, RemoteFolder, StreamedObject, abort_uploads
-from .uploads import check_all, send_all, uploads_of
+from .upload_plan import Upload
+from .uploads import KeptObject, check_all, send_all, uploads_of
 from .urls import checkpoint_url, joined
 
 
@@ -110,32 +115,98 @@ def remove(url: str, first: str) -> None:
 class BucketPlace(Place):
     """A URL that is saved to."""
 
-    why_waits = "shards that go to a URL are put together of what all ranks hold"
+    why_copies = "shards that go to a URL are put together of what all ranks hold"
 
     def begin(self) -> BucketSave:
         return BucketSave(RemoteFolder(str(self.location)), Path(tempfile.mkdtemp(prefix="hf-zero-stream-")))
 
     def write(self, work: Work, publication: BucketSave, plan: WritePlan, finalizer: Finalizer) -> Written:
         """Send all shards; what they replace stays until :meth:`BucketSave.commit`."""
-        coordinator = work.coordinator
-        single_writer, found = coordinator.broadcast(
-            lambda: (work.settings.write_from == "rank0", publication.assign(plan))
-        )
-        uploads = uploads_of(plan.shards, coordinator, single_writer=single_writer)
-        mine = [it.shard for it in uploads if it.writer == coordinator.rank]
-
-        def begin(number: int) -> StreamedObject:
-            url = joined(str(self.location), found[number])
-            return StreamedObject(url, uploads[number].shard.size_bytes, checks=work.verifies)
-
-        with work.clock("write"), work.bar(plan, sum(shard.size_bytes for shard in mine), "Sending") as advance:
+        uploads, names, begin = self._dealt(work, publication, plan)
+        coordinator, sent = work.coordinator, _bytes_of_rank(uploads, work.coordinator.rank)
+        with work.clock("write"), work.bar(plan, sum(sent), "Sending") as advance:
             objects, rounds = send_all(uploads, plan.parameters, coordinator, begin, advance)
         work.memory.sample()
         if work.verifies:
             with work.clock("verify"):
                 coordinator.run_on_all(partial(check_all, objects))
-        sent = sum(shard.size_bytes - len(shard.header) for shard in mine)
-        return Written(work.publish(finalizer, publication, plan, written=sent, rounds=rounds), found)
+        return Written(work.publish(finalizer, publication, plan, written=sent[1], rounds=rounds), names)
+
+    def stage(
+        self,
+        work: Work,
+        publication: BucketSave,
+        plan: WritePlan,
+        finalizer: Finalizer,
+        steps: Steps | None,
+        nbytes: int,
+    ) -> Staged:
+        uploads, names, begin = self._dealt(work, publication, plan)
+
+        def keep(number: int) -> KeptObject:
+            return KeptObject(partial(begin, number))
+
+        kept, rounds = send_all(uploads, plan.parameters, work.coordinator, keep, lambda nbytes: None)
+        figures = {"written": _bytes_of_rank(uploads, work.coordinator.rank)[1], "rounds": rounds}
+        return _StagedObjects(work, plan, kept, names, figures, partial(finalizer.publish, publication, plan, ()))
+
+    def _dealt(
+        self, work: Work, publication: BucketSave, plan: WritePlan
+    ) -> tuple[list[Upload], list[str], Callable[[int], StreamedObject]]:
+        """Which rank sends which shard, the names of the objects, and what begins them (all ranks)."""
+        coordinator = work.coordinator
+        single_writer, names = coordinator.broadcast(
+            lambda: (work.settings.write_from == "rank0", publication.assign(plan))
+        )
+        uploads = uploads_of(plan.shards, coordinator, single_writer=single_writer)
+
+        def begin(number: int) -> StreamedObject:
+            url = joined(str(self.location), names[number])
+            return StreamedObject(url, uploads[number].shard.size_bytes, checks=work.verifies)
+
+        return uploads, names, begin
+
+
+def _bytes_of_rank(uploads: Sequence[Upload], rank: int) -> tuple[int, int]:
+    """The bytes of headers, and those of tensors, that a rank sends."""
+    mine = [it.shard for it in uploads if it.writer == rank]
+    headers = sum(len(shard.header) for shard in mine)
+    return headers, sum(shard.size_bytes for shard in mine) - headers
+
+
+class _StagedObjects(Staged):
+    """Objects whose bytes are in host memory; what has been sent is not any more."""
+
+    def __init__(
+        self,
+        work: Work,
+        plan: WritePlan,
+        kept: Sequence[KeptObject],
+        names: Sequence[str],
+        figures: Mapping[str, int],
+        publish: Callable[[], object],
+    ) -> None:
+        super().__init__(work, plan, names)
+        self._kept, self._publish = [*kept], publish
+        self._figures = {**figures, "copied": sum(each.nbytes for each in kept)}
+
+    def finish(self, coordinator: BackgroundCoordinator) -> None:
+        coordinator.run_on_all(partial(self._send, coordinator.check))
+        with self._work.clock("publish"):
+            coordinator.run_on_main(self._publish)
+
+    def _send(self, check: Callable[[], None]) -> None:
+        with self._work.clock("write"):
+            sent = [each.send(check) for each in self._kept]
+        if self._work.verifies:
+            with self._work.clock("verify"):
+                check_all(sent)
+
+    def figures(self) -> SavingRank:
+        return self._work.figures(self.plan, **self._figures)
+
+    def end(self) -> None:
+        self._kept.clear()
 
 
 @dataclass

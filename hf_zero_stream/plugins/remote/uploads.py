@@ -7,9 +7,11 @@ rounds (:mod:`.upload_plan`).
 from __future__ import annotations
 
 import mmap
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -29,15 +31,61 @@ from ...plugin_api import (
     new_buffer,
     opened,
 )
-from .objects import StreamedObject
+from .objects import PART_BYTES, StreamedObject
 from .upload_plan import Upload, deal, upload_steps
 
 
 _STEPS_PER_AGREEMENT = 8
 """Rounds after which ranks hear of each other's errors: a rank that has failed takes part until then."""
 
-Begin = Callable[[int], StreamedObject]
-"""Begins the object of an upload, by its number."""
+
+class ToSend(Protocol):
+    """What takes the bytes of an object, in their order."""
+
+    def write(self, data: memoryview) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+AnObject = TypeVar("AnObject", bound=ToSend)
+
+
+class KeptObject:
+    """Takes the bytes of an object that is sent later, and keeps them in host memory.
+
+    Args:
+        begin: begins it then.
+    """
+
+    def __init__(self, begin: Callable[[], StreamedObject]) -> None:
+        self._begin = begin
+        self._blocks, self._room = deque[memoryview](), memoryview(b"")
+        self.nbytes = 0
+
+    def write(self, data: memoryview) -> None:
+        self.nbytes += len(data)
+        while len(data):
+            if not len(self._room):
+                self._room = memoryview(mmap.mmap(-1, PART_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+                self._blocks.append(self._room)
+            count = min(len(self._room), len(data))
+            self._room[:count] = data[:count]
+            self._room, data = self._room[count:], data[count:]
+
+    def finish(self) -> None:
+        """Know where the last block ends."""
+        if self._blocks:
+            last = self._blocks[-1]
+            self._blocks[-1] = last[: len(last) - len(self._room)]
+
+    def send(self, check: Callable[[], None]) -> StreamedObject:
+        """Send what is kept, a block after the other, each of which is then forgotten; `check` comes between them."""
+        made = self._begin()
+        while self._blocks:
+            check()
+            made.write(self._blocks.popleft())
+        made.finish()
+        return made
 
 
 def uploads_of(shards: Sequence[ShardToWrite], coordinator: Coordinator, *, single_writer: bool) -> list[Upload]:
@@ -48,17 +96,21 @@ def uploads_of(shards: Sequence[ShardToWrite], coordinator: Coordinator, *, sing
     return [*map(Upload, shards, writers)]
 
 
-class _Sender:
+class _Sender(Generic[AnObject]):
     """The objects that this rank sends, one after the other; a thread finishes one while the next one is sent."""
 
     def __init__(
-        self, uploads: Sequence[Upload], begin: Begin, advance: Callable[[int], object], thread: ThreadPoolExecutor
+        self,
+        uploads: Sequence[Upload],
+        begin: Callable[[int], AnObject],
+        advance: Callable[[int], object],
+        thread: ThreadPoolExecutor,
     ) -> None:
         self._uploads, self._begin, self._advance, self._thread = uploads, begin, advance, thread
-        self._writer: StreamedObject | None = None
+        self._writer: AnObject | None = None
         self._position = self._upload = 0
         self._finishing: Future[None] | None = None
-        self.objects: list[StreamedObject] = []
+        self.objects: list[AnObject] = []
 
     def send(self, upload: int, position: int, values: torch.Tensor) -> None:
         """Send the next bytes of a shard, which must be all that come before those sent later."""
@@ -106,10 +158,12 @@ def send_all(
     uploads: Sequence[Upload],
     parameters: Parameters,
     coordinator: Coordinator,
-    begin: Begin,
+    begin: Callable[[int], AnObject],
     advance: Callable[[int], object],
-) -> tuple[list[StreamedObject], int]:
-    """Send all objects (all ranks); returns those of this rank, and the number of rounds. An error is raised on all.
+) -> tuple[list[AnObject], int]:
+    """Send all objects, each begun by its number (all ranks); returns those of this rank, and the number of rounds.
+
+    An error is raised on all.
 
     What a round has brought is sent while ranks exchange the next one.
     """
