@@ -161,7 +161,7 @@ if TYPE_CHECKING:
     from .saving.files import Comparison, ShardWriter, reserve
     from .saving.lazy_parameters import LazyParameters, Selection, stored_names
     from .saving.parameters import Layout, NewParameters, Parameters, Values, evaluated, opened, refuse_differing
-    from .saving.pending import PendingSave, finish_pending, note_state, operation, when_whole
+    from .saving.pending import PendingSave, finish_pending, note_state, operation, save_under_way, when_whole
     from .saving.places import Place, Written, write_files
     from .saving.plan import (
         Computation,

@@ -37,6 +37,7 @@ from ...plugin_api import (
     operation,
     resume,
     save_state,
+    save_under_way,
     training_of,
     unwrapped,
     when_whole,
@@ -168,10 +169,16 @@ class HostStates:
 
     def remove(self) -> None:
         """Remove all that this job has on this host, of whatever training; each host must call it."""
-        finish_pending(raises=False)
+        self._finish_pending()
         if self.folder.exists():
             with suppress(SaveError, FileNotFoundError):  # it is somebody else's, or another rank was faster
                 shutil.rmtree(own_folder(self.folder), ignore_errors=True)
+
+    def _finish_pending(self) -> None:
+        """Wait for the save that is under way if it goes onto the hosts."""
+        pending = save_under_way()
+        if pending is not None and pending.place == self.folder:
+            finish_pending(raises=False)
 
     def note(self, trained: Any, **own: Any) -> None:
         """Note how far what is `trained` has come, unless a state of it is known here; `own` as for ``save_state``."""
@@ -185,7 +192,7 @@ class HostStates:
 
         For that, and for `or_weights`, see :func:`...saving.pending.when_whole`.
         """
-        finish_pending(raises=False)  # which may be newer
+        self._finish_pending()  # which may be newer
         newest, self._newest = self._newest, None
         model = None if newest is None else newest.model()
         if newest is None or model is None:
