@@ -123,7 +123,6 @@ if TYPE_CHECKING:
     )
     from .holdings.own_names import adapter_names, named_buffers, named_parameters, own_names
     from .holdings.slots import STEPS, VALUES, Member, Slot, Training
-    from .holdings.steps import Steps
     from .loading.arguments import may_be_at_url, url_of
     from .loading.choice import is_pipeline, refuse_sharding, settings_for, warn_of_open_dtype
     from .loading.deferral import Deferral, InPlace, deferrals_of
@@ -180,7 +179,8 @@ if TYPE_CHECKING:
     from .saving.preparation import Finalizer, PlacedItem, WritePlan, as_save_error, circumstances, quiet
     from .saving.publication import Publication, is_of_save, outdated_weights, taken_place
     from .saving.room import pinned_parts
-    from .saving.write import Put, Work, begin_exchange, bytes_of, new_buffer, take
+    from .saving.snapshot import Copies
+    from .saving.write import Work, begin_exchange, bytes_of, new_buffer, take
     from .seams.adapters import lay_out_adapters, put_adapters_on, tensors_of_adapter
     from .seams.ds_config import settings_in_force
     from .seams.saving import lay_out_pretrained, note_dtype, reverse_all_conversions

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 
-from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator
 from ..reports.save import SavingRank
 from .files import Comparison, ShardWriter
 from .preparation import WritePlan
-from .snapshot import begun_snapshot
+from .snapshot import Copies, begun_snapshot
 from .write import Work
 
 
@@ -51,7 +50,6 @@ class StagedFiles(Staged):
     """A :class:`.snapshot.Snapshot` of the training, that goes into files.
 
     Args:
-        steps, nbytes: as for :func:`.snapshot.begun_snapshot`.
         writer: of the files; closed in any case.
         compared: gives what compares them.
         publish: what is done when all ranks have written (all ranks, each in its thread).
@@ -61,8 +59,7 @@ class StagedFiles(Staged):
         self,
         work: Work,
         plan: WritePlan,
-        steps: Steps | None,
-        nbytes: int,
+        copies: Copies,
         writer: ShardWriter,
         compared: Callable[[], Comparison],
         publish: Callable[[Coordinator], object],
@@ -71,7 +68,7 @@ class StagedFiles(Staged):
         self._writer, self._compared, self._publish = writer, compared, publish
         with ExitStack() as opened:
             opened.enter_context(closing(writer))
-            self._snapshot = begun_snapshot(work, plan, writer, steps, nbytes)
+            self._snapshot = begun_snapshot(work, plan, writer, copies)
             opened.pop_all()
 
     def finish(self, coordinator: BackgroundCoordinator) -> None:

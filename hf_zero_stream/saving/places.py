@@ -14,7 +14,6 @@ import torch
 
 from ..checkpoint.urls import checkpoints_at, without_secrets
 from ..errors import ConfigError, UrlError
-from ..holdings.steps import Steps
 from ..ranks.coordinator import Coordinator
 from ..registry import broken_plugins, import_named, plugins
 from ..reports.save import SavingRank
@@ -23,6 +22,7 @@ from .background import Staged, StagedFiles
 from .files import Comparison, ShardWriter, reserve
 from .preparation import Finalizer, WritePlan
 from .publication import Publication
+from .snapshot import Copies
 from .write import Work, bytes_of
 
 
@@ -88,13 +88,8 @@ class Place(ABC):
         """Write all shards, and publish (all ranks)."""
 
     @abstractmethod
-    def stage(
-        self, work: Work, publication: Any, plan: WritePlan, finalizer: Finalizer, steps: Steps | None, nbytes: int
-    ) -> Staged:
-        """Take what :meth:`write` writes, for threads that go on (all ranks).
-
-        For `steps` and `nbytes` see :func:`.snapshot.begun_snapshot`. If there is an error, nothing is left.
-        """
+    def stage(self, work: Work, publication: Any, plan: WritePlan, finalizer: Finalizer, copies: Copies) -> Staged:
+        """Take what :meth:`write` writes, for threads that go on (all ranks); after an error nothing is left of it."""
 
 
 class Folder(Place):
@@ -117,13 +112,7 @@ class Folder(Place):
         return Written(ranks, plan.names)
 
     def stage(
-        self,
-        work: Work,
-        publication: Publication,
-        plan: WritePlan,
-        finalizer: Finalizer,
-        steps: Steps | None,
-        nbytes: int,
+        self, work: Work, publication: Publication, plan: WritePlan, finalizer: Finalizer, copies: Copies
     ) -> Staged:
         paths = plan.paths(publication.temporary)
         writer = ShardWriter(paths, has_digests=finalizer.needs_digests)
@@ -133,7 +122,7 @@ class Folder(Place):
             with work.clock("publish"):
                 coordinator.run_on_main(partial(finalizer.publish, publication, plan, digests))
 
-        return StagedFiles(work, plan, steps, nbytes, writer, lambda: Comparison(paths), publish)
+        return StagedFiles(work, plan, copies, writer, lambda: Comparison(paths), publish)
 
 
 def write_files(

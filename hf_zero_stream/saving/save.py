@@ -38,7 +38,7 @@ from .lazy_parameters import Holds, LazyParameters, held_values, state_dict_with
 from .pending import PendingSave, note_weights
 from .places import Place, Publishing, Written, place_at, refuse_other_places
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
-from .snapshot import ALL
+from .snapshot import ALL, Copies
 from .write import Work
 
 
@@ -196,8 +196,8 @@ class Save:
                 must_wait, copies_all = self._must_wait_or_copy(plan, copies)
                 if not must_wait:
                     with work.clock("copy"):
-                        seen = None if copies_all else steps
-                        staged = self._place.stage(work, publication, plan, finalizer, seen, snapshot_bytes)
+                        how = Copies(None if copies_all else steps, snapshot_bytes)
+                        staged = self._place.stage(work, publication, plan, finalizer, how)
                     return self._begun_in_background(publication, staged)
                 written = self._place.write(work, publication, plan, finalizer)
             return PendingSave.finished(self._report(plan, written))

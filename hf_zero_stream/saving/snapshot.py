@@ -51,6 +51,17 @@ Keys = frozenset[int] | None
 """The steps that change values, by ids as in :class:`Steps`; None: any may."""
 
 
+class Copies(NamedTuple):
+    """What a snapshot copies: what `steps` change before they do so, and everything at the call if these are None.
+
+    Attributes:
+        nbytes: the most bytes, of what steps change; 0: the usual share.
+    """
+
+    steps: Steps | None
+    nbytes: int
+
+
 class _State(Enum):
     LIVE = auto()  # in the memory of the training alone
     TAKEN = auto()  # a thread copies or writes it
@@ -352,12 +363,13 @@ class Snapshot:
         self._values, self._steps = LiveValues({}, frozenset()), None
 
 
-def begun_snapshot(work: Work, plan: WritePlan, writer: ShardWriter, steps: Steps | None, nbytes: int) -> Snapshot:
-    """Begin a snapshot that copies so many bytes at most, the usual share if 0; all, without `steps` (all ranks)."""
+def begun_snapshot(work: Work, plan: WritePlan, writer: ShardWriter, copies: Copies) -> Snapshot:
+    """Begin a snapshot (all ranks)."""
     made: list[Snapshot] = []
+    steps = copies.steps
 
     def taken() -> None:
-        share = plan.plan.bytes_written if steps is None else nbytes or plan.plan.bytes_written // SHARE
+        share = plan.plan.bytes_written if steps is None else copies.nbytes or plan.plan.bytes_written // SHARE
         made.append(Snapshot(writer, steps, Room.of_model(work.model, share), verifies=work.verifies))
         made[0].take_what_passes(plan, work.threads)
 

@@ -30,6 +30,7 @@ from ...plugin_api import (
     WORD,
     Comparison,
     Coordinator,
+    Copies,
     Finalizer,
     Place,
     Publication,
@@ -37,7 +38,6 @@ from ...plugin_api import (
     ShardWriter,
     Staged,
     StagedFiles,
-    Steps,
     Training,
     Work,
     WritePlan,
@@ -118,16 +118,10 @@ class HostPlace(Place):
         return Written(work.coordinator.all_gather(work.figures(plan)), plan.names)
 
     def stage(
-        self,
-        work: Work,
-        publication: Publication,
-        plan: WritePlan,
-        finalizer: Finalizer,
-        steps: Steps | None,
-        nbytes: int,
+        self, work: Work, publication: Publication, plan: WritePlan, finalizer: Finalizer, copies: Copies
     ) -> Staged:
         with self._begun(work, publication, plan, finalizer) as save:
-            return _StagedOnHosts(work, plan, steps, nbytes, save)
+            return _StagedOnHosts(work, plan, copies, save)
 
     @contextmanager
     def _begun(
@@ -263,8 +257,8 @@ class _HostSave:
 
 
 class _StagedOnHosts(StagedFiles):
-    def __init__(self, work: Work, plan: WritePlan, steps: Steps | None, nbytes: int, save: _HostSave) -> None:
-        super().__init__(work, plan, steps, nbytes, save.writer, save.comparison, save.publish)
+    def __init__(self, work: Work, plan: WritePlan, copies: Copies, save: _HostSave) -> None:
+        super().__init__(work, plan, copies, save.writer, save.comparison, save.publish)
         self._save, self.exchanges = save, save.copies > 0
 
     def abandon(self) -> None:

@@ -32,13 +32,13 @@ from transformers.utils import logging
 from ...errors import HfZeroStreamError, PlaceTakenError, SaveError
 from ...plugin_api import (
     BackgroundCoordinator,
+    Copies,
     Finalizer,
     Place,
     PlacedItem,
     SavingRank,
     ShardToWrite,
     Staged,
-    Steps,
     Work,
     WritePlan,
     Written,
@@ -133,13 +133,7 @@ class BucketPlace(Place):
         return Written(work.publish(finalizer, publication, plan, written=sent[1], rounds=rounds), names)
 
     def stage(
-        self,
-        work: Work,
-        publication: BucketSave,
-        plan: WritePlan,
-        finalizer: Finalizer,
-        steps: Steps | None,
-        nbytes: int,
+        self, work: Work, publication: BucketSave, plan: WritePlan, finalizer: Finalizer, copies: Copies
     ) -> Staged:
         uploads, names, begin = self._dealt(work, publication, plan)
 
