@@ -63,7 +63,7 @@ class ShardWriter:
 
     def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
         """Write `buffers`, one after the other, from byte `position` on."""
-        shard, position = self._place(shard, position)
+        shard, position = self._located(shard, position)
         handle = self._handle(shard)
         pending, start = [buffer for buffer in buffers if len(buffer)], position
         try:
@@ -94,7 +94,7 @@ class ShardWriter:
         for handle in handles.values():
             os.close(handle)
 
-    def _place(self, shard: int, position: int) -> tuple[int, int]:
+    def _located(self, shard: int, position: int) -> tuple[int, int]:
         """The number of the file, and the position in it, where a byte of a shard lies."""
         return shard, position
 
@@ -126,7 +126,7 @@ class Comparison(ShardWriter):
 
     def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
         """Raise :class:`SaveError` if the bytes from `position` on are not those of `buffers`."""
-        shard, position = self._place(shard, position)
+        shard, position = self._located(shard, position)
         handle = self._handle(shard)
         os.posix_fadvise(handle, position, sum(map(len, buffers)), os.POSIX_FADV_DONTNEED)
         for buffer in buffers:
@@ -140,7 +140,7 @@ class Comparison(ShardWriter):
 
     def compare(self, shard: int, position: int, nbytes: int, digest: int) -> None:
         """Raise :class:`SaveError` if the digest of these bytes is another one."""
-        file, there = self._place(shard, position)
+        file, there = self._located(shard, position)
         handle = self._handle(file)
         os.posix_fadvise(handle, there, nbytes, os.POSIX_FADV_DONTNEED)
         try:

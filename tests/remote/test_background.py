@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import hf_zero_stream
-from hf_zero_stream.errors import SaveError
+from hf_zero_stream.errors import PlaceTakenError, SaveError
 from hf_zero_stream.plugins.remote.objects import StreamedObject
+from tests.remote import test_two_writers as two_writers
 from tests.remote.test_saves import found_in
 from tests.remote.test_states import URL, resume_engine, resume_plain_at
 from tests.remote.test_states import bucket as bucket
 from tests.state.test_refused import message_of
-from tests.support.cluster import run_ranks
+from tests.support.cluster import ROOT, run_ranks
 from tests.support.training_state import (
     all_in_one_group,
     engine_of,
@@ -132,3 +136,19 @@ def test_one_process(zoo_checkpoint: Checkpoint, bucket: dict[str, str], tmp_pat
         model, optimizer, scheduler = again = plain_training(zoo_checkpoint("llama"), None)
         hf_zero_stream.load_state(model, place, optimizer=optimizer, scheduler=scheduler)
         assert train_plain(*again, range(2, 4)) == losses
+
+
+def test_the_save_that_began_later_stays(bucket: dict[str, str]) -> None:
+    """It is another process's, and comes to its end while nothing of the older one has been sent."""
+    trained = two_writers.model(1.0)
+    optimizer = torch.optim.AdamW(trained.parameters())
+    with held_uploads() as goes_on:
+        pending = hf_zero_stream.save_state(trained, URL, optimizer=optimizer, tag="t", asynchronous=True)
+        code = "from tests.remote.test_two_writers import save_training; save_training(2.0)"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | bucket)
+        goes_on.set()
+        with pytest.raises(PlaceTakenError):
+            pending.wait()
+    assert two_writers.loaded_training(1) == {2.0}
+    shards = {name for name in found_in(URL) if name.endswith(".safetensors")}
+    assert len({name.rpartition("/")[2].split("-")[1] for name in shards if name.count("-") > 1}) == 1, shards

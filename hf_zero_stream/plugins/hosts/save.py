@@ -273,7 +273,7 @@ class _PieceWriter(ShardWriter):
         self._extents = extents
         self._starts = [0, *accumulate(stop - start for _, start, stop in extents)]
 
-    def _place(self, shard: int, position: int) -> tuple[int, int]:
+    def _located(self, shard: int, position: int) -> tuple[int, int]:
         number = bisect_right(self._extents, (shard, position, 2**63)) - 1
         return 0, self._starts[number] + position - self._extents[number][1]
 
