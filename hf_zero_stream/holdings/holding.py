@@ -45,6 +45,7 @@ class Holding(NamedTuple):
         is_swapped: the values come out of a swap file each time they are opened.
         is_gathered: a ``GatheredParameters`` around the save holds them, and they may be new on one rank only.
         is_zero: all values are zero, and nothing has memory for them yet.
+        digests: by dtype, those that were computed of values which cannot change; None where they can.
     """
 
     box: ParameterBox
@@ -56,6 +57,7 @@ class Holding(NamedTuple):
     is_swapped: bool = False
     is_gathered: bool = False
     is_zero: bool = False
+    digests: dict[torch.dtype, tuple[int, int]] | None = None
 
     @property
     def first(self) -> int:

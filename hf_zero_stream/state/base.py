@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import ConfigError
-from ..holdings.introspection import PACKED, is_adapted, is_packed
-from ..holdings.own_names import modules, own_names
+from ..holdings.introspection import PACKED, is_adapted, is_packed, lies_in_files
+from ..holdings.own_names import modules, named_parameters, own_names
 from ..holdings.slots import Training
 from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import digests_of, held_values
@@ -54,6 +54,8 @@ def split_base(
     digests = digests_in_memory(model, names, coordinator, threads_of(coordinator))
     quantised = quantised_names(model)
     sought = {name: [it] for name, it in digests.items() if name not in quantised and torch.Size(it.shape).numel()}
+    in_files = {name for name, param in named_parameters(model) if lies_in_files(param)}
+    note_in_checkpoint(model, {name: it for name, (it,) in sought.items() if name in in_files}, {})
     shown, reason = in_checkpoint(model, sought, coordinator)
     left = sorted(sought.keys() - shown)
     if coordinator.is_main and left and _said.get(model) != frozenset(left):

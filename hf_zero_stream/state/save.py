@@ -215,8 +215,8 @@ def _save(
     here = kept_here(training)
     options = [recorded_options(training.optimizer, each) for each in range(len(training.optimizer.param_groups))]
     # Packed weights lie in memory as in no file of a state; and what stays in files no load may write to.
-    in_files = any(map(lies_in_files, model.parameters()))
-    has_base = exclude_frozen or is_adapted(model) or keeps_packing(model) or in_files
+    stays = keeps_packing(model) or any(map(lies_in_files, model.parameters()))
+    has_base = exclude_frozen or is_adapted(model) or stays
     data = plain(data, "data", exactly=True, with_tensors=True)
     random_state = rng.of_this_rank()
     buffers = {} if coordinator.is_alone else digests_of_buffers(model)

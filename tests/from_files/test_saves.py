@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from safetensors.torch import load_file
 
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
+from hf_zero_stream.errors import CheckpointError, SaveError
 from tests.from_files.trainings import (
     adapted,
     config_for,
     counted_reads,
     digest,
     engine_of,
+    frozen_bytes,
     load,
     steps,
     swapper_of,
@@ -59,6 +62,60 @@ def train_and_save(folder: Path, states: Path, dies: bool) -> list[float]:
     return [*steps(engine, 2, first=2)]
 
 
+def save_twice(folder: Path, states: Path) -> list[float]:
+    """What a first state, and one after another step, read of files, over this rank's part of the frozen bytes."""
+    config = config_for()
+    engine, found = engine_of(adapted(load(folder, config, "files", frozen_bytes=2**21)), config), []
+    frozen = frozen_bytes(engine.module) / dist.get_world_size()
+    for number in range(2):
+        list(steps(engine, 1, first=number))
+        with counted_reads() as bytes_so_far:
+            hf_zero_stream.save_state(engine, states)
+            found.append(bytes_so_far() / frozen)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_read_a_base_in_files_once(cluster: None, mixture: Path, tmp_path: Path, world_size: int) -> None:
+    """What is in files is in the checkpoint; and it cannot change without an error."""
+    for first, second in run_ranks(world_size, save_twice, mixture, tmp_path):
+        assert 0.5 < first < 1.05 and second < 0.05
+    of_files, of_memory = (run_ranks(world_size, resume, mixture, tmp_path, kind, 0) for kind in ("files", "memory"))
+    assert of_files == of_memory
+
+
+def save_while(folder: Path, states: Path, is_first: bool) -> str:
+    """The error of a state, the first or not, that is saved after a file of the base was written to; and of a step."""
+    config = config_for()
+    engine = engine_of(adapted(load(folder, config, "files", frozen_bytes=2**21)), config)
+    list(steps(engine, 1))
+    if not is_first:
+        hf_zero_stream.save_state(engine, states)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with open(sorted(folder.glob("*.safetensors"))[-1], "r+b") as file:
+            file.seek(-4096, os.SEEK_END)
+            file.write(bytes(4096))
+    dist.barrier()
+    try:
+        hf_zero_stream.save_state(engine, states)
+    except (CheckpointError, SaveError) as error:
+        return str(error)
+    with pytest.raises(CheckpointError, match="written to"):
+        list(steps(engine, 1, first=1))
+    return ""
+
+
+def test_a_base_that_changes_is_noticed(cluster: None, tmp_path: Path) -> None:
+    """By the first state, which reads it. One that knows it is of the base that was trained on; a resume compares."""
+    for is_first in (True, False):
+        folder = make_moe_checkpoint(tmp_path / f"moe-{is_first}", 1e7, num_layers=3, num_experts=4)
+        for message in run_ranks(2, save_while, folder, tmp_path / "states", is_first):
+            assert ("was written to" in message) == is_first, message
+    for outcome in run_ranks_expecting_errors(2, resume, folder, tmp_path / "states", "files", 0):
+        assert outcome.error_type == "ConfigError" and "another base" in str(outcome.error_message)
+
+
 def resume(folder: Path, states: Path, frozen_weights: str, count: int) -> tuple[list[float], str]:
     """Losses of the steps that follow a state, and a digest of its adapters, whole."""
     config = config_for()
@@ -79,7 +136,8 @@ def test_a_training_that_was_killed_goes_on_on_any_number_of_ranks(
     run_ranks_expecting_errors(2, train_and_save, mixture, tmp_path / "killed", True, timeout=60)
     resumed = run_ranks(2, resume, mixture, tmp_path / "killed", "files", 2)
     assert [losses for losses, _ in resumed] == went_on
-    (of_one_rank,) = run_ranks(1, resume, mixture, tmp_path / "killed", "files", 0)
+    elsewhere = shutil.copytree(mixture, tmp_path / "elsewhere")
+    (of_one_rank,) = run_ranks(1, resume, elsewhere, tmp_path / "killed", "files", 0)
     in_memory = run_ranks(2, resume, mixture, tmp_path / "killed", "memory", 2)
     assert of_one_rank[1] == resumed[0][1] and in_memory == resumed
 

@@ -35,7 +35,7 @@ from ...errors import UnsupportedError, refuse_unknown_version, require_names
 from ...ranks.coordinator import Coordinator
 from ..fsdp import shard_of
 from ..holding import Holding, cut_shard_of, open_flat
-from ..introspection import autotp_shards, instances_of, is_cut, refuse_unknown_shards
+from ..introspection import autotp_shards, instances_of, is_cut, lies_in_files, refuse_unknown_shards
 from ..own_names import named_parameters, parameters
 from ..slots import STEPS, VALUES, Member, Slot, Training, entries_of, holding_of, in_memory, slots_of_parameters
 from . import partitions
@@ -262,7 +262,10 @@ def held_partitions(
                 undone.append(name)
             return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
         is_swapped = param.ds_tensor.final_location == "nvme"
-        return Holding(box, param.dtype, start, stop, partial(partitions.open_partition, param), is_swapped=is_swapped)
+        # Files that change are an error of the next step.
+        digests = vars(param).setdefault("_hf_zero_stream_digests", {}) if lies_in_files(param) else None
+        opened = partial(partitions.open_partition, param)
+        return Holding(box, param.dtype, start, stop, opened, is_swapped=is_swapped, digests=digests)
 
     found = {name: holding(name, param) for name, param in params.items() if is_zero_param(param)}
     if undone:

@@ -57,6 +57,8 @@ class Supply:
         """Places in that order, not far behind, that were asked for too."""
         self._misses = 0
         """What was asked for, one after the other, that was not expected near."""
+        self._reads_ahead = True
+        """Whether a pass asks; a save would take the room of what was read ahead for it, again and again."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="hf_zero_stream-frozen")
         self._is_working = False
         self._has_warned = False
@@ -65,6 +67,7 @@ class Supply:
     def begin_pass(self, kind: str) -> None:
         with self._changed:
             self._begin(kind)
+            self._reads_ahead = True
             self._go_on()
 
     def _begin(self, kind: str) -> None:
@@ -79,6 +82,7 @@ class Supply:
         """
         weight = self._weights[number]
         with self._asking, self._changed:
+            self._reads_ahead = in_order
             if in_order:
                 self._note(number)
             self._in_use.add(number)
@@ -181,7 +185,7 @@ class Supply:
             memory = self._room(nbytes, chain(self._others(coming), reversed(coming)))
             return self._wanted, self._beside(nbytes) if memory is None else memory
         number = next((number for number in coming if number not in self._ready), None)
-        if number is None:
+        if number is None or not self._reads_ahead:
             return None, None
         return number, self._room(self._weights[number].nbytes, self._others(coming))
 

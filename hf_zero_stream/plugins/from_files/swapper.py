@@ -163,6 +163,8 @@ class FileSwapper:
         number, is_fetching = param.ds_id, self._is_fetching
         try:
             memory = self._supply.take(number, in_order=is_fetching)
+            if not is_fetching:  # no step comes that would look
+                self._files.check()
         except Exception as error:
             if not is_fetching or dist.get_world_size() == 1:
                 raise
