@@ -53,17 +53,18 @@ def execute_reads(
     threads: int,
     begin: float = 0.0,
     on_bytes: Callable[[int], None] | None = None,
+    is_fresh: bool = True,
 ) -> Spent:
     """Fill `destinations` by the reads of `plan`; each thread tells `on_bytes` how many bytes came, every 10 ms.
 
     There is one flat destination for each target of the plan, of its dtype and at least ``stop - start`` long. `begin`
     is where in the reads to begin, in [0, 1): ranks of a host that begin at different places do not all wait for the
-    same file.
+    same file. Without `is_fresh` the destinations have been written to before: nothing populates them.
     """
     if not plan.reads:
         return Spent({}, {}, 0)
     first = int(begin * len(plan.reads))
-    executor = _ReadExecutor(plan, destinations, source, on_bytes)
+    executor = _ReadExecutor(plan, destinations, source, on_bytes, is_fresh)
     began = time.perf_counter()
     device = next((each.device for each in destinations if is_accelerator(each.device)), None)
     cores = frozenset[int]() if device is None else near_cores(device)
@@ -89,13 +90,14 @@ class _ReadExecutor:
         destinations: Sequence[torch.Tensor],
         source: ByteSource,
         on_bytes: Callable[[int], None] | None,
+        is_fresh: bool,
     ) -> None:
         self._destinations, self._source, self._on_bytes = destinations, source, on_bytes
         self._new_lane = lane_for(destinations, max(read.length for read in plan.reads))
         self._writable = [
             memoryview(d.detach().view(torch.uint8).numpy()) if d.device.type == "cpu" else None for d in destinations
         ]
-        self.pages = HugePages(destinations)
+        self.pages = HugePages(destinations if is_fresh else ())
         self.by_thread: list[tuple[dict[str, float], int]] = []
         """Seconds by `TIMERS`, and bytes of staging buffers, of each thread that has ended."""
 
