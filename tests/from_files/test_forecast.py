@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from peft import LoraConfig
 from typer.testing import CliRunner
 
@@ -48,6 +49,27 @@ def test_the_command_says_what_stays_in_files(mixture: Path, monkeypatch: pytest
     assert float(seconds) == pytest.approx(2 * mixture_bytes(mixture) / 1e8, rel=0.1)
     assert "partitions, files" in shown.output and "twice in each step" in shown.output
     assert "stock, rank 0" not in shown.output
+
+
+def suggested(mixture: Path, *options: str, code: int = 0) -> str:
+    """What is said of one GPU with little memory, of its own and of its host."""
+    limits = ("--world-size", "1", "--device-memory", "1000MiB", "--host-memory", "320MiB")
+    shown = CliRunner().invoke(app, ["plan", str(mixture), "--suggest", *limits, *options])
+    assert shown.exit_code == code, shown.output
+    return shown.output
+
+
+def test_adapters_of_what_fits_nowhere_else_are_trained_from_files(mixture: Path, tmp_path: Path) -> None:
+    small = ("--lora-rank", "4", "--lora-targets", "q_proj")
+    text = suggested(mixture, *small, "--disk-gbps", "0.1", "--write", str(tmp_path / "it.yaml"))
+    assert "First that fits: 1 rank, stage 3 in bf16, in host memory: nothing; frozen weights in files" in text
+    (seconds,) = re.findall(r": ([\d.]+) s at least", text)
+    assert float(seconds) == pytest.approx(2 * mixture_bytes(mixture) / 1e8, rel=0.1)
+    assert "HF_ZERO_STREAM_FROZEN_WEIGHTS=files hf-zero-stream run" in text
+    assert yaml.safe_load((tmp_path / "it.yaml").read_text())["deepspeed_config"]["offload_param_device"] == "none"
+    assert "in files" not in suggested(mixture, code=1), "without adapters all is trained"
+    more = ("--device-memory", "1434MiB", "--host-memory", "4GiB")
+    assert "frozen weights" not in suggested(mixture, *small, *more), "host memory is faster"
 
 
 def measured(mixture: Path) -> int:

@@ -116,9 +116,10 @@ def run(
     sharding, world_size = _sharding(world_size, fsdp=fsdp, tp=tp, ep=ep, replicate=replicate)
     if world_size is None and (rank or plot or html):
         raise typer.BadParameter("--world-size: expected the number of ranks, for --rank, --plot and --html; got none")
-    for option, speed in (("--link-gbps", link_gbps), ("--disk-gbps", disk_gbps)):
-        if speed is not None and (suggested or world_size is None):
-            raise typer.BadParameter(f"{option}: expected --world-size, and no --suggest; it is for one set-up")
+    if link_gbps is not None and (suggested or world_size is None):
+        raise typer.BadParameter("--link-gbps: expected --world-size, and no --suggest; it is for one set-up")
+    if disk_gbps is not None and not suggested and world_size is None:
+        raise typer.BadParameter("--disk-gbps: expected --world-size or --suggest; it is for one set-up")
     if world_size is not None and rank >= world_size:
         raise typer.BadParameter(f"--rank: expected a rank below --world-size ({world_size}); got {rank}")
     if device == HOST and device_memory is not None:
@@ -142,7 +143,7 @@ def run(
         from .suggest import suggest
 
         most = world_size or WORLDS[-1]
-        suggest(path, checkpoint, how, most, ranks_per_node, limits, dtype or "bf16", write, form)
+        suggest(path, checkpoint, how, most, ranks_per_node, limits, dtype or "bf16", write, form, disk_gbps)
         return
     config = frame.config_with_dtype(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
     if world_size is None:

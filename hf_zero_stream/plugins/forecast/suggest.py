@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ...plugin_api import bytes_text, count_text, frame, share_reads_advice
+from ...plugin_api import bytes_text, count_text, frame, has_tool, is_url, share_reads_advice
+from .footprint import FILES
 from .needs import fit, needs_of_node, word_of_fit
 
 
@@ -21,6 +22,9 @@ OFFLOADS: Mapping[str, Mapping[str, Any]] = {
 
 RUNGS = ((1, "nothing"), (2, "nothing"), *((3, offload) for offload in OFFLOADS))
 """Stages of ZeRO and what goes to host memory with them, from the fastest on: stage 3 sends more than the others."""
+
+IN_FILES = "nothing; frozen weights in files"
+"""The last resort for adapters: each step reads what does not change."""
 
 
 class Machines(NamedTuple):
@@ -42,6 +46,7 @@ def suggest(
     dtype: str,
     write: Path | None,
     form: Literal["table", "json"],
+    disk_gbps: float | None = None,
 ) -> None:
     """Print what was looked at and what fits, and write accelerate's config for it; exit code 1 if nothing fits.
 
@@ -55,9 +60,12 @@ def suggest(
         def needs(ranks: int, config: Mapping[str, Any]) -> dict[str, int]:
             found = plan(place, world_size=ranks, ds_config=config, **how, **arguments)
             ranks_of_node = min(machines.ranks_per_node, ranks)
-            return needs_of_node(found.memory, how["device"], ranks_of_node, found.activations)
+            needed = needs_of_node(found.memory, how["device"], ranks_of_node, found.activations)
+            return {**needed, "step_reads": 2 * found.memory.partitions.get(FILES, 0) * ranks_of_node}
 
-        setup, looked_at = smallest(needs, machines, dtype)
+        may_stay = how["lora"] is not None and has_tool("file_swapper") and not is_url(place)
+        rungs = (*RUNGS, (3, IN_FILES)) if may_stay else RUNGS
+        setup, looked_at = smallest(needs, machines, dtype, rungs)
         advice = share_reads_advice(place, -(-setup["ranks"] // ranks_per_node)) if setup else ""
     if write and setup:
         write_config(write, setup)
@@ -68,6 +76,7 @@ def suggest(
         "tokens": how["tokens"],
         "looked_at": looked_at,
         "suggested": setup,
+        "disk_gbps": disk_gbps,
         "share_reads": advice,
         "written": str(write) if write and setup else None,
     }
@@ -76,24 +85,30 @@ def suggest(
 
 def ds_config_of(stage: int, offload: str, dtype: str) -> dict[str, Any]:
     """The DeepSpeed config of a stage with this of :data:`OFFLOADS`, in `dtype`, as ``--dtype`` names it."""
-    return frame.config_with_dtype({"zero_optimization": {"stage": stage, **OFFLOADS[offload]}}, dtype)
+    in_files = {"hf_zero_stream": {"frozen_weights": "files"}} if offload == IN_FILES else {}
+    zero = {"stage": stage, **OFFLOADS.get(offload, {})}
+    return frame.config_with_dtype({"zero_optimization": zero, **in_files}, dtype)
 
 
 def smallest(
-    needs: Callable[[int, Mapping[str, Any]], Mapping[str, int]], machines: Machines, dtype: str
+    needs: Callable[[int, Mapping[str, Any]], Mapping[str, int]],
+    machines: Machines,
+    dtype: str,
+    rungs: Sequence[tuple[int, str]] = RUNGS,
 ) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """The first set-up that fits into the limits, or None, and all that were looked at.
 
-    The order is that of :data:`RUNGS`; of each, fewest ranks go first: 1, 2, 4, ... up to what there is. If a device
+    The order is that of `rungs`; of each, fewest ranks go first: 1, 2, 4, ... up to what there is. If a device
     has too little memory with most ranks, it has with fewer, too.
 
     Args:
-        needs: the bytes that a "device" and the "host" of a node need, by the number of ranks and a DeepSpeed config.
+        needs: the bytes that a "device" and the "host" of a node need, by the number of ranks and a DeepSpeed config;
+            and what a node reads of files in a step ("step_reads").
     """
     most = machines.most_ranks
     numbers = sorted({*(2**power for power in range(most.bit_length()) if 2**power < most), most})
     looked_at = []
-    for stage, offload in RUNGS:
+    for stage, offload in rungs:
 
         def look(ranks: int, stage: int = stage, offload: str = offload) -> dict[str, Any]:
             found = needs(ranks, ds_config_of(stage, offload, dtype))
@@ -104,6 +119,7 @@ def smallest(
                 "offload": offload,
                 "dtype": dtype,
                 "needs": {place: found[place] for place in ("device", "host")},
+                "step_reads": found.get("step_reads", 0),
                 "fits": fit(found, machines.limits),
             }
 
@@ -122,7 +138,7 @@ def write_config(path: Path, setup: Mapping[str, Any]) -> None:
     """Write what ``accelerate launch --config_file`` takes for `setup`."""
     import yaml
 
-    offloaded = OFFLOADS[setup["offload"]]
+    offloaded = OFFLOADS.get(setup["offload"], {})
     config = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
@@ -182,7 +198,12 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
         f"First that fits: {count_text(setup['ranks'], 'rank')}, stage {setup['stage']} in {setup['dtype']}, in host "
         f"memory: {setup['offload']}. {left}"
     )
+    variable = ""
+    if setup["offload"] == IN_FILES:
+        variable, reads, speed = "HF_ZERO_STREAM_FROZEN_WEIGHTS=files ", setup["step_reads"], data["disk_gbps"]
+        seconds = f": {reads / speed / 1e9:.1f} s at least" if speed else ""
+        yield f"A node reads at most {bytes_text(reads)} of files in a step{seconds}. Set {variable.strip()}."
     if data["share_reads"]:
         yield data["share_reads"]
     if written := data["written"]:
-        yield f"Start it: hf-zero-stream run accelerate launch --config_file {written} train.py"
+        yield f"Start it: {variable}hf-zero-stream run accelerate launch --config_file {written} train.py"
