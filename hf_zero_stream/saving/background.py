@@ -21,12 +21,14 @@ class Staged(ABC):
     Attributes:
         exchanges: threads exchange more than a few values: they need a process group of their own.
         names: of the shards below the place.
+        secure: returns when nothing is read any more from the memory of the training. It keeps nothing alive.
     """
 
     exchanges = False
 
     def __init__(self, work: Work, plan: WritePlan, names: Sequence[str]) -> None:
         self._work, self.plan, self.names = work, plan, names
+        self.secure: Callable[[], object] = lambda: None
 
     @abstractmethod
     def finish(self, coordinator: BackgroundCoordinator) -> None:
@@ -35,9 +37,6 @@ class Staged(ABC):
     @abstractmethod
     def figures(self) -> SavingRank:
         """What this rank did."""
-
-    def secure(self) -> None:
-        """Return when nothing is read any more from the memory of the training."""
 
     def abandon(self) -> None:
         """Remove what this rank has written, after an error, unless it has begun to be visible."""
@@ -70,6 +69,7 @@ class StagedFiles(Staged):
             opened.enter_context(closing(writer))
             self._snapshot = begun_snapshot(work, plan, writer, copies)
             opened.pop_all()
+        self.secure = self._snapshot.secure
 
     def finish(self, coordinator: BackgroundCoordinator) -> None:
         coordinator.run_on_all(partial(self._write, coordinator.check))
@@ -88,9 +88,6 @@ class StagedFiles(Staged):
 
     def figures(self) -> SavingRank:
         return self._work.figures(self.plan, copied=self._snapshot.copied_bytes)
-
-    def secure(self) -> None:
-        self._snapshot.secure()
 
     def end(self) -> None:
         self._snapshot.end()

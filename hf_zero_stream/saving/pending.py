@@ -139,7 +139,6 @@ class PendingSave:
             while self._if_failed:
                 self.otherwise(self._if_failed.pop(0))
             logger.error(f"A save in the background has failed; what was there before still is. {self.place}: {error}")
-        self._secure = lambda: None  # it has what is trained
 
 
 _current: PendingSave | None = None
