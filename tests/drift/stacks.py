@@ -24,7 +24,7 @@ STACKS: dict[str, dict[str, str]] = {
     "one before the newest": {"transformers": "5.23.0"},
     "newest": {"transformers": "5.24.0", "accelerate": "1.15.0", "deepspeed": "0.19.8", "peft": "0.21.2"},
     "newest, torch for CUDA and no driver": {
-        "torch": "2.14.1",
+        "torch": "2.15.0",
         "transformers": "5.24.0",
         "accelerate": "1.15.0",
         "deepspeed": "0.19.8",
