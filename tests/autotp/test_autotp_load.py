@@ -12,9 +12,11 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
+from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.holdings.deepspeed.partitions import own_range
 from hf_zero_stream.reports.measures import AnonymousMemory
-from tests.autotp.test_autotp import CONFIGS, TEXT, checkpoint_of, config_of, engine_of
+from tests.autotp.test_autotp import CONFIGS, TEXT, checkpoint_of, config_of, engine_of, save_as_stock
+from tests.support.checkpoint_files import differing, tensors_of
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config
 from tests.support.training_state import train
@@ -73,6 +75,8 @@ def hold(checkpoint: Path, config: dict[str, Any], how: str, trains: bool) -> di
         ("tied", 3, torch.float32),
         ("uneven", 3, torch.bfloat16),
         ("fused", 3, torch.float32),
+        ("heuristic", 3, torch.float32),
+        ("custom", 3, torch.bfloat16),
     ],
 )
 def test_parts_are_stocks(cluster: None, tmp_path: Path, model: str, stage: int, dtype: torch.dtype) -> None:
@@ -96,6 +100,53 @@ def test_four_ranks(cluster: None, tmp_path: Path) -> None:
     for expected, found in zip(stock, ours, strict=True):
         assert all(torch.equal(found["after"][name], part) for name, part in expected["after"].items())
         assert found["losses"] == expected["losses"]
+
+
+def swap(checkpoint: Path, folder: Path, config: dict[str, Any], how: str) -> list[float]:
+    """The losses of four steps; after two of them a save and, of ours, a resume."""
+    with hf_zero_stream.streaming() if how == "ours" else nullcontext():
+        engine = engine_of(checkpoint, config)
+        losses = train(engine, range(2))
+        if how == "stock":
+            save_as_stock(engine, folder / how)
+            return losses + train(engine, (2, 3))
+        assert engine.module.streaming_report.into == "the parts that AutoTP has cut"
+        hf_zero_stream.save_pretrained(engine, folder / how)
+        hf_zero_stream.save_state(engine, folder / "state")
+        train(engine, (2, 3))
+        hf_zero_stream.load_state(engine, folder / "state")
+        return losses + train(engine, (2, 3))
+
+
+def test_swap_files(cluster: None, async_io: None, tmp_path: Path) -> None:
+    """Parts of which DeepSpeed itself writes partitions into swap files, those of parameters and of the optimizer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 1, "vocab_size": 4096}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**TEXT, **sizes}))
+    model.save_pretrained(tmp_path / "checkpoint")
+    losses = []
+    for how in ("stock", "ours"):
+        config, nvme = config_of("plan", 3, 2), {"device": "nvme", "nvme_path": str(tmp_path / f"swap {how}")}
+        offload = {"offload_param": {**nvme, "buffer_size": 2**22}, "offload_optimizer": nvme}
+        config["zero_optimization"].update(offload)
+        losses.append(run_ranks(4, swap, tmp_path / "checkpoint", tmp_path, config, how))
+        assert any(path.is_file() for path in (tmp_path / f"swap {how}").rglob("*"))
+    assert losses[0] == losses[1]
+    assert differing(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "stock")) == []
+
+
+def refused(checkpoint: Path, config: dict[str, Any]) -> str:
+    with hf_zero_stream.streaming(), pytest.raises(UnsupportedError) as error:
+        engine_of(checkpoint, config)
+    return str(error.value)
+
+
+def test_groups_of_hpz_are_those_of_autotp(cluster: None, tmp_path: Path) -> None:
+    """Stock gathers what other ranks have of other parts."""
+    config = config_of("plan", 3, 2)
+    config["zero_optimization"]["zero_hpz_partition_size"] = 2
+    for text in run_ranks(4, refused, checkpoint_of("plan", tmp_path / "checkpoint"), config):
+        assert text.startswith("zero_hpz_partition_size: ") and "autotp_size" in text
 
 
 def other_uses(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,11 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
     if not deferrals:
         return original(self, model, *args, **kwargs)
     with expected_at(LOAD), meeting(LOAD) as coordinator:
+        if self.zero_optimization_stage() == 3 and _zero(self).get("zero_hpz_partition_size", 1) > 1:
+            raise UnsupportedError(
+                "zero_hpz_partition_size: DeepSpeed gathers weights from ranks that follow each other, and under "
+                "tensor_parallel.autotp_size these have other parts of them. Leave one of the two settings out."
+            )
         for other in deferrals[1:] if _is_partitioned_here(self) else ():  # ZeRO-3 partitions all at once
             other.fill_whole(model)
         materialise_written(model.parameters())
@@ -82,10 +87,13 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
 
 
 def _is_partitioned_here(engine: Any) -> bool:
-    """Whether ZeRO-3 partitions parts before they are read. For swap files and hpZ DeepSpeed does it afterwards."""
-    zero = engine.config.get("zero_optimization") or {}
-    nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
-    return engine.zero_optimization_stage() == 3 and not nvme and zero.get("zero_hpz_partition_size", 1) == 1
+    """Whether ZeRO-3 partitions parts before they are read. For swap files DeepSpeed does it afterwards."""
+    is_swapped = (_zero(engine).get("offload_param") or {}).get("device") == "nvme"
+    return engine.zero_optimization_stage() == 3 and not is_swapped
+
+
+def _zero(engine: Any) -> dict[str, Any]:
+    return engine.config.get("zero_optimization") or {}
 
 
 def _held(coordinator: Coordinator, name: str, param: torch.Tensor) -> LocalShard | None:
