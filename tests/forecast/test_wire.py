@@ -215,6 +215,11 @@ def test_reads(zoo_checkpoint: Checkpoint, stage: int) -> None:
     [
         ({"zero_optimization": {"stage": 0}}, ConfigError, "expected zero_optimization.stage 1, 2 or 3; got 0"),
         ({"tensor_parallel": {"autotp_size": 2}}, UnsupportedError, "tensor_parallel.autotp_size is not planned at"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}},
+            UnsupportedError,
+            "tensor_parallel.autotp_size is not planned at stage 3",
+        ),
         ({"expert_parallel": {"enabled": True}}, UnsupportedError, "expert_parallel is not planned at stage 2"),
     ],
 )

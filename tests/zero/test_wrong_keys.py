@@ -57,6 +57,10 @@ def test_loads_name_the_key_on_all_ranks(cluster: None, zoo_checkpoint: Checkpoi
     ("config", "message"),
     [
         (ds_config(**WRONG[CHUNK]), f"DeepSpeed does not take {CHUNK}: .*staging_bytes"),
+        (
+            ds_config(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+            "not take all of it together: .*Stage 3",
+        ),
         ({"zero_optimization": 3}, "zero_optimization: expected a JSON object in the DeepSpeed config; got 3"),
         ({**ds_config(), "communication_data_type": "bf15"}, "ds_config: expected DeepSpeed's config; .*'bf15'"),
         ({**ds_config(), "optimizer": {"type": "Adam", "params": 3}}, "ds_config: expected DeepSpeed's config"),

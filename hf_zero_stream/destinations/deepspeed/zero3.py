@@ -274,7 +274,7 @@ def parsed(zero: Mapping[str, Any]) -> DeepSpeedZeroConfig:
         return DeepSpeedZeroConfig(**zero)
     except ValidationError as error:
         wrong = {".".join(map(str, each["loc"])): each["msg"] for each in error.errors()}
-        what = "; ".join(f"{key}: {message}" for key, message in wrong.items())
+        what = "; ".join(f"{key or 'all of it together'}: {message.rstrip('.')}" for key, message in wrong.items())
         advice = " ".join(_IN_PLACE_OF[key] for key in wrong if key in _IN_PLACE_OF)
         raise ConfigError(
             f"zero_optimization: DeepSpeed does not take {what}. {advice or 'Correct the DeepSpeed config.'}"

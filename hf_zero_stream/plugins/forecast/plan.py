@@ -195,8 +195,8 @@ def plan(
     destination = Partitioned(config, coordinator)
     trains_on = device or destination.device.type
     load = Load(settings, config, coordinator, destination)
+    _refuse_cut(config, stage)
     if stage < 3:
-        _refuse_cut(config, stage)
         readers = coordinator if settings.share_reads else Coordinator(0, 1, alone=True)
         load = Load(settings, config, coordinator, Replicated(readers, settings, torch.device("cpu")))
     return _forecast(path, load, {"dtype": wanted or "auto", **kwargs}, trains_on, adamw, lora, tokens)
@@ -206,7 +206,7 @@ def _refuse_cut(ds_config: Mapping[str, Any], stage: int) -> None:
     """Raise an UnsupportedError for whole models that the engine will cut, or convert."""
     asks = {
         "tensor_parallel.autotp_size": (ds_config.get("tensor_parallel") or {}).get("autotp_size", 1) not in (0, 1),
-        "expert_parallel": (ds_config.get("expert_parallel") or {}).get("enabled"),
+        "expert_parallel": stage < 3 and (ds_config.get("expert_parallel") or {}).get("enabled"),
     }
     for name in (name for name, asked in asks.items() if asked):
         raise UnsupportedError(
