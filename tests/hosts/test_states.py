@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from tests.state.test_beside import own_part
 from tests.state.test_refused import message_of
 from tests.support.cluster import run_ranks
 from tests.support.held_writer import held_writer
@@ -19,12 +21,25 @@ from tests.support.parity import whole_values
 from tests.support.plugins import without_plugin
 from tests.support.saving import different
 from tests.support.simulated_hosts import join_host
-from tests.support.training_state import engine_of, plain_training, state_config, train, train_plain, two_groups
+from tests.support.training_state import (
+    different_states,
+    engine_of,
+    plain_training,
+    state_config,
+    train,
+    train_plain,
+    two_groups,
+)
 
 
 pytestmark = pytest.mark.skipif(not can_mount(), reason="mounting in a namespace of its own is not allowed here")
 
 Checkpoint = Callable[..., Path]
+
+
+def halves(engine: Any) -> dict[str, torch.Tensor]:
+    """What stands for an average of weights: half of what this rank has of each."""
+    return {name: own_part(param) / 2 for name, param in engine.module.named_parameters()}
 
 
 def train_and_save(
@@ -45,9 +60,10 @@ def train_and_save(
     how: dict[str, Any] = {"hosts": True, "copies": copies, "asynchronous": asynchronous}
     hf_zero_stream.save_state(engine, folder, data={"position": 7}, **how)
     losses += train(engine, range(2, 4))
-    hf_zero_stream.save_state(engine, disks.parent / "shared")
+    beside = {"ema": halves(engine)}
+    hf_zero_stream.save_state(engine, disks.parent / "shared", beside=beside)
     with held_writer() as writer:
-        saved = hf_zero_stream.save_state(engine, folder, keep=2, data={"position": 8}, **how)
+        saved = hf_zero_stream.save_state(engine, folder, keep=2, data={"position": 8}, beside=beside, **how)
         if asynchronous:
             losses += train(engine, range(4, 6))
             assert not saved.done
@@ -65,13 +81,15 @@ def resume(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], st
     found = {}
     for name in ("hosts", "shared"):
         engine = engine_of(checkpoint, state_config(stage), two_groups)
+        beside = {"ema": {name: values.zero_() for name, values in halves(engine).items()}}
         if name == "hosts":
-            resumed = hf_zero_stream.load_state(engine, folder, hosts=True)
+            resumed = hf_zero_stream.load_state(engine, folder, hosts=True, beside=beside)
             assert (resumed.tag, resumed.data) == ("global_step4", {"position": 8})
         else:
-            hf_zero_stream.load_state(engine, disks.parent / "shared")
+            hf_zero_stream.load_state(engine, disks.parent / "shared", beside=beside)
+        assert all(torch.equal(values, beside["ema"][name]) for name, values in halves(engine).items())
         found[name] = train(engine, range(4, 6))
-        hf_zero_stream.save_state(engine, disks.parent / f"again {name}")
+        hf_zero_stream.save_state(engine, disks.parent / f"again {name}", beside=beside)
     dist.barrier()
     return found
 
@@ -93,6 +111,7 @@ def test_two_of_three_hosts_go_on(
         for found in run_ranks(len(hosts), resume, checkpoint, disks, folder, hosts, stage):
             assert found["hosts"] == found["shared"]
         assert different(tmp_path / "again hosts", tmp_path / "again shared") == []
+        assert different_states(tmp_path / "again hosts", tmp_path / "again shared") == []
 
 
 # ------------------------------------------------------------------------------------------------ what is not whole
