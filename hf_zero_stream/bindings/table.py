@@ -18,6 +18,7 @@ from .install import Installation
 
 REACHED = PatchScope("REACHED", "in a process that `hf-zero-stream run` has reached, and that has no ranks yet")
 DEFERRED = PatchScope("DEFERRED", "while models live that accelerate will shard, or DeepSpeed cut")
+PARTITIONED = PatchScope("PARTITIONED", "from the first load into ZeRO-3 partitions on")
 WHOLE = PatchScope("WHOLE", "while models live that ranks have loaded whole")
 
 _ESSENTIAL = Severity.ESSENTIAL
@@ -213,6 +214,12 @@ ROWS_OF_CORE: Mapping[PatchScope, Sequence[Row]] = {
             feature=_FSDP2,
         ),
     ],
+    PARTITIONED: [
+        *rows(
+            "torch.optim.swa_utils:AveragedModel.__init__ saving.beside:refuse_empty_copy model",
+            feature="an error where an average of weights would be empty",
+        ),
+    ],
     WHOLE: [
         *rows(
             "_convert_to_zero_parameters loading.whole:partition ds_config module",
@@ -244,6 +251,12 @@ def installed(scope: PatchScope) -> Installation:
 def install_model_rows() -> None:
     """Install the rows for models that transformers and PEFT alone would save, adapt or merge wrongly, for good."""
     installed(PatchScope.MODELS).__enter__()
+
+
+@functools.cache  # once
+def install_partition_rows() -> None:
+    """Install the rows for models that ZeRO-3 has partitioned, for good."""
+    installed(PARTITIONED).__enter__()
 
 
 def refuse_lacking(feature: str) -> None:

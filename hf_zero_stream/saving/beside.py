@@ -5,7 +5,7 @@ Each tensor is a slot of its own, in which one state lies: so it is saved and re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,12 +17,13 @@ from ..errors import ConfigError, UnsupportedError
 from ..holdings.holder import holdings
 from ..holdings.holding import PARAMETERS, Holding, kind_of, open_flat, refuse_unknown
 from ..holdings.introspection import has_partition, is_dtensor
-from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean
+from ..holdings.own_names import named_buffers, named_parameters, own_names, own_or_clean, parameters
 from ..holdings.slots import BUFFERS, VALUES, WHOLE, Member, Slot, entry_name
 from ..planning.boxes import ParameterBox
 from ..planning.plan import partition_range
 from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped
+from .count import COPIES
 
 
 Kept: TypeAlias = Mapping[str, torch.Tensor] | nn.Module
@@ -102,6 +103,12 @@ def slots_beside(
     what, names, params = key, own_names(model), dict(named_parameters(model))
     ranks = {"rank": coordinator.rank, "world_size": coordinator.world_size}
     mine = holdings(model, masters=False, **ranks)
+    if not isinstance(kept, Mapping | nn.Module):
+        raise ConfigError(
+            f"{what}: expected a mapping of parameters' names to tensors, or a module; got {type(kept).__name__}. Of "
+            "diffusers' EMAModel, made of a model's parameters(), give dict(zip(names, ema.shadow_params)), with the "
+            "names of named_parameters()."
+        )
     if isinstance(kept, nn.Module):
         inside = _inside(kept)
         given, held = dict(named_parameters(inside)), holdings(inside, masters=False, **ranks)
@@ -120,7 +127,9 @@ def slots_beside(
         memory = _memory(given[name])
         part = held.get(name) or _part(f"{what}: {name}", given[name], params[name], mine[name], coordinator)
         if part.box.shape != mine[name].box.shape:
-            raise ConfigError(f"{what}: {name}: expected shape {mine[name].box.shape}; found {part.box.shape}.")
+            raise ConfigError(
+                f"{what}: {name}: expected shape {mine[name].box.shape}; found {part.box.shape}.{_why(memory)}"
+            )
         if not memory.is_contiguous():
             raise UnsupportedError(f"{what}: {name}: expected a tensor in row-major order; call contiguous() on it.")
         memory = memory.to("cpu", copy=True) if copies else memory
@@ -154,5 +163,23 @@ def _part(what: str, tensor: Any, param: Any, mine: Holding, coordinator: Coordi
         return mine._replace(is_whole=mine.is_whole and count == mine.box.numel)
     raise ConfigError(
         f"{what}: expected {count} elements, as the parameter has on this rank, or all of it, in shape "
-        f"{whole.shape}; found a tensor of shape {tuple(memory.shape)}."
+        f"{whole.shape}; found a tensor of shape {tuple(memory.shape)}.{_why(memory)}"
     )
+
+
+def _why(memory: torch.Tensor) -> str:
+    """Why there may be no values in a copy of a parameter."""
+    return "" if memory.numel() else f" {COPIES}"
+
+
+def refuse_empty_copy(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's ``AveragedModel.__init__``, which Lightning calls too: it copies `model`, and would average nothing."""
+    if any(map(has_partition, parameters(model))):
+        from ..holdings.deepspeed.partitions import partitioned_names
+
+        if names := partitioned_names(model):
+            raise UnsupportedError(
+                f"{type(self).__name__}({type(model).__name__}): expected parameters with values; found {len(names)} "
+                f"without: {', '.join(names[:8])}. {COPIES}"
+            )
+    return original(self, model, *args, **kwargs)

@@ -47,6 +47,7 @@ from ..settings.scope import active_configs, set_in_context
 from ..sources.base import is_url
 from .arguments import SIGNATURE, SaveArguments, kind_of_save, refuse_unknown_arguments, refuse_url
 from .beside import Kept
+from .count import refuse_empty
 from .mirrors import url_of
 from .pending import operation
 from .save import Save
@@ -133,6 +134,8 @@ def save_pretrained_hook(original: Callable[..., Any], self: PreTrainedModel, *a
             refuse_url(arguments["save_directory"], "save_pretrained with these arguments")
             if arguments.get("state_dict") is not None:
                 _save_alone(arguments)
+            else:
+                refuse_empty(self)
         return original(self, *args, **kwargs)
     leader = _leader.get()
     if _has_own_code(self):

@@ -22,15 +22,31 @@ from transformers import PreTrainedModel
 
 from ..errors import SaveError
 from ..holdings.holding import Holding
-from ..holdings.introspection import LOADED_SHAPES, packed_weights
-from ..holdings.own_names import named_modules, own_names, own_or_clean
+from ..holdings.introspection import LOADED_SHAPES, has_partition, packed_weights
+from ..holdings.own_names import named_modules, named_parameters, own_names, own_or_clean
 from ..seams.ds_config import zero3_hidden
 from .lazy_parameters import digest
 from .parameters import Parameters
 from .plan import SavePlan, Sources
 
 
-__all__ = ["LeftOut", "anything", "ignored_by", "nothing", "refuse_cut", "refuse_too_few", "smaller_ones"]
+__all__ = [
+    "COPIES",
+    "LeftOut",
+    "anything",
+    "ignored_by",
+    "nothing",
+    "refuse_cut",
+    "refuse_empty",
+    "refuse_too_few",
+    "smaller_ones",
+]
+
+COPIES = (
+    "A copy of what ZeRO-3 has partitioned is empty. Copy what each rank has, as param.ds_tensor; or copy, and go on "
+    "with the copy, inside deepspeed.zero.GatheredParameters(list(model.parameters()))."
+)
+"""What errors say of copies without values, such as averages of weights."""
 
 LeftOut = Callable[[str], bool]
 """Whether a parameter, by its own name, need not be in the files."""
@@ -129,6 +145,16 @@ def refuse_cut(model: nn.Module, of_ranks: Iterable[Iterable[Smaller]]) -> None:
             f"smaller shapes than {type(model).__name__} has by its config: {', '.join(described[:8])}. Each has a "
             "part of them, and nothing says which; files would lack the others. Nothing was written. Save by what has "
             "cut the model, outside of streaming()."
+        )
+
+
+def refuse_empty(model: nn.Module) -> None:
+    """Raise a SaveError if a parameter has no element and, when it was loaded or by the model's class, had some."""
+    named = [(name, param) for name, param in named_parameters(model) if not (param.numel() or has_partition(param))]
+    if empty := _smaller(model, {name: tuple(param.shape) for name, param in named}):
+        raise SaveError(
+            f"Expected values of each parameter; found none of {len(empty)}: {', '.join([*empty][:8])}. Nothing was "
+            f"written. {COPIES}"
         )
 
 

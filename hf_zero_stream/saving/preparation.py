@@ -27,7 +27,7 @@ from ..errors import SaveError, system_errors_as
 from ..holdings.holding import Holding, persistent_buffers
 from ..holdings.own_names import named_buffers, named_parameters
 from ..ranks.coordinator import Coordinator
-from .count import LeftOut, Smaller, nothing, packed_padding, refuse_cut, refuse_too_few, smaller_ones
+from .count import LeftOut, Smaller, nothing, packed_padding, refuse_cut, refuse_empty, refuse_too_few, smaller_ones
 from .lazy_parameters import LazyParameters, Selection
 from .parameters import Layout, NewParameters, Parameters, refuse_differing
 from .plan import SavePlan, make_save_plan
@@ -171,6 +171,7 @@ class SavePlanner:
         files: list[dict[str, bytes]] = []
         smaller: list[Smaller] = []
         with coordinator.reporting():
+            refuse_empty(self.model)
             for place, item, lazy in zip(places, items, parameters.lazy, strict=True):
                 with as_save_error(place):
                     before = self._files(place)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
 from ..bindings.install import override_methods
-from ..bindings.table import install_model_rows
+from ..bindings.table import install_model_rows, install_partition_rows
 from ..checkpoint.formats import distributed_file, format_of_file, is_always_map, not_a_map_reason
 from ..checkpoint.index import check_files, read_index_file
 from ..checkpoint.lazy import LazyTensor
@@ -128,6 +128,8 @@ def _plant(session: Session, model: Any, load_config: Any, loading_info: Any) ->
                 new[name] = buffer.zero_(), 0 if buffer.is_inference() else buffer._version
         if any(isinstance(param, DTensor) for param in model.parameters()):
             install_model_rows()
+        if any(map(has_partition, model.parameters())):
+            install_partition_rows()
 
     def initialise_missing(*_: Any) -> None:
         del model._initialize_missing_keys

@@ -1,5 +1,7 @@
 """Averages of weights that are kept beside a model: saved, resumed by other ranks, and written as weights."""
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import deepspeed
 import pytest
 import torch
 import transformers
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers.distributed import DistributedConfig
 
@@ -57,6 +60,23 @@ def own_part(param: Any) -> torch.Tensor:
     return part
 
 
+class ByDiffusers:
+    """The average that diffusers keeps, of what this rank has. What is not trained it does not average, but copies."""
+
+    def __init__(self, training: Training, dtype: torch.dtype) -> None:
+        from diffusers.training_utils import EMAModel  # which looks for ZeRO-3 while it is imported
+
+        self.model = getattr(training.trains, "module", training.trains)
+        self.ema = EMAModel(self.parts(), decay=0.75)
+        self.kept = dict(zip((name for name, _ in self.model.named_parameters()), self.ema.shadow_params, strict=True))
+
+    def parts(self) -> list[torch.Tensor]:
+        return [own_part(param).detach().requires_grad_() for param in self.model.parameters()]
+
+    def update(self) -> None:
+        self.ema.step(self.parts())
+
+
 class Average:
     """An average of a model's weights, as people write it: by names, of what this rank has."""
 
@@ -69,10 +89,13 @@ class Average:
             self.kept[name].mul_(0.75).add_(own_part(param), alpha=0.25)
 
 
-def save(home: str, folder: Path, target: Path) -> None:
+Kind = type[Average] | type[ByDiffusers]
+
+
+def save(home: str, folder: Path, target: Path, kind: Kind = Average) -> None:
     """Three steps, and an average of their weights; the weights of each step, the state, the average as weights."""
     training = training_in(home, folder)
-    average = Average(training, torch.float32)
+    average = kind(training, torch.float32)
     for number in STEPS:
         training.train([number])
         average.update()
@@ -81,10 +104,10 @@ def save(home: str, folder: Path, target: Path) -> None:
     write(training, average, target)
 
 
-def go_on(home: str, folder: Path, source: Path, target: Path) -> None:
-    """Resume, save what was loaded, train and average once more."""
+def go_on(home: str, folder: Path, source: Path, target: Path, kind: Kind = Average) -> None:
+    """Resume, and save what was loaded."""
     training = training_in(home, folder)
-    average = Average(training, torch.float32)
+    average = kind(training, torch.float32)
     for values in average.kept.values():
         values.zero_()
     resumed = hf_zero_stream.load_state(
@@ -95,7 +118,7 @@ def go_on(home: str, folder: Path, source: Path, target: Path) -> None:
     write(training, average, target)
 
 
-def write(training: Training, average: Average, target: Path) -> None:
+def write(training: Training, average: Average | ByDiffusers, target: Path) -> None:
     hf_zero_stream.save_pretrained(training.trains, target / "weights", values=average.kept, max_shard_size=SHARD_SIZE)
 
 
@@ -136,6 +159,34 @@ def test_anywhere(
     assert {*different_states(first / "state", second / "state")} <= {"groups"}
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("home", "ranks", "there", "others"),
+    [("stage 3", 2, "fsdp2", 2), ("fsdp2", 2, "stage 3", 3), ("stage 2", 2, "whole", 1)],
+)
+def test_diffusers(
+    cluster: None, checkpoint: Path, tmp_path: Path, home: str, ranks: int, there: str, others: int
+) -> None:
+    """Its EMAModel, whose decay grows, and which knows parameters by their order alone."""
+    from diffusers.training_utils import EMAModel
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(ranks, save, home, checkpoint, first, ByDiffusers)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    ema = EMAModel(model.parameters(), decay=0.75)
+    for number in STEPS:
+        values = tensors_of(first / f"step {number}")
+        for name, param in model.named_parameters():
+            param.data.copy_(values[name])
+        ema.step(model.parameters())
+    ema.copy_to(model.parameters())
+    model.save_pretrained(tmp_path / "plain", max_shard_size=SHARD_SIZE)
+    run_ranks(others, go_on, there, checkpoint, first, second, ByDiffusers)
+    for folder in (first, second):
+        assert different(folder / "weights", tmp_path / "plain") == []
+    assert {*different_states(first / "state", second / "state")} <= {"groups"}
+
+
 def averaged_by_torch(home: str, folder: Path, target: Path, how: str) -> dict[str, Any]:
     """What torch's own average of a training is after three steps and, `how` is "resumed", after a resume at two."""
     training = training_in(home, folder)
@@ -155,16 +206,96 @@ def averaged_by_torch(home: str, folder: Path, target: Path, how: str) -> dict[s
 
 @pytest.mark.parametrize("home", ["whole", "stage 1"])
 def test_averaged_model(cluster: None, checkpoint: Path, tmp_path: Path, home: str) -> None:
-    """How often it was averaged is in the state too: without that, the first one after a resume would begin anew.
-
-    It cannot average what is sharded.
-    """
+    """How often it was averaged is in the state too: without that, the first one after a resume would begin anew."""
     ranks = 1 if home == "whole" else 2
     for how in ("first", "resumed"):
         for found in run_ranks(ranks, averaged_by_torch, home, checkpoint, tmp_path, how):
             assert found["averaged"] == 3
     assert different(tmp_path / "first", tmp_path / "resumed") == []
     assert differing(tensors_of(tmp_path / "first"), tensors_of(tmp_path)), "after two steps"
+
+
+def averaged_in_shards(folder: Path, target: Path, resumes: bool) -> dict[str, Any]:
+    """torch's own average, made before FSDP2 shards both models; what it is, as weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    for each in (model, average.module):
+        for part in (*each.model.layers, each):
+            fully_shard(part)
+    training = Training(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch=batch)
+    beside = {"ema": average}
+    if resumes:
+        hf_zero_stream.load_state(model, target / "state", beside=beside, **training.own)
+    for number in STEPS if not resumes else ():
+        training.train([number])
+        average.update_parameters(model)
+        hf_zero_stream.save_pretrained(model, target / f"step {number}")
+    if not resumes:
+        hf_zero_stream.save_state(model, target / "state", beside=beside, **training.own)
+    written = target / ("again" if resumes else "weights")
+    hf_zero_stream.save_pretrained(model, written, values=average, max_shard_size=SHARD_SIZE)
+    return {"averaged": int(average.n_averaged)}
+
+
+def averaged_plainly(folder: Path, steps: Path, target: Path) -> None:
+    """torch's own average of what was saved after each step, in one process."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    average = AveragedModel(load(folder), multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    for number in STEPS:
+        average.update_parameters(load(steps / f"step {number}"))
+    average.module.save_pretrained(target, max_shard_size=SHARD_SIZE)
+
+
+def test_averaged_shards(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
+    for ranks, resumes in ((2, False), (3, True)):
+        found = run_ranks(ranks, averaged_in_shards, checkpoint, tmp_path, resumes)
+        assert found == [{"averaged": len(STEPS)}] * ranks
+    averaged_plainly(checkpoint, tmp_path, tmp_path / "plain")
+    for name in ("weights", "again"):
+        assert different(tmp_path / name, tmp_path / "plain") == []
+
+
+def averaged_whole(folder: Path, target: Path) -> dict[str, Any]:
+    """torch's own average of a model that ZeRO-3 has partitioned: refused, but where it has values."""
+    config = ds_config(torch.float32, stage3_param_persistence_threshold=0)  # small ones too are empty between steps
+    with hf_zero_stream.streaming():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, ds_config=config)
+    empty: Any = copy.deepcopy(model)
+    clones = {name: param.detach().clone() for name, param in model.named_parameters()}
+    refused: list[Callable[[], Any]] = [
+        lambda: AveragedModel(model),
+        lambda: hf_zero_stream.save_pretrained(empty, target / "empty"),
+        lambda: hf_zero_stream.save_state(empty, target / "empty", optimizer=torch.optim.SGD(empty.parameters())),
+        lambda: hf_zero_stream.save_pretrained(model, target / "empty", values=empty),
+        lambda: hf_zero_stream.save_pretrained(model, target / "empty", values=clones),
+    ]
+    with hf_zero_stream.streaming():
+        for call in [*refused, lambda: empty.save_pretrained(target / "empty")]:
+            with pytest.raises((ConfigError, SaveError, UnsupportedError), match="of what ZeRO-3 has partitioned"):
+                call()
+    training = Training(deepspeed.initialize(model=model, config=config)[0], batch=batch)
+    params, average = [*model.parameters()], None
+    for number in STEPS:
+        training.train([number])
+        with deepspeed.zero.GatheredParameters(params):
+            average = average or AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+            average.update_parameters(model)
+        hf_zero_stream.save_pretrained(training.trains, target / f"step {number}")
+    assert average is not None
+    hf_zero_stream.save_state(training.trains, target / "state", beside={"ema": average})
+    hf_zero_stream.save_pretrained(training.trains, target / "weights", values=average, max_shard_size=SHARD_SIZE)
+    return {"averaged": int(average.n_averaged)}
+
+
+def test_copies_of_partitions(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
+    """A copy is empty, and an average of it would be of nothing, without a word: Lightning's callback makes one."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run_ranks(2, averaged_whole, checkpoint, first) == [{"averaged": len(STEPS)}] * 2
+    assert [path for path in (first / "empty").rglob("*") if path.is_file()] == []
+    averaged_plainly(checkpoint, first, tmp_path / "plain")
+    run_ranks(2, go_on, "fsdp2", checkpoint, first, second)
+    assert different(first / "weights", tmp_path / "plain") == []
+    assert different(second / "weights", tmp_path / "plain") == []
 
 
 def in_background(home: str, folder: Path, target: Path) -> None:
@@ -230,6 +361,7 @@ def refused(folder: Path, target: Path) -> dict[str, Any]:
         ("values", average.kept, ConfigError, "none that the state has already"),
         ("no name", average.kept, ConfigError, "identifier"),
         ("ema", {}, ConfigError, "at least one"),
+        ("ema", [*average.kept.values()], ConfigError, "got list. Of diffusers' EMAModel"),
         ("ema", {"decay": torch.zeros(1)}, ConfigError, "it has no decay"),
         ("ema", {name: part[:-1]}, ConfigError, f"{name}: expected {part.numel()} elements"),
         ("ema", {name: part.view(-1, 2).t()}, UnsupportedError, "row-major"),
