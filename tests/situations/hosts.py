@@ -28,6 +28,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "away": ("c", "b", "ab", "bc", "none"),
     "steps": ("2", "1", "4", "6"),
     "saves": ("last", "none", "each"),
+    "how": ("waited", "background"),
     "shared": ("none", "older"),
     "copies": ("1", "0"),
     "clock": ("same", "behind", "ahead"),
@@ -51,6 +52,7 @@ class Hosts(Drawn):
     Attributes:
         away: the hosts that start alone in between.
         steps, saves: how many steps these make, and when they save.
+        how: in all saves on hosts: whether steps go on meanwhile.
         clock: theirs, beside that of the others: a day behind or ahead.
         fault: what happens to host b in the second save of all, at its operation `at` with this `number`.
     """
@@ -59,6 +61,7 @@ class Hosts(Drawn):
     away: str = "c"
     steps: str = "2"
     saves: str = "last"
+    how: str = "waited"
     shared: str = "none"
     copies: str = "1"
     clock: str = "same"
@@ -92,7 +95,7 @@ def start(hosts: str, folder: Path, situation: Hosts, steps: int, saved_at: tupl
     resumed = states.load(model, shared, optimizer=optimizer)
     begun = at = 0 if resumed is None else resumed.counters["global_steps"]
     kept = sorted({float(value) for param in model.parameters() for value in param.detach().unique()})
-    end = at + steps
+    end, pending = at + steps, None
     while at < end:
         at += 1
         for param in model.parameters():
@@ -103,8 +106,15 @@ def start(hosts: str, folder: Path, situation: Hosts, steps: int, saved_at: tupl
                 param.fill_(float(at))
         if at in saved_at or -1 in saved_at or (at == end and 0 in saved_at):
             fault = situation.fault if len(hosts) == 3 and at == SECOND and hosts[dist.get_rank()] == "b" else "none"
+            if fault != "none" and pending is not None:
+                pending.wait()  # its disk does not fail
             with _disk(fault, situation, folder):
-                states.save(model, optimizer=optimizer)
+                if situation.how == "waited":
+                    states.save(model, optimizer=optimizer)
+                else:
+                    pending = states.save(model, optimizer=optimizer, asynchronous=True)
+                    if fault != "none" or at == end:
+                        pending.wait()
         if shared is not None and at == SHARED and len(hosts) == 3:
             hf_zero_stream.save_state(model, shared, optimizer=optimizer)
     return begun, at, kept
