@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SaveError
 from ..holdings.holding import Holding
-from ..holdings.introspection import LOADED_SHAPES, has_partition, packed_weights
+from ..holdings.introspection import LOADED_SHAPES, packed_weights, whole_shape
 from ..holdings.own_names import named_modules, named_parameters, own_names, own_or_clean
 from ..seams.ds_config import zero3_hidden
 from .lazy_parameters import digest
@@ -150,8 +150,8 @@ def refuse_cut(model: nn.Module, of_ranks: Iterable[Iterable[Smaller]]) -> None:
 
 def refuse_empty(model: nn.Module) -> None:
     """Raise a SaveError if a parameter has no element and, when it was loaded or by the model's class, had some."""
-    named = [(name, param) for name, param in named_parameters(model) if not (param.numel() or has_partition(param))]
-    if empty := _smaller(model, {name: tuple(param.shape) for name, param in named}):
+    shapes = {name: tuple(whole_shape(param)) for name, param in named_parameters(model)}
+    if empty := _smaller(model, {name: shape for name, shape in shapes.items() if not prod(shape)}):
         raise SaveError(
             f"Expected values of each parameter; found none of {len(empty)}: {', '.join([*empty][:8])}. Nothing was "
             f"written. {COPIES}"
