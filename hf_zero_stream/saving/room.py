@@ -53,6 +53,11 @@ class Room:
         _rooms[model] = room
         return room
 
+    @classmethod
+    def kept_bytes(cls, model: nn.Module) -> int:
+        """What the model's last save has left for the next one."""
+        return _rooms[model].nbytes if model in _rooms else 0
+
     def take(self, nbytes: int) -> list[torch.Tensor] | None:
         """Memory for `nbytes` bytes, uint8, in parts of :attr:`piece_bytes` at most; None if there is not so much."""
         if nbytes > self._left:

@@ -26,10 +26,12 @@ from ..holdings.steps import Steps
 from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
 from ..reports.closing import tell
 from ..reports.save import SaveReport, SavingRank
+from ..reports.text import bytes_text
 from ..seams.adapters import lay_out_adapters
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
+from ..sources.page_cache import free_memory
 from .arguments import dtype_of_argument, kind_of_save, make_ready, refuse_values
 from .background import Staged
 from .beside import Kept, slots_beside
@@ -38,6 +40,7 @@ from .lazy_parameters import Holds, LazyParameters, held_values, state_dict_with
 from .pending import PendingSave, note_weights
 from .places import Place, Publishing, Written, place_at, refuse_other_places
 from .preparation import Finalizer, SaveItem, SavePlanner, WritePlan
+from .room import Room
 from .snapshot import ALL, Copies
 from .write import Work
 
@@ -210,10 +213,16 @@ class Save:
         coordinator, why = self._work.coordinator, ""
         if plan.has_single_writer:
             why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
-        swapped, reasons = zip(*coordinator.all_gather((plan.parameters.is_swapped, copies)), strict=True)
+        mine = plan.parameters.is_swapped, copies, plan.plan.bytes_written
+        swapped, reasons, of_ranks = zip(*coordinator.all_gather(mine), strict=True)
         if not why and any(swapped):
             why = "values are in swap files, and host memory is not to hold them"
         reason = next(filter(None, (*reasons, self._place.why_copies)), "")
+        if not why and reason:
+            ranks = [0] if coordinator.is_alone else coordinator.topology.ranks_of_host
+            needed, room = sum(of_ranks[rank] for rank in ranks), free_memory() + Room.kept_bytes(self.model)
+            lacks = f"copies of all would take {bytes_text(needed)} of host memory, and {bytes_text(room)} are free"
+            why = next(filter(None, coordinator.all_gather(lacks if needed > room else "")), "")
         if why and coordinator.is_main:
             logger.warning_once(f"This save is not made in the background: {why}.")
         elif reason not in ("", ALL) and coordinator.is_main:

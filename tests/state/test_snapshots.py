@@ -320,3 +320,17 @@ def test_merged_adapters(tmp_path: Path) -> None:
     assert pending.wait().ranks[0].seconds["held"] > 0
     assert not torch.equal(before, base.model.layers[0].mlp.up_proj.weight)
     assert tree(tmp_path / "background") == tree(tmp_path / "waited")
+
+
+def test_copies_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save is waited for, and says why; what the last save has left counts as free."""
+    model, optimizer, _ = plain_training(make_checkpoint("llama", tmp_path / "model", torch.float32), None)
+    how: dict[str, Any] = {"optimizer": optimizer, "asynchronous": True, "snapshot_bytes": "all"}
+    said: list[str] = []
+    monkeypatch.setattr(save_module.logger, "warning_once", said.append)
+    free = save_module.free_memory
+    for is_full, is_asynchronous in ((True, False), (False, True), (True, True)):
+        monkeypatch.setattr(save_module, "free_memory", (lambda: 1000) if is_full else free)
+        report = hf_zero_stream.save_state(model, tmp_path / "state", **how).wait()
+        assert report.asynchronous == is_asynchronous
+    assert len(said) == 1 and "copies of all would take" in said[0] and "1000 B are free" in said[0], said
