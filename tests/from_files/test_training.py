@@ -9,7 +9,7 @@ import transformers
 
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.plugins.from_files import arena
-from tests.from_files.trainings import EXPERTS, adapted, config_for, engine_of, load, measured, steps, train
+from tests.from_files.trainings import EXPERTS, adapted, config_for, digest, engine_of, load, measured, steps, train
 from tests.support.cluster import run_ranks
 from tests.support.quantised_checkpoints import bitsandbytes, fp8, mxfp4
 
@@ -36,6 +36,49 @@ def test_losses_and_adapters_are_those_in_memory(cluster: None, mixture: Path, w
     from_files = run_ranks(world_size, train, mixture, "files", 6, TRAININGS[how])
     assert from_files == run_ranks(world_size, train, mixture, "memory", 6, TRAININGS[how])
     assert len({*from_files[0][0]}) == 6
+
+
+def train_one_weight(folder: Path, frozen_weights: str, checkpointing: bool) -> tuple[list[float], str]:
+    """A training of one fused weight of the first layer, whose inputs need no gradients; or the error."""
+    config = config_for()
+    model = load(folder, config, frozen_weights)
+    model.requires_grad_(False)
+    model.get_parameter("model.layers.0.mlp.experts.gate_up_proj").requires_grad_(True)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = engine_of(model, config)
+    try:
+        return [*steps(engine, 4)], digest(model)
+    except RuntimeError as error:
+        return [], str(error)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "no checkpointing"])
+def test_one_expert_weight_is_trained_as_in_memory(
+    cluster: None, mixture: Path, world_size: int, checkpointing: bool
+) -> None:
+    """Without checkpointing DeepSpeed lets go of it before its gradient is there, and torch says so, in memory too."""
+    from_files = run_ranks(world_size, train_one_weight, mixture, "files", checkpointing)
+    assert from_files == run_ranks(world_size, train_one_weight, mixture, "memory", checkpointing)
+    assert all(bool(losses) == checkpointing for losses, _ in from_files)
+
+
+BESIDE: dict[str, Any] = {"persists": {"zero": {"stage3_param_persistence_threshold": 3000}}, "tied, in fp32": {}}
+
+
+@pytest.mark.parametrize("how", [*BESIDE])
+def test_small_tied_and_cast_weights(cluster: None, mixture: Path, tmp_path: Path, how: str) -> None:
+    """Parameters that are kept in full beside others in files; one with two names; files of another dtype."""
+    if how != "persists":
+        config = transformers.LlamaConfig(
+            vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
+        )
+        config.tie_word_embeddings = True
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path, max_shard_size="200KB")
+        mixture = tmp_path
+    from_files = run_ranks(2, train, mixture, "files", 4, BESIDE[how])
+    assert from_files == run_ranks(2, train, mixture, "memory", 4, BESIDE[how])
 
 
 @pytest.mark.slow
