@@ -20,13 +20,18 @@ def figures(tmp_path: Path, *arguments: str) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_eight_gigabytes_in_the_memory_of_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """26 layers of 300 MB: on one rank anonymous memory grows by two of them, and what any training takes."""
+    """26 layers of 300 MB: on one rank anonymous memory grows by two of them, and what any training takes.
+
+    By default glibc keeps some 40 MiB more of what torch has freed.
+    """
     monkeypatch.setattr(from_files, "CACHE", tmp_path)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
     found = figures(tmp_path, "--sparse", "--steps", "2", "--tokens", "32", "--arms", "files")
     (rank,) = found["files"]
     assert rank["frozen"] > 7.9e9
     largest = 2048 * 768 * 3 * 32 * 2 + 2048 * 1024 * 2 * 2 + 2048 * 256 * 2 * 2  # experts, attention
-    assert rank["growth"] < 2 * largest + 200 * MIB
+    adapters = 18 * 26 * 4 * (2048 + 1024 + 2048 + 256)  # in bf16 and fp32, gradients, AdamW's averages
+    assert rank["growth"] < 2 * largest + adapters + 128 * MIB
     assert all(nbytes <= 2 * rank["frozen"] for nbytes in rank["bytes"])
 
 
