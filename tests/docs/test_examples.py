@@ -184,6 +184,8 @@ EXPECTED = {
         r"loss of one step: \d",
         r"saved [\d.]+ [MG]iB of weights in \d shards? to",
         r"reloaded: (\d+) of \1 partitions",
+        r"memory: losses ([\d., ]+)\n(?s:.*)files: losses \1\n",
+        r"frozen weights in files: host memory of rank 0 grew by at most \d+ MiB",
     ],
     "weight_stream.ipynb": [
         r"the engine got (\d+) tensors; \1 of \1 are what a gather gives",
