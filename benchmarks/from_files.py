@@ -116,7 +116,7 @@ def measure(arm: str, folder: str, experts: bool, tokens: int, steps: int, limit
 
 
 def _config(folder: str) -> dict[str, Any]:
-    """With partitions in swap files beside the checkpoint; each of a layer takes a buffer of the size of the largest."""
+    """With partitions in swap files beside the checkpoint. Each of a layer takes a buffer, as large as the largest."""
     from transformers import AutoConfig
 
     it = AutoConfig.from_pretrained(folder)

@@ -69,9 +69,12 @@ class WeightFiles:
 
     def weight_of(self, item: Item) -> FrozenWeight | None:
         """The weight that `item` would fill; None if its values, or some, are in memory and in no file."""
-        checkpoint = self._checkpoint
-        how = {"request_bytes": checkpoint.request_bytes, "seek_bytes": checkpoint.seek_bytes}
-        plan, leaves = plan_batch([(item.target, item.view)], **how)
+        seek, small = self._checkpoint.seek_bytes, self._checkpoint.request_bytes
+        # Each read takes the GIL from what computes. Those that pass through a buffer are as small as elsewhere.
+        large = max(small, -(-item.target.nbytes // self._threads))
+        plan, leaves = plan_batch([(item.target, item.view)], request_bytes=large, seek_bytes=seek)
+        if not all(piece.is_run for read in plan.reads for piece in read.pieces):
+            plan, leaves = plan_batch([(item.target, item.view)], request_bytes=small, seek_bytes=seek)
         is_in_memory = any(isinstance(leaf, HostTensor) for leaf in leaves)
         return None if is_in_memory else FrozenWeight(item.target, plan, leaves)
 
