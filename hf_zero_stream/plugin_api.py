@@ -130,7 +130,8 @@ if TYPE_CHECKING:
     from .loading.integration import outside_zero_init
     from .planning.boxes import Cut, Interval, ParameterBox
     from .planning.plan import BatchPlan, LoadPlan, Target, materialise_reason, partition_range, plan_batch
-    from .ranks.coordinator import BackgroundCoordinator, Coordinator, expected_at, meeting
+    from .ranks.background import BackgroundCoordinator
+    from .ranks.coordinator import Coordinator, expected_at, meeting
     from .ranks.presence import Location, Presence, digest_of, is_alone
     from .ranks.rendezvous import LOAD, MeetingKind
     from .ranks.store import PREFIX, Verdict, pauses

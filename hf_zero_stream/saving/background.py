@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 
-from ..ranks.coordinator import BackgroundCoordinator, Coordinator
+from ..ranks.background import BackgroundCoordinator
+from ..ranks.coordinator import Coordinator
 from ..reports.save import SavingRank
 from .files import Comparison, ShardWriter
 from .preparation import WritePlan

@@ -23,7 +23,8 @@ from ..holdings.introspection import is_packed, is_peft_model
 from ..holdings.own_names import adapter_names, named_parameters, own_names
 from ..holdings.slots import VALUES, holdings_of
 from ..holdings.steps import Steps
-from ..ranks.coordinator import BackgroundCoordinator, Coordinator, meeting
+from ..ranks.background import BackgroundCoordinator
+from ..ranks.coordinator import Coordinator, meeting
 from ..reports.closing import tell
 from ..reports.save import SaveReport, SavingRank
 from ..reports.text import bytes_text
