@@ -6,7 +6,7 @@ from packaging.version import Version
 
 
 TRIED: dict[str, tuple[str, str]] = {
-    "torch": ("2.13.0", "2.14.1"),
+    "torch": ("2.13.0", "2.15.0"),
     "transformers": ("5.1.0", "5.24.0"),
     "accelerate": ("1.4.0", "1.15.0"),
     "safetensors": ("0.4.3", "0.8.0"),
