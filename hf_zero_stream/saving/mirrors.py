@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,8 @@ def _send_later(
     places: UrlPlaces, others: Sequence[Mapping[str, bytes]], send: Callable[[], object], until_sent: ExitStack
 ) -> None:
     with until_sent:
-        for url, data in chain.from_iterable(files.items() for files in others):
-            places.put(url, data)
+        for files in others:
+            _put(places, files)
         send()
 
 
@@ -110,5 +109,9 @@ def _files_of(mirror: Path, url: str, last: str) -> dict[str, bytes]:
 
 
 def _send(places: UrlPlaces, url: str, mirror: Path, last: str) -> None:
-    for name, data in _files_of(mirror, url, last).items():
-        places.put(name, data)
+    _put(places, _files_of(mirror, url, last))
+
+
+def _put(places: UrlPlaces, files: Mapping[str, bytes]) -> None:
+    for url, data in files.items():
+        places.put(url, data)

@@ -172,8 +172,8 @@ class _HostSave:
             return states_in(self._folder)
 
         found = coordinator.run_on_all(named(look))
-        sizes = sum(stop - start for _, start, stop in self._extents)
-        mine = None if self._own is None else self._own.temporary, found, sizes
+        nbytes = sum(stop - start for _, start, stop in self._extents)
+        mine = None if self._own is None else self._own.temporary, found, nbytes
         paths, of_hosts, self._sizes = zip(*coordinator.all_gather(mine), strict=True)
         self._temporary, self._found, self._keep = paths[hosts.leader], joined(of_hosts), keep
         self.copies = min(copies, len(hosts.ranks) - 1)
