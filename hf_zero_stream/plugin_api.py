@@ -13,6 +13,24 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# Every declaration of a plug-in needs these, and each load reads all declarations.
+from .registry import (
+    METADATA,
+    TORCH_ENDINGS,
+    FileFormat,
+    FolderFormat,
+    PatchScope,
+    Plugin,
+    Row,
+    Severity,
+    Source,
+    has_tool,
+    import_object,
+    plugins,
+    rows,
+    tool,
+)
+
 
 if TYPE_CHECKING:
     from . import accelerators
@@ -135,22 +153,6 @@ if TYPE_CHECKING:
     from .ranks.presence import Location, Presence, digest_of, is_alone
     from .ranks.rendezvous import LOAD, MeetingKind
     from .ranks.store import PREFIX, Verdict, pauses
-    from .registry import (
-        METADATA,
-        TORCH_ENDINGS,
-        FileFormat,
-        FolderFormat,
-        PatchScope,
-        Plugin,
-        Row,
-        Severity,
-        Source,
-        has_tool,
-        import_object,
-        plugins,
-        rows,
-        tool,
-    )
     from .reports.load import Verification
     from .reports.measures import AnonymousMemory, GrowthPeak, collector_paused
     from .reports.save import SaveReport, SavingRank
@@ -248,7 +250,8 @@ def _homes() -> dict[str, str]:
 
 
 def _find(name: str) -> Any:
-    if (home := _homes().get(name)) is None:
+    # Whoever imports from a module asks it for `__path__`: no reason to read the source.
+    if name.startswith("__") or (home := _homes().get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(home, __package__)
     if not hasattr(module, name):  # a module that nobody has imported yet
