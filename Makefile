@@ -22,7 +22,7 @@ SITUATIONS_MINUTES ?= 60
 SITUATIONS_SEED ?= $(shell date +%Y%m%d)
 FUZZ_RUNS ?= 1000000
 FUZZ_TARGETS ?= file header built index names torch pickle zero distcp server store
-SWEEP_ARGS ?= --destinations zero3x2,zero3x3/5,fsdp2,fsdp3,tp2,fsdp2-ep2,fsdp2-tp2,fsdp2-tp2-ep2,replicate2-fsdp2/5 \
+SWEEP_ARGS ?= --destinations zero3x2,zero3x3/5,filesx2/5,fsdp2,fsdp3,tp2,fsdp2-ep2,fsdp2-tp2,fsdp2-tp2-ep2,replicate2-fsdp2/5 \
 	--dtypes fp32,bf16,fp32-bf16 --stock --jobs 2 --csv docs/models.csv
 
 # The extensions that DeepSpeed compiles at first use belong to this environment, and ninja lives there too.

@@ -27,8 +27,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--destinations",
         default="zero3x2",
-        help="zero3xN for ZeRO-3 on N ranks; fsdpN, tpN, epN, replicateN joined by - for what distributed_config= "
-        "shards; drawnxN and acceleratexN for random numbers alone; NAME/5 takes every fifth model",
+        help="zero3xN for ZeRO-3 on N ranks; filesxN, with weights that stay in files; fsdpN, tpN, epN, replicateN "
+        "joined by - for what distributed_config= shards; drawnxN and acceleratexN for random numbers alone; NAME/5 "
+        "takes every fifth model",
     )
     parser.add_argument("--dtypes", default="fp32", help="fp32, bf16, fp16; fp32-bf16 loads fp32 files in bf16")
     parser.add_argument("--stock", action=argparse.BooleanOptionalAction, help="also what stock does there")

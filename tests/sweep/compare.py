@@ -16,6 +16,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging
 
 import hf_zero_stream
+from hf_zero_stream.holdings.introspection import lies_in_files
 from tests.support.parity import differences, ds_config
 from tests.sweep import drawn, sharded
 from tests.sweep.destinations import Destination
@@ -41,6 +42,8 @@ def run_batch(
         run = _make
     elif destination.family == "zero3":
         run = {"ours": _ours, "stock": _stock}[job]
+    elif destination.family == "files":
+        run = _from_files
     elif destination.family in ("drawn", "accelerate"):
         run = {"drawn": drawn.stocks, "accelerate": drawn.accelerates}[destination.family]
     else:
@@ -110,6 +113,23 @@ def _ours(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination
         "read": sum(rank["bytes_read"] for rank in report["ranks"]),
         "needed": sum(rank["bytes_needed"] for rank in report["ranks"]),
     }
+
+
+def _from_files(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination) -> dict[str, Any]:
+    """With all weights in the files, from where they are gathered, and saved."""
+    model_class = class_of(case)
+    plain, plain_info = load_plain(model_class, folder, dtype)
+    with hf_zero_stream.streaming(frozen_weights="files"):
+        config = ds_config(dtype, stage3_param_persistence_threshold=0)
+        streamed, info = load(model_class, folder, dtype, ds_config=config)
+    found = [] if any(map(lies_in_files, streamed.parameters())) else ["no weight stays in the files"]
+    found += [*info_differences(info, plain_info), *differences(streamed, plain, dtype)]
+    for param in plain.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
+    found += saved_differences(streamed, plain, folder)
+    del streamed
+    return {"differences": found}
 
 
 def _stock(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from math import prod
 from typing import Any
 
 
-FAMILIES = ("zero3", "fsdp", "tp", "ep", "drawn", "accelerate")
+FAMILIES = ("zero3", "files", "fsdp", "tp", "ep", "drawn", "accelerate")
 """Of the last two, random numbers are compared (:mod:`tests.sweep.drawn`): of ZeRO-3, and of accelerate's FSDP2."""
 
 _ARGUMENTS = {"fsdp": "fsdp_size", "tp": "tp_size", "ep": "ep_size", "replicate": "dp_replicate_size"}
-_BY_RANKS = re.compile(r"(zero3|drawn|accelerate)x(\d+)")
+_BY_RANKS = re.compile(r"(zero3|files|drawn|accelerate)x(\d+)")
 _NAME = re.compile(rf"{_BY_RANKS.pattern}|(fsdp|tp|ep|replicate)\d+(-(fsdp|tp|ep|replicate)\d+)*")
 
 
@@ -22,7 +22,8 @@ class Destination:
     """A way to shard a model.
 
     Attributes:
-        name: ``zero3x2`` is ZeRO-3 on two ranks; else ways and sizes, such as ``fsdp2`` or ``replicate2-fsdp2``.
+        name: ``zero3x2`` is ZeRO-3 on two ranks, ``filesx2`` the same with weights that stay in files; else ways and
+            sizes, such as ``fsdp2`` or ``replicate2-fsdp2``.
         every: only every such model is loaded.
     """
 
@@ -35,8 +36,8 @@ class Destination:
         name, _, every = text.partition("/")
         if not _NAME.fullmatch(name):
             raise ValueError(
-                "destination: expected zero3xN, drawnxN, acceleratexN, or fsdpN, tpN, epN, replicateN joined by -; "
-                f"got {text!r}"
+                "destination: expected zero3xN, filesxN, drawnxN, acceleratexN, or fsdpN, tpN, epN, replicateN joined "
+                f"by -; got {text!r}"
             )
         return cls(name, int(every or 1))
 

@@ -202,7 +202,8 @@ def sweep(
     isolated = _Isolated(folder, jobs, say)
     runs: list[tuple[str, Destination, str]] = [("ours", to, dtype) for to in destinations for dtype in dtypes]
     if stock:
-        compared = [destination for destination in destinations if destination.family not in ("drawn", "accelerate")]
+        ours_alone = ("files", "drawn", "accelerate")
+        compared = [destination for destination in destinations if destination.family not in ours_alone]
         runs += [("stock", destination, dtypes[0]) for destination in compared if destination.every == 1]
     for job, destination, dtype in runs:
         cases = [case for case in result.cases.values() if destination.takes(case)][:: destination.every]

@@ -17,6 +17,7 @@ from tests.sweep.run import Row, Run, Sweep
 
 _TITLES = {
     "zero3": "ZeRO-3 partitions",
+    "files": "ZeRO-3, weights in their files",
     "fsdp": "FSDP2",
     "tp": "Tensor parallelism",
     "ep": "Expert parallelism",

@@ -51,6 +51,13 @@ def test_in_bf16_on_three_ranks(cluster: None, checkpoints: Path) -> None:
     assert failures(result) == []
 
 
+@pytest.mark.slow
+def test_weights_that_stay_in_files(cluster: None, checkpoints: Path) -> None:
+    result = sweep(IN_BF16.split(), checkpoints / "bf16", destinations=[Destination("filesx2")], dtypes=("bf16",))
+    assert result.cannot_build == {}
+    assert failures(result) == []
+
+
 def test_the_spread_is_wide() -> None:
     types = {name for names in FAMILIES.values() for name in names.split()}
     assert len(types) >= 60
@@ -120,6 +127,7 @@ def test_what_initialisation_code_gives_and_freezes(cluster: None, checkpoints: 
     ("text", "sizes", "world_size", "family"),
     [
         ("zero3x3/5", {}, 3, "zero3"),
+        ("filesx2", {}, 2, "files"),
         ("fsdp2-tp2-ep2", {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, 4, "ep"),
         ("replicate2-fsdp2", {"dp_replicate_size": 2, "fsdp_size": 2}, 4, "fsdp"),
         ("fsdp2-tp2", {"fsdp_size": 2, "tp_size": 2}, 4, "tp"),
