@@ -13,7 +13,7 @@ from torch import nn
 from ...checkpoint.nodes import Computed, View
 from ...errors import UnsupportedError
 from ...holdings.deepspeed import partitions
-from ...holdings.deepspeed.engine import masters_of
+from ...holdings.deepspeed.masters import masters_of
 from ...holdings.deepspeed.partitions import gather, select_gathered
 from ...holdings.holding import LocalShard
 from ...holdings.own_names import named_parameters

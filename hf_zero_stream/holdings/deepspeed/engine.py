@@ -1,67 +1,27 @@
-"""What a DeepSpeed engine trains, at any ZeRO stage: slots, scheduler, scaler, counters.
-
-Where an engine trains fp32 values (*masters*) in place of a model's own, each optimizer step copies them into the
-model. So whoever writes to parameters must write to these too, or the next step puts the old values back. A save in
-fp32, and a load into a model in use, are given the model alone. ZeRO-3's parameters lead to their optimizer; for those
-of other stages every live engine is looked at:
-
-- ``DeepSpeedZeroOptimizer`` (stages 1 and 2) and ``BF16_Optimizer`` (stage 1 with gradients in fp32): the parameters
-  lie in a flat buffer, of which each rank trains a part. The fragments that DeepSpeed attaches to parameters
-  (``_hp_mapping``) are not used: with `round_robin_gradients`, DeepSpeed 0.19.8 attaches those of other parameters.
-- ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer`` (stage 0, bf16 too): each rank trains all of each parameter.
-"""
+"""What a DeepSpeed engine trains, at any ZeRO stage: slots, scheduler, scaler, counters."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ...errors import UnsupportedError, refuse_unknown_version, require_names
+from ...errors import UnsupportedError
 from ...ranks.coordinator import Coordinator
-from ..fsdp import shard_of
-from ..holding import Holding, cut_shard_of, open_flat
-from ..introspection import autotp_shards, instances_of, is_cut, lies_in_files, refuse_unknown_shards
+from ..introspection import autotp_shards, refuse_unknown_shards
 from ..own_names import named_parameters, parameters
-from ..slots import STEPS, VALUES, Member, Slot, Training, entries_of, holding_of, in_memory, slots_of_parameters
+from ..slots import STEPS, VALUES, Slot, Training, slots_of_parameters
 from . import partitions
 from .kept_elsewhere import refuse_kept_elsewhere
+from .masters import STAGES_0_TO_2, fragments_of, slots_of_masters, trained_by
 
-
-logger = logging.getLogger(__name__)
-
-require_names(
-    "deepspeed",
-    DeepSpeedZeroOptimizer_Stage3,
-    *("_swappable_optimizer_subgroup", "get_param_id"),
-    purpose="load_into under ZeRO-3",
-)
-
-_STAGE_3 = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
-_STAGES_1_2 = ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "real_dp_process_group")
-_STAGES_0_TO_2: dict[type, tuple[str, ...]] = {
-    DeepSpeedZeroOptimizer: _STAGES_1_2,
-    BF16_Optimizer: ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition", "real_dp_process_group"),
-    FP16_Optimizer: ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
-    FP16_UnfusedOptimizer: ("fp16_groups", "fp32_groups"),
-}
-"""For each group of an optimizer: the model's parameters, the flat buffer that they lie in, what this rank trains of
-it, and the ranks that share it. FP16_UnfusedOptimizer has no flat buffers, but a tensor for each parameter.
-"""
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -129,7 +89,7 @@ def _editors(model: nn.Module, wrapper: Any) -> Iterator[tuple[Any, Sequence[str
 
 def _unseen_steps(wrapper: Any, optimizer: Any) -> str:
     """Why DeepSpeed may step without calling the step of `optimizer`; "" if it does not."""
-    if wrapper is optimizer or type(wrapper) in (DeepSpeedZeroOptimizer_Stage3, *_STAGES_0_TO_2):
+    if wrapper is optimizer or type(wrapper) in (DeepSpeedZeroOptimizer_Stage3, *STAGES_0_TO_2):
         return ""
     return f"{type(wrapper).__name__} may step by code of its own"
 
@@ -156,7 +116,7 @@ def _copying_masters(model: nn.Module, wrapper: Any, slots: Sequence[Slot]) -> C
                 params[name].ds_tensor.data[: stop - start].copy_(slot.flat(VALUES)[first : first + stop - start])
 
     def to_parameters() -> None:  # at stage 0 every rank trains all of each parameter
-        for param, part, first, start, stop in _fragments_of(wrapper):
+        for param, part, first, start, stop in fragments_of(wrapper):
             param.data.view(-1)[start:stop].copy_(part.detach().view(-1)[first : first + stop - start])
 
     if not (slots and slots[0].has_masters):
@@ -210,239 +170,10 @@ def _replacing_state(wrapper: Any) -> Iterator[None]:
             yield
 
 
-# ------------------------------------------------------------------------------------------------------ masters
-
-
-def masters_of(params: Mapping[str, Any], rank: int, world_size: int) -> dict[str, list[tuple[Slot, Member]]]:
-    """By its name, where the masters of each of `params` that has any lie, in every engine that trains it.
-
-    The same names on every rank of stages 0 to 2, some without elements; an UnsupportedError if masters cannot be
-    reached.
-    """
-    names = {id(param): name for name, param in params.items()}
-    found: dict[str, list[tuple[Slot, Member]]] = {}
-    for wrapper in _optimizers_of(params.values()):
-        for slot in slots_of_masters(wrapper, names, rank, world_size):
-            for member in slot.members:
-                found.setdefault(member.name, []).append((slot, member))
-    return found
-
-
-def _optimizers_of(params: Collection[Any]) -> Iterator[Any]:
-    """DeepSpeed's optimizers of live engines that train any of these parameters in fp32."""
-    whole = [param for param in params if not is_zero_param(param)]
-    of_stage_3 = [getattr(param, "_z3_optimizer", None) for param in params if is_zero_param(param)]
-    yield from {id(each): each for each in of_stage_3 if each is not None}.values()
-    # Also those that do not require gradients: one that was frozen after the start of its engine is still copied back.
-    trained = {id(param) for param in whole if param.numel()}
-    if all(param.dtype == torch.float32 and not hasattr(param, "_hp_mapping") for param in whole if param.numel()):
-        return  # these have no masters, and need no search, which takes 60 ms
-    for engine in instances_of(DeepSpeedEngine):
-        wrapper = getattr(engine, "optimizer", None)  # not if its constructor has failed
-        if isinstance(wrapper, tuple(_STAGES_0_TO_2)) and any(id(param) in trained for param in _trained_by(wrapper)):
-            yield wrapper
-
-
-def held_partitions(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`..holding.Holder`: partitions, or values that a ``GatheredParameters`` holds or code has changed."""
-    in_context = set(map(id, partitions.select_gathered(params.values())))
-    undone = []
-
-    def holding(name: str, param: Any) -> Holding:
-        part = shard_of(name, param, None, rank, world_size)
-        box, (start, stop) = part.box, part.share
-        if id(param) in in_context:
-            values = partial(open_flat, param)
-            return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
-        # Perhaps on some ranks only: each gives at least the elements of its partition.
-        if partitions.differs_from_partition(param):
-            if _is_trained_apart(param):
-                undone.append(name)
-            return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
-        is_swapped = param.ds_tensor.final_location == "nvme"
-        # Files that change are an error of the next step.
-        digests = vars(param).setdefault("_hf_zero_stream_digests", {}) if lies_in_files(param) else None
-        opened = partial(partitions.open_partition, param)
-        return Holding(box, param.dtype, start, stop, opened, is_swapped=is_swapped, digests=digests)
-
-    found = {name: holding(name, param) for name, param in params.items() if is_zero_param(param)}
-    if undone:
-        logger.warning(
-            f"{', '.join(undone[:8])}: code has changed {len(undone)} parameter(s) in place, outside of "
-            "GatheredParameters. They are saved as they are, but the optimizer has the old values, which the next "
-            "step and a resume go on with."
-        )
-    return found
-
-
-def _is_trained_apart(param: Any) -> bool:
-    """Whether the engine trains an fp32 partition in place of this ZeRO-3 parameter: not if it began frozen."""
-    optimizer = getattr(param, "_z3_optimizer", None)  # all parameters of the model have it
-    return optimizer is not None and optimizer.get_param_id(param) in optimizer.grad_position
-
-
-def held_by_optimizers(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`..holding.Holder`: what engines train in place of parameters in 16 bit; nothing without `masters`."""
-    if not masters:
-        return {}
-    in_context = set(map(id, partitions.select_gathered(params.values())))
-    trained = masters_of(params, rank, world_size)
-    found: dict[str, Holding] = {}
-    for name, param in params.items():
-        if param.dtype == torch.float32:
-            continue
-        if name in trained:
-            _refuse_differing(name, param, is_in_context=id(param) in in_context)
-            found[name] = holding_of(*trained[name][0], VALUES)
-        elif trained and is_cut(param) and param.requires_grad and not param.numel():
-            nothing = torch.empty(0, dtype=torch.float32)  # no optimizer trains what has no elements
-            found[name] = Holding(cut_shard_of(name, param).box, nothing.dtype, 0, 0, partial(nullcontext, nothing))
-    return found
-
-
-def _refuse_differing(name: str, param: Any, *, is_in_context: bool) -> None:
-    """Raise an UnsupportedError if the masters of a ZeRO-3 parameter may be others than its values."""
-    if is_in_context:
-        raise UnsupportedError(
-            f"dtype=torch.float32 inside GatheredParameters: the values of {name} are gathered in {param.dtype}, and "
-            "the fp32 values that the optimizer trains may be others. Save after the context, or without dtype."
-        )
-    if partitions.differs_from_partition(param):
-        raise UnsupportedError(
-            f"dtype=torch.float32: code has changed {name} in place, outside of GatheredParameters, and the fp32 "
-            "values that the optimizer trains are still the old ones. Change it inside a GatheredParameters, with "
-            "deepspeed.utils.safe_set_full_fp32_param too, or save without dtype."
-        )
-
-
-def slots_of_masters(wrapper: Any, names: Mapping[int, str], rank: int, world_size: int) -> list[Slot]:
-    """The slots of a DeepSpeed optimizer, for parameters that have `names` by their ``id``; others are left out.
-
-    Raises:
-        UnsupportedError: masters cannot be reached, or the class of the optimizer is not known.
-    """
-    is_stage_3 = isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3)
-    needed = _STAGE_3 if is_stage_3 else _attributes_of(wrapper)
-    missing = [f"{type(wrapper).__name__}.{name}" for name in needed if not hasattr(wrapper, name)]
-    refuse_unknown_version("deepspeed", missing)
-    if getattr(wrapper, "zenflow", False) or type(wrapper).__module__.startswith("deepspeed.runtime.zenflow"):
-        raise UnsupportedError(
-            "ZenFlow keeps copies of the values that it trains, which cannot be reached. Load before "
-            "deepspeed.initialize, or use DeepSpeed's own checkpoints."
-        )
-    return [*(_stage_3(wrapper, names) if is_stage_3 else _stages_0_to_2(wrapper, names, rank, world_size))]
-
-
-def _stage_3(wrapper: Any, names: Mapping[int, str]) -> Iterator[Slot]:
-    """DeepSpeed trains sub-groups of a group's partitions, each as a flat buffer."""
-    sub_groups = zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)
-    for number, (params, flat) in enumerate(sub_groups):
-        members = []
-        for param in params:
-            if id(param) in names:
-                _, first, _ = wrapper.grad_position[wrapper.get_param_id(param)]
-                part = shard_of(names[id(param)], param, None, 0, 1)  # these are all partitions
-                members.append(Member(names[id(param)], part.box, first, *part.share))
-        is_swapped = wrapper._swappable_optimizer_subgroup(number)
-        yield Slot(
-            wrapper.sub_group_to_group_id[number],
-            flat,
-            entries_of(wrapper.optimizer, flat),
-            members,
-            has_masters=True,
-            is_swapped=is_swapped,
-            opened=partial(_swapped_in, wrapper, number) if is_swapped else in_memory,
-        )
-
-
-@contextmanager
-def _swapped_in(wrapper: Any, number: int, *, changes: bool) -> Iterator[None]:
-    """Inside, the sub-group's masters and states are in memory; `changes` go to the swap file."""
-    wrapper._optimizer_states_and_gradient_swap_in(number)
-    try:
-        yield
-    finally:
-        if changes:
-            wrapper._optimizer_states_and_gradient_swap_out(number)
-        else:
-            wrapper._release_swap_buffers(number)
-
-
-def _stages_0_to_2(wrapper: Any, names: Mapping[int, str], rank: int, world_size: int) -> Iterator[Slot]:
-    """DeepSpeed trains this rank's part of each group's flat buffer; at stage 0 all of it, or of each parameter."""
-    trained = enumerate(group["params"] for group in wrapper.optimizer.param_groups)
-    groups = {id(part): number for number, parts in trained for part in parts}
-    members: dict[int, tuple[Any, list[Member]]] = {}
-    for param, part, first, start, stop in _fragments_of(wrapper):
-        if id(param) not in names:
-            continue
-        is_whole = isinstance(wrapper, (FP16_Optimizer, FP16_UnfusedOptimizer))
-        name = names[id(param)]
-        shard = shard_of(name, param, None, rank, world_size)
-        if is_whole:
-            start, stop = shard.share
-        member = Member(name, shard.box, first, start, stop, is_whole)
-        members.setdefault(id(part), (part, []))[1].append(member)
-    for key, (part, of_part) in members.items():
-        yield Slot(groups[key], part, entries_of(wrapper.optimizer, part), of_part, has_masters=True)
-
-
-def _fragments_of(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:
-    """Locate the parameters of a DeepSpeed optimizer of stages 0 to 2 in the tensors that it trains.
-
-    Each is (parameter, tensor that is trained here, first element in it, first element of the parameter, one past the
-    last); without elements where another rank trains it. An UnsupportedError if masters are somewhere else now.
-    """
-    moved = [state.value for state in getattr(optimizer, "offloaded_states", ())]
-    if away := sorted(set(moved) & {"hp_params", "lp_params"}):
-        raise UnsupportedError(
-            f"The engine has moved its {' and '.join(away)} away (offload_states). Call engine.reload_states() first."
-        )
-    parts: Iterable[Any] = zip(*(getattr(optimizer, name) for name in _attributes_of(optimizer)), strict=True)
-    if isinstance(optimizer, FP16_UnfusedOptimizer):  # each parameter is like a group of its own
-        pairs = chain.from_iterable(zip(*group, strict=True) for group in parts)
-        parts = (([param], None, master) for param, master in pairs)
-    for params, flat, part, *shared_by in parts:
-        rank = dist.get_rank(*shared_by) if shared_by else 0
-        following = 0
-        for param in params:
-            if shared_by:
-                offset = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
-                if not 0 <= offset <= flat.numel() - param.numel():
-                    continue  # it has other memory by now, another optimizer's perhaps: no step of this one changes it
-            else:  # a step copies to each parameter, wherever it lies, what comes next
-                offset, following = following, following + param.numel()
-            start = max(0, rank * part.numel() - offset)
-            stop = max(start, min(param.numel(), (rank + 1) * part.numel() - offset))
-            yield param, part, offset + start - rank * part.numel(), start, stop
-
-
-def _attributes_of(optimizer: Any) -> tuple[str, ...]:
-    """The attributes of a DeepSpeed optimizer of stages 0 to 2, or of a subclass; else an UnsupportedError."""
-    for kind, names in _STAGES_0_TO_2.items():
-        if isinstance(optimizer, kind):
-            return names
-    raise UnsupportedError(
-        f"The engine has a {type(optimizer).__name__}, and where that trains its parameters is not known. Use "
-        "DeepSpeed's own checkpoints."
-    )
-
-
-def _trained_by(optimizer: Any) -> Iterator[Any]:
-    """The model's parameters that a DeepSpeed optimizer trains, wherever their memory is."""
-    first = _attributes_of(optimizer)[0]
-    refuse_unknown_version("deepspeed", [] if hasattr(optimizer, first) else [f"{type(optimizer).__name__}.{first}"])
-    yield from chain.from_iterable(getattr(optimizer, first))
-
-
 def _refuse_out_of_reach(wrapper: Any, names: Mapping[int, str], slots: Sequence[Slot]) -> None:
     """Raise an UnsupportedError if a state cannot have all that a DeepSpeed optimizer trains and keeps."""
     is_stage_3 = isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3)
-    trained = [*(chain.from_iterable(wrapper.fp16_groups) if is_stage_3 else _trained_by(wrapper))]
+    trained = [*(chain.from_iterable(wrapper.fp16_groups) if is_stage_3 else trained_by(wrapper))]
     for param in trained:
         if id(param) not in names:
             shape = tuple(getattr(param, "ds_shape", param.shape))
