@@ -54,11 +54,11 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         hold(holder, left)
     refuse_unknown(left, PARAMETERS)
     if masters and "deepspeed" in sys.modules:  # its import takes seconds
-        from .deepspeed.masters import held_by_optimizers
+        from .deepspeed.holders import held_by_optimizers
 
         hold(held_by_optimizers, left)
     if partitioned := {name: param for name, param in left.items() if has_partition(param)}:
-        from .deepspeed.masters import held_partitions
+        from .deepspeed.holders import held_partitions
 
         hold(held_partitions, partitioned)
     hold(_held_shards, {name: param for name, param in left.items() if not has_partition(param)})
