@@ -32,6 +32,7 @@ LATE = (
     "hf_zero_stream.destinations.parallel",
     "hf_zero_stream.holdings.deepspeed.partitions",
     "hf_zero_stream.holdings.deepspeed.engine",
+    "hf_zero_stream.holdings.deepspeed.holders",
     "hf_zero_stream.destinations.deepspeed.partitioned",
     "hf_zero_stream.loading.into",
     "hf_zero_stream.saving.save",

@@ -88,11 +88,7 @@ def _ours(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination
     with hf_zero_stream.streaming():
         streamed, info = load(model_class, folder, dtype, ds_config=ds_config(dtype))
     found = [] if generators() == as_plain else ["the random number generators are not as after a plain load"]
-    found += [*info_differences(info, plain_info), *differences(streamed, plain, dtype)]
-    for param in plain.parameters():
-        if param.is_floating_point():
-            param.data = param.data.to(dtype)  # DeepSpeed wants one dtype for all of them
-    found += saved_differences(streamed, plain, folder)
+    found += info_differences(info, plain_info) + _loaded_and_saved(streamed, plain, folder, dtype)
     report = streamed.streaming_report.to_dict()
     del streamed
     gc.collect()
@@ -123,13 +119,17 @@ def _from_files(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Desti
         config = ds_config(dtype, stage3_param_persistence_threshold=0)
         streamed, info = load(model_class, folder, dtype, ds_config=config)
     found = [] if any(map(lies_in_files, streamed.parameters())) else ["no weight stays in the files"]
-    found += [*info_differences(info, plain_info), *differences(streamed, plain, dtype)]
+    found += info_differences(info, plain_info) + _loaded_and_saved(streamed, plain, folder, dtype)
+    return {"differences": found}
+
+
+def _loaded_and_saved(streamed: Any, plain: Any, folder: Path, dtype: torch.dtype) -> list[str]:
+    """How a partitioned model, and the files that it saves, differ from a plain one; casts `plain` to `dtype`."""
+    found = differences(streamed, plain, dtype)
     for param in plain.parameters():
         if param.is_floating_point():
-            param.data = param.data.to(dtype)
-    found += saved_differences(streamed, plain, folder)
-    del streamed
-    return {"differences": found}
+            param.data = param.data.to(dtype)  # DeepSpeed wants one dtype for all of them
+    return found + saved_differences(streamed, plain, folder)
 
 
 def _stock(case: dict[str, Any], folder: Path, dtype: torch.dtype, _: Destination) -> dict[str, Any]:
