@@ -252,9 +252,10 @@ def loads_after_the_first(folder):
 def test_every_second_of_a_load_has_a_name(cluster, zoo_checkpoint):
     reports = run_ranks(2, loads_after_the_first, str(zoo_checkpoint("qwen3_moe")))[0]
     for loads in zip(*(report.ranks for report in reports), strict=True):
-        # On a busy machine a rank may lose its core between two phases, but not in each load.
-        without = [load.seconds["total"] - sum(load.seconds.values()) + load.seconds["total"] for load in loads]
-        assert min(map(abs, without)) <= 0.01, without
+        # A share, as machines are slow; and on a busy one a rank may lose its core between two phases, but not in each
+        # load.
+        without = [2 - sum(load.seconds.values()) / load.seconds["total"] for load in loads]
+        assert min(map(abs, without)) <= 0.1, without
         for load in loads:
             assert min(load.seconds[phase] for phase in ("model", "index", "plan", "wait", "read", "finalise")) > 0
 
