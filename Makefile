@@ -32,7 +32,7 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test test-all nightly peers drift compat sweep situations fuzz core quality style demo docs package stranger bench scale ecosystem gpu azurite pictures clean
+.PHONY: help system venv test test-all nightly peers drift compat sweep situations fuzz core plugins quality style demo docs package stranger bench scale ecosystem gpu azurite pictures clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
@@ -41,12 +41,13 @@ help:
 	@echo "make test-all run all tests: whole matrices, long trials, every command of the documentation; then make stranger"
 	@echo "make peers    run suites of transformers, accelerate and TRL, with and without hf_zero_stream (PEERS_ARGS=mixins)"
 	@echo "make drift    look at the table of what is bent in other versions, and try sets of versions (DRIFT_ARGS=contracts)"
-	@echo "make nightly  run make test-all, make peers, make drift and an hour of make situations"
+	@echo "make nightly  run make test-all, make plugins, make peers, make drift and an hour of make situations"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.csv (SWEEP_ARGS='--types bert,t5')"
 	@echo "make situations train, save and resume in drawn situations beside stock, for SITUATIONS_MINUTES (60)"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
-	@echo "make core     run the core's tests without plug-ins, and those of each plug-in without the others"
+	@echo "make core     run the core's tests without plug-ins"
+	@echo "make plugins  run the tests of each plug-in without the others"
 	@echo "make quality  lint, format check, types, which subpackage may import which"
 	@echo "make style    fix what ruff can fix"
 	@echo "make demo     run hf-zero-stream demo: stock and streaming side by side"
@@ -93,7 +94,7 @@ test-all: $(STAMP) $(COMPILED) azurite
 	$(BIN)/python -m scripts.check_package --stranger
 
 # What is not in make test-all: of peers, a sample is.
-nightly: test-all peers drift situations
+nightly: test-all plugins peers drift situations
 
 drift: $(STAMP) $(COMPILED)
 	$(BIN)/python -m tests.drift $(DRIFT_ARGS)
@@ -132,6 +133,9 @@ fuzz: $(STAMP)
 
 core: $(STAMP) $(COMPILED)
 	$(BIN)/python -m scripts.core -- -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+plugins: $(STAMP) $(COMPILED)
+	$(BIN)/python -m scripts.core --each -- -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 quality: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

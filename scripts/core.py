@@ -1,6 +1,6 @@
 """``make core``: the tests pass without plug-ins. Takes them away from a copy of this checkout, and runs what is left.
 
-``python -m scripts.core`` takes all away and runs the core's tests; then it leaves each alone, and runs its tests.
+``python -m scripts.core`` takes all away and runs the core's tests. ``--each`` leaves each alone, and runs its tests.
 ``python -m scripts.core NAME ... -- TESTS`` takes these away together. What stands behind ``--`` goes to pytest.
 """
 
@@ -58,12 +58,10 @@ def main() -> int:
     arguments = sys.argv[1:]
     at = arguments.index("--") if "--" in arguments else len(arguments)
     names, options = arguments[:at], arguments[at + 1 :]
-    if names:
-        return not passes_without(names, [], options)
-    results = [passes_without([*OURS], ["tests"], options)]
-    for name in OURS:
-        results.append(passes_without([other for other in OURS if other != name], [f"tests/{name}"], options))
-    return not all(results)
+    if names == ["--each"]:
+        alone = [([other for other in OURS if other != name], f"tests/{name}") for name in OURS]
+        return not all([passes_without(others, [tests], options) for others, tests in alone])
+    return not passes_without(names or [*OURS], [] if names else ["tests"], options)
 
 
 if __name__ == "__main__":
