@@ -189,7 +189,7 @@ def adopt_ties(model: nn.Module) -> None:
 
     Raises:
         UnsupportedError: a tie has ended, which FSDP2 does not know: it would compute with one end in both places. Or
-            its ends were cut otherwise before they were tied: FSDP2 would gather one as it cut the other.
+            its ends were of other shapes, or cut otherwise, before: FSDP2 would gather one as it cut the other.
     """
     records = managed_params(model)
     found: dict[int, tuple[str, nn.Parameter]] = {}
@@ -206,20 +206,20 @@ def adopt_ties(model: nn.Module) -> None:
         param = model.get_parameter(name)
         owner = owners.get(id(param))
         if owner is not None and owner is not managed:
-            there, recorded = cuts_of(name, param, owner), cuts_of(name, param, managed)
+            there, recorded = ((each.sharded_param.shape, cuts_of(name, param, each)) for each in (owner, managed))
             if there != recorded:
                 raise UnsupportedError(
-                    f"The config ties {name} to {found[id(owner)][0]}, which has been cut into {_in_words(there)}; "
-                    f"{name} had been cut into {_in_words(recorded)} before. FSDP2 would gather the one as it cut the "
-                    'other. Pass a tp_plan that cuts both alike ("embedding_rowwise" for the embedding, '
-                    '"colwise_gather_output" for the output layer), or tie_word_embeddings=False.'
+                    f"The config ties {name} to {found[id(owner)][0]}, which is {_in_words(*there)}; {name} was "
+                    f"{_in_words(*recorded)}. FSDP2 would gather the one as it cut the other. Pass a tp_plan that "
+                    'cuts both alike ("embedding_rowwise" for the embedding, "colwise_gather_output" for the output '
+                    'layer), or tie_word_embeddings=False.'
                 )
             _take(managed, param, owner._sharded_param_data)
 
 
-def _in_words(cuts: Sequence[Cut]) -> str:
+def _in_words(shape: torch.Size, cuts: Sequence[Cut]) -> str:
     parts = [f"{cut.parts} parts along dimension {cut.dim}" for cut in cuts if cut.parts > 1]
-    return " and then ".join(parts) or "1 part"
+    return f"of shape {list(shape)}, cut into {' and then '.join(parts) or '1 part'}"
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
