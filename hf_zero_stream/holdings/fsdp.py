@@ -212,7 +212,7 @@ def adopt_ties(model: nn.Module) -> None:
                     f"The config ties {name} to {found[id(owner)][0]}, which is {_in_words(*there)}; {name} was "
                     f"{_in_words(*recorded)}. FSDP2 would gather the one as it cut the other. Pass a tp_plan that "
                     'cuts both alike ("embedding_rowwise" for the embedding, "colwise_gather_output" for the output '
-                    'layer), or tie_word_embeddings=False.'
+                    "layer), or tie_word_embeddings=False."
                 )
             _take(managed, param, owner._sharded_param_data)
 
