@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from ..accelerators import free_bytes, is_accelerator
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
+from ..errors import UnsupportedError
 from ..holdings import fsdp
 from ..holdings.holding import LocalShard
 from ..holdings.introspection import is_packed, local_of, packed_weights
@@ -173,10 +174,28 @@ class DTensors(NewModel):
 
     def complete(self, model: nn.Module) -> None:
         self._whole = None
-        fsdp.adopt_ties(model)
+        fsdp.refuse_ended_ties(model)
+        self._refuse_ties_cut_apart(model)
+        fsdp.join_ties(model)
         if not is_packed(model):
             return
         for name, managed in fsdp.managed_params(model).items():
             prefix, _, key = name.rpartition(".")
             if (packed := packed_weights(model.get_submodule(prefix)).get(key)) is not None:
                 packed.computes_in = fsdp.computes_in(managed)
+
+    def _refuse_ties_cut_apart(self, model: nn.Module) -> None:
+        """Hooks of tensor parallelism, and FSDP2's records, would take one end for a part of the other."""
+        first_of: dict[int, tuple[str, str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            shape, cuts = fsdp.cut_of(name, self._sharded.get(name, param), self._managed.get(name))
+            parts = " and then ".join(f"{cut.parts} parts along dimension {cut.dim}" for cut in cuts)
+            was = f"of shape {shape}, cut into {parts or '1 part'}"
+            first, other = first_of.setdefault(id(param), (name, was))
+            if was != other:
+                raise UnsupportedError(
+                    f"The config ties {first} and {name}. Before, {first} was {other}, and {name} {was}. The model "
+                    "would compute with one as with a part of the other. Pass a tp_plan that cuts both alike "
+                    '("embedding_rowwise" for the embedding, "colwise_gather_output" for the output layer), or '
+                    "tie_word_embeddings=False."
+                )

@@ -181,19 +181,12 @@ def _take(managed: Managed, param: Any, storage: torch.Tensor) -> None:
     managed.sharded_param, managed._sharded_param_data, managed._sharding_spec = param, storage, param._spec
 
 
-def adopt_ties(model: nn.Module) -> None:
-    """Have FSDP2's records of tied names use the memory of the parameter that is there now.
-
-    A tied name that a module of its own shards has a record of its own, still of a meta tensor. FSDP2 would pad the
-    shard a second time for it, in new memory, which would end the tie.
-
-    Raises:
-        UnsupportedError: a tie has ended, which FSDP2 does not know: it would compute with one end in both places. Or
-            its ends were of other shapes, or cut otherwise, before: FSDP2 would gather one as it cut the other.
+def refuse_ended_ties(model: nn.Module) -> None:
+    """Raise an UnsupportedError if a tie has ended, which FSDP2 does not know: it would compute with one end in both
+    places.
     """
-    records = managed_params(model)
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, managed in records.items():
+    for name, managed in managed_params(model).items():
         param = model.get_parameter(name)
         first, other = found.setdefault(id(managed), (name, param))
         if other is not param:
@@ -201,25 +194,42 @@ def adopt_ties(model: nn.Module) -> None:
                 f"The config ties {first} and {name}, and the checkpoint has other values for each. FSDP2 has sharded "
                 "them as one parameter. Pass tie_word_embeddings=False, which keeps both."
             )
-    owners: dict[int, Managed] = {id(managed.sharded_param): managed for managed in records.values()}
-    for name, managed in records.items():
-        param = model.get_parameter(name)
-        owner = owners.get(id(param))
-        if owner is not None and owner is not managed:
-            there, recorded = ((each.sharded_param.shape, cuts_of(name, param, each)) for each in (owner, managed))
-            if there != recorded:
-                raise UnsupportedError(
-                    f"The config ties {name} to {found[id(owner)][0]}, which is {_in_words(*there)}; {name} was "
-                    f"{_in_words(*recorded)}. FSDP2 would gather the one as it cut the other. Pass a tp_plan that "
-                    'cuts both alike ("embedding_rowwise" for the embedding, "colwise_gather_output" for the output '
-                    "layer), or tie_word_embeddings=False."
-                )
-            _take(managed, param, owner._sharded_param_data)
 
 
-def _in_words(shape: torch.Size, cuts: Sequence[Cut]) -> str:
-    parts = [f"{cut.parts} parts along dimension {cut.dim}" for cut in cuts if cut.parts > 1]
-    return f"of shape {list(shape)}, cut into {' and then '.join(parts) or '1 part'}"
+def join_ties(model: nn.Module) -> None:
+    """Have all of FSDP2's records of a tied parameter use the memory of one of them, now and when it changes.
+
+    A tied name that a module of its own shards has a record of its own. Each would pad an uneven shard in new memory,
+    when training begins and after a cast, and the parameter be in that of the last: optimizers would train that alone.
+    """
+    records = {name: (model.get_parameter(name), managed) for name, managed in managed_params(model).items()}
+    apart = {name: both for name, both in records.items() if "reset_sharded_param" not in vars(both[1])}
+    owners: dict[int, Managed] = {}
+    for param, managed in apart.values():
+        if id(param) not in owners or managed.sharded_param is param:
+            owners[id(param)] = managed
+    for name, (param, managed) in apart.items():
+        owner = owners[id(param)]
+        if owner is not managed and cut_of(name, param, owner) == cut_of(name, param, managed):
+            managed.reset_sharded_param = functools.partial(_reset_joined, managed, owner)
+            managed.reset_sharded_param()
+
+
+def _reset_joined(managed: Managed, owner: Managed) -> None:
+    """Stands for ``FSDPParam.reset_sharded_param``, which FSDP2 calls when a parameter may be another."""
+    owner.reset_sharded_param()
+    info = managed._module_info
+    if getattr(info.module, info.param_name) is owner.sharded_param:
+        _take(managed, owner.sharded_param, owner._sharded_param_data)
+    else:
+        type(managed).reset_sharded_param(managed)
+
+
+def cut_of(name: str, param: Any, managed: Managed | None) -> tuple[list[int], list[Cut]]:
+    """The shape of a parameter as FSDP2 has it on record, or of a DTensor or whole tensor, and the cuts into parts."""
+    sharded = param if managed is None else managed.sharded_param
+    cuts = cuts_of(name, sharded, managed) if isinstance(sharded, DTensor) else []
+    return [*sharded.shape], [cut for cut in cuts if cut.parts > 1]
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:

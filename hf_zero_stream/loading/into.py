@@ -116,6 +116,7 @@ def make_ready(live_model: nn.Module) -> None:
     """Have the model's own parameters be there to be filled; an UnsupportedError if they cannot be."""
     fill_whole(live_model)
     fsdp.reshard(live_model)  # after a forward pass, FSDP2 may have gathered parameters in place of its own
+    fsdp.join_ties(live_model)
     refuse_wrapped(
         [*((name, local_of(param)) for name, param in live_model.named_parameters()), *live_model.named_buffers()],
         "load_into(model)",
