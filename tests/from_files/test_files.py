@@ -63,6 +63,35 @@ def test_a_file_that_changes_is_an_error_on_all_ranks(cluster: None, mixture: Pa
         assert how in message and "model-00004-of-00004.safetensors" in message and "frozen_weights" in message
 
 
+def use_inner_models(folder: Path) -> list[str]:
+    """The errors of passes through what PEFT wraps, after rank 0 has written to a shard."""
+    engine = engine_of(adapted(load(folder, config_for(), "files")), config_for())
+    list(steps(engine, 1))
+    engine.eval()
+    ids, errors = torch.arange(8).view(1, -1), []
+    model = engine.module
+    passes = [lambda: model.generate(input_ids=ids, max_new_tokens=3), lambda: model.get_base_model().model(ids)]
+    for is_changed in (False, True):
+        torch.distributed.barrier()
+        if is_changed and torch.distributed.get_rank() == 0:
+            change(sorted(folder.glob("*.safetensors"))[-1], "written to")
+        torch.distributed.barrier()
+        for go in passes:
+            try:
+                with torch.no_grad():
+                    go()
+                errors.append("")
+            except CheckpointError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_a_file_that_changes_is_an_error_of_models_inside(cluster: None, mixture: Path) -> None:
+    """PEFT's ``generate`` calls the model that it wraps, and nobody makes a step after that."""
+    for errors in run_ranks(2, use_inner_models, mixture):
+        assert errors[:2] == ["", ""] and all("written to" in error for error in errors[2:])
+
+
 @pytest.mark.parametrize("how", ["replaced", "removed"])
 def test_a_file_that_is_replaced_goes_on_to_be_read(cluster: None, mixture: Path, how: str) -> None:
     untouched = run_ranks(2, train_while, mixture, "")

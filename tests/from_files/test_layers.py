@@ -128,6 +128,45 @@ def test_other_batches(cluster: None, mixture: Path) -> None:
     run_ranks(2, refused_settings, mixture)
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+LLAMA = transformers.LlamaConfig(**SIZES, intermediate_size=64, num_attention_heads=4, initializer_range=0.3)
+MPT = transformers.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=8, expansion_ratio=2, max_seq_len=32)
+BLOOM = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+
+
+def losses(config: Any, batch: int, *, splits: bool) -> list[float]:
+    """Of three steps of a small model in fp32, whose batches have padding."""
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).train()
+    if splits:
+        split_in_layers(model, COUNT)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
+    mask = torch.ones(batch, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    for _ in range(3):
+        ids = torch.randint(0, 64, (batch, 12))
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_micro_batches_do_not_see_the_keys_of_others(use_cache: bool) -> None:
+    config = transformers.LlamaConfig(**{**LLAMA.to_dict(), "use_cache": use_cache})
+    assert losses(config, 8, splits=True) == pytest.approx(losses(config, 8, splits=False), abs=1e-4)
+
+
+def test_arguments_of_heads_are_not_taken_for_those_of_samples() -> None:
+    """A bias for each head is like one for each sample where there are as many; BLOOM has both in one dimension."""
+    assert losses(MPT, 4, splits=True) == pytest.approx(losses(MPT, 4, splits=False), abs=1e-4)
+    for config, batch in ((MPT, 8), (BLOOM, 4)):
+        with pytest.raises(UnsupportedError, match=r"micro_batches_in_layers: (position_bias|alibi) of shape"):
+            losses(config, batch, splits=True)
+
+
 def test_layers_that_are_split_are_checkpointed() -> None:
     """In train mode alone; the advice for another mode is that of layers of transformers."""
     config = transformers.LlamaConfig(

@@ -234,3 +234,14 @@ def test_generate_says_once_what_a_token_costs(cluster: None, mixture: Path) -> 
     ((tokens, lines),) = run_ranks(1, generate, mixture)
     assert tokens[0] == tokens[1] and len(tokens[0]) == 11
     assert sum("for each token" in line for line in lines) == 1
+
+
+def gathered_after_a_cast(folder: Path, frozen_weights: str) -> torch.Tensor:
+    model = load(folder, config_for(), frozen_weights).float()
+    with deepspeed.zero.GatheredParameters([model.lm_head.weight]):
+        return model.lm_head.weight.detach().clone()
+
+
+def test_a_cast_leaves_what_is_in_files(cluster: None, mixture: Path) -> None:
+    (from_files,), (in_memory,) = (run_ranks(1, gathered_after_a_cast, mixture, kind) for kind in ("files", "memory"))
+    assert from_files.dtype == in_memory.dtype and torch.equal(from_files, in_memory)

@@ -72,8 +72,7 @@ def make_offload(original: Callable[..., None], self: Any, module: nn.Module, *a
     setattr(self.param_coordinator, _ATTRIBUTE, swappers)
     for swapper in swappers:
         swapper.bring_in(self.persistent_parameters)
-        module.register_forward_pre_hook(swapper.begin_pass)
-        module.register_forward_hook(swapper.end_pass)
+        swapper.follow(module)
     module.register_forward_pre_hook(_WarnOnce(swappers))
 
 
@@ -160,7 +159,8 @@ def partition(
         raise UnsupportedError(
             f"{len(changed)} frozen weights that stay in the checkpoint's files were written to: "
             f"{', '.join(changed[:8])}. They are as they were. Give them to the optimizer before "
-            'deepspeed.initialize, or load the model with frozen_weights="memory".'
+            'deepspeed.initialize; or load the model with frozen_weights="memory", as for adapters whose start takes '
+            'something away from them (PEFT\'s init_lora_weights="pissa", "olora" and so on).'
         )
 
 

@@ -9,7 +9,8 @@ The sums over micro-batches are those of accumulation in another order: losses d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedError
@@ -32,7 +34,8 @@ def split_in_layers(model: nn.Module, count: int) -> None:
     Before ``deepspeed.initialize``: ZeRO-3 is to gather a layer as a whole.
 
     Raises:
-        UnsupportedError: it has no layers that transformers can checkpoint, or a loss over what its routers say.
+        UnsupportedError: it has no layers that transformers can checkpoint, or layers that take keys of others, or a
+            loss over what its routers say.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -48,9 +51,15 @@ def split_in_layers(model: nn.Module, count: int) -> None:
                 "(output_router_logits), which would be computed again for each layer after its weights are gone. Set "
                 "model.config.output_router_logits = False, or leave the setting out."
             )
+    if any(getattr(layer, "_can_checkpoint_with_cache", False) for layer in layers):
+        raise UnsupportedError(
+            f"{SETTING}: layers of the {type(model).__name__} take keys and values of other layers, which each "
+            "micro-batch would compute again. Leave it out, and accumulate gradients."
+        )
+    heads = _numbers_of_heads(model)
     for layer in layers:
         layer.gradient_checkpointing = False  # each micro-batch is checkpointed by itself
-        layer.forward = MethodType(partial(_forward_in_parts, type(layer).forward, count), layer)
+        layer.forward = MethodType(partial(_forward_in_parts, type(layer).forward, count, heads), layer)
         set_z3_leaf_module(layer, True)
 
 
@@ -59,16 +68,39 @@ def is_split(module: nn.Module) -> bool:
     return isinstance(getattr(module.forward, "__func__", None), partial)
 
 
-def _forward_in_parts(forward: Callable[..., Any], count: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _numbers_of_heads(model: nn.Module) -> set[int]:
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    names = ("num_attention_heads", "n_head", "n_heads")
+    found = [getattr(config, name, None) for config in configs for name in names]
+    return {number for number in found if isinstance(number, int)}
+
+
+def _forward_in_parts(
+    forward: Callable[..., Any], count: int, heads: Collection[int], layer: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     if not (layer.training and torch.is_grad_enabled()):
         return forward(layer, *args, **kwargs)
-    batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
+    given = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
+    names = [*given][1 : 1 + len(args)]
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if hidden.dim() == 2:  # the patches of all images, one behind the other: attention knows where each begins
+        count = 1
+    elif hidden.dim() != 3:
+        raise UnsupportedError(
+            f"{SETTING}: expected that a {type(layer).__name__} takes (samples, positions, features); got "
+            f"{tuple(hidden.shape)}. Leave it out, and accumulate gradients."
+        )
+    batch = hidden.shape[0]
     if batch % count:
         raise ConfigError(
             f"{SETTING}={count}: expected batches of a multiple of {count} samples; a {type(layer).__name__} got "
             f"{batch}. Multiply per_device_train_batch_size (train_micro_batch_size_per_gpu) by it, and divide the "
             "steps of accumulation."
         )
+    if count > 1:
+        for name, value in [*zip(names[1:], args[1:], strict=False), *kwargs.items()]:
+            _refuse_unclear(name, value, hidden.shape, heads)
+    kwargs = {name: False if name == "use_cache" else value for name, value in kwargs.items()}
     results = []
     for number in range(count):
         cut = partial(_part, number, count, batch)
@@ -78,8 +110,36 @@ def _forward_in_parts(forward: Callable[..., Any], count: int, layer: nn.Module,
     return _joined(results)
 
 
+_OF_SAMPLES = ("hidden_states", "attention_mask", "position_ids", "encoder_hidden_states", "encoder_attention_mask")
+"""What belongs to samples where its first dimension is as long as a batch, whatever else has that length."""
+
+
+def _refuse_unclear(name: str, value: Any, shape: Sequence[int], heads: Collection[int]) -> None:
+    """Raise an UnsupportedError if nothing tells whether an argument belongs to samples, or that it cannot be cut."""
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            _refuse_unclear(name, each, shape, heads)
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or name in _OF_SAMPLES:
+        return
+    (batch, positions), others = shape[:2], {shape[1], *heads}
+    if value.shape[:2] == (batch, positions) and batch != positions:
+        return
+    if value.shape[0] == batch and batch in others:
+        raise UnsupportedError(
+            f"{SETTING}: {name} of shape {tuple(value.shape)} belongs to samples, or to heads or positions, of which "
+            f"there are {batch} too. Take batches of another number of samples."
+        )
+    if value.shape[0] in {batch * number for number in heads} - {1}:
+        raise UnsupportedError(
+            f"{SETTING}: {name} of shape {tuple(value.shape)} has samples and heads in one dimension, which is not "
+            "cut. Leave the setting out, and accumulate gradients."
+        )
+
+
 def _part(number: int, count: int, batch: int, value: Any) -> Any:
     """The part of an argument that belongs to a micro-batch; what is alike for all samples stays whole."""
+    if isinstance(value, Cache):  # its keys would be those of other micro-batches, and twice there in backward
+        return None
     if isinstance(value, torch.Tensor):
         # Of one dimension is what belongs to positions, also where there are as many of these as samples.
         of_samples = value.dim() > 1 and value.shape[0] == batch

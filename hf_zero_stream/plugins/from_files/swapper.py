@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...errors import ConfigError, require_names
 from ...plugin_api import (
@@ -65,6 +66,8 @@ class FileSwapper:
         self._in_order: dict[int, bool] = {}
         """Of the partitions that are there: whether a step has asked for them."""
         self._is_fetching = False
+        self._passing: list[nn.Module] = []
+        """The models whose forward pass is on, one inside the other."""
         self._failure: BaseException | None = None
         """Why this rank has given zeros in place of a weight, since the ranks agreed last."""
         self.has_optimizer = self._has_warned_of_tokens = False
@@ -132,7 +135,7 @@ class FileSwapper:
             if param.nvme_swapper is not self:
                 param.nvme_swapper.swap_in([param], async_op=False)
                 continue
-            param.ds_tensor.data = self._bytes_of(param).view(param.dtype)
+            param.ds_tensor.data = self._bytes_of(param).view(param.ds_tensor.dtype)  # a cast does not reach it
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
@@ -185,13 +188,27 @@ class FileSwapper:
         finally:
             self._is_fetching = False
 
+    def follow(self, model: nn.Module) -> None:
+        """Follow passes through `model`, and through a model that it wraps: PEFT's ``generate`` calls that."""
+        modules = [*model.modules()]
+        models = [module for module in modules if isinstance(module, PreTrainedModel)]
+        for module in modules:
+            if module is model or any(inner in models for inner in module.modules()):
+                module.register_forward_pre_hook(self.begin_pass)
+                module.register_forward_hook(self.end_pass, always_call=True)
+
     def begin_pass(self, module: nn.Module, args: Any) -> None:
         """A pass through the model begins."""
-        self._supply.begin_pass("training" if torch.is_grad_enabled() else "inference")
+        if not self._passing:
+            self._supply.begin_pass(f"{'training' if torch.is_grad_enabled() else 'inference'} of {id(module)}")
+        self._passing.append(module)
 
     def end_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward pass is over: no optimizer may come and agree."""
-        if not (self.has_optimizer and torch.is_grad_enabled()):
+        if module in self._passing:
+            del self._passing[self._passing.index(module) :]
+        has_raised = output is None
+        if not (self._passing or has_raised or (self.has_optimizer and torch.is_grad_enabled())):
             self.agree()
 
     def agree(self) -> None:
@@ -220,7 +237,7 @@ class FileSwapper:
             memory = torch.empty(weight.nbytes, dtype=torch.uint8)
             self._files.read(weight, memory)
             self._allocate.pop(param.ds_id)()
-            param.ds_tensor.copy_(memory.view(param.dtype))
+            param.ds_tensor.copy_(memory.view(param.ds_tensor.dtype))
             param.nvme_swapper, param._hf_zero_stream_in_files = None, False
         return len(own)
 
