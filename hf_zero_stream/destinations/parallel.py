@@ -188,7 +188,10 @@ class DTensors(NewModel):
         """Hooks of tensor parallelism, and FSDP2's records, would take one end for a part of the other."""
         first_of: dict[int, tuple[str, str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
-            shape, cuts = fsdp.cut_of(name, self._sharded.get(name, param), self._managed.get(name))
+            managed = self._managed.get(name)
+            shape, cuts = fsdp.cut_of(name, self._sharded.get(name, param), managed)
+            if managed is None:  # nobody computes with an earlier shape
+                shape = [*param.shape]
             parts = " and then ".join(f"{cut.parts} parts along dimension {cut.dim}" for cut in cuts)
             was = f"of shape {shape}, cut into {parts or '1 part'}"
             first, other = first_of.setdefault(id(param), (name, was))

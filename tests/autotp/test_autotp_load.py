@@ -118,6 +118,7 @@ def swap(checkpoint: Path, folder: Path, config: dict[str, Any], how: str) -> li
         return losses + train(engine, (2, 3))
 
 
+@pytest.mark.slow
 def test_swap_files(cluster: None, async_io: None, tmp_path: Path) -> None:
     """Parts of which DeepSpeed itself writes partitions into swap files, those of parameters and of the optimizer."""
     torch.manual_seed(0)

@@ -275,6 +275,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_sharded_training(elsewhere: Forks, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     arguments = (str(zoo_checkpoint("llama")), str(tmp_path))

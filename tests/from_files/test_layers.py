@@ -46,7 +46,6 @@ def in_layers(folder: Path, frozen_weights: str, parameters: Any) -> tuple[list[
     return [*steps(engine, 5, batch=COUNT)], digest(engine.module)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("parameters", [(), EXPERTS], ids=["attention", "experts"])
 def test_losses_and_adapters_are_those_in_memory(
@@ -87,6 +86,7 @@ def accumulated(folder: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_step_reads_twice(cluster: None, mixture: Path) -> None:
     """Whatever the number of micro-batches; accumulation reads twice for each, and has the same losses nearly."""
     for found in run_ranks(2, read_in_steps, mixture):

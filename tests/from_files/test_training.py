@@ -29,7 +29,6 @@ TRAININGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("how", [*TRAININGS])
 def test_losses_and_adapters_are_those_in_memory(cluster: None, mixture: Path, world_size: int, how: str) -> None:

@@ -96,7 +96,6 @@ def resume(checkpoint: Path, disks: Path, folder: Path, hosts: Sequence[str], st
 
 @pytest.mark.plugin("relay")
 @pytest.mark.parametrize(("stage", "asynchronous"), [(3, True), (1, False), (3, False), (1, True)])
-@pytest.mark.sample(2)
 def test_two_of_three_hosts_go_on(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int, asynchronous: bool
 ) -> None:

@@ -136,7 +136,9 @@ def go_on(checkpoint: Path, work: Path, run: TrainerRun, stop: int, saves: str) 
 
 
 def on_hosts(work: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in (work / "memory").rglob("state-*"))
+    """Their steps. A folder may go while this looks: ``os.walk`` goes on."""
+    names = [name for _, folders, _ in os.walk(work / "memory") for name in folders]
+    return sorted(int(name.split("-")[1]) for name in names if name.startswith("state-"))
 
 
 @pytest.mark.parametrize("zero", [True, False], ids=["ZeRO-3", "FSDP2"])

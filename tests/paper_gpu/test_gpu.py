@@ -68,7 +68,7 @@ def test_calls_fit_the_day() -> None:
 @pytest.mark.usefixtures("paper_gpus")
 class TestOnPaper:
     @pytest.mark.plugin("forecast")
-    @pytest.mark.parametrize("call", CALLS)
+    @pytest.mark.parametrize("call", [pytest.param(call, marks=[pytest.mark.slow] * (call != "a")) for call in CALLS])
     def test_sample(self, tmp_path: Path, call: str) -> None:
         code, found, printed = day(tmp_path, call, SAMPLE[call])
         assert code == 0 and {each["step"] for each in found} == set(SAMPLE[call].split(",")), printed

@@ -164,6 +164,7 @@ def run_script(folder: Path, target: Path, *options: str) -> dict[str, torch.Ten
     return {name: value for path in target.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_tools(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int

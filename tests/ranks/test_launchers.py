@@ -281,8 +281,9 @@ def load_on_two_hosts(folder: str, alone: bool) -> tuple[dict[str, torch.Tensor]
     return whole_values(model), sum(brought)
 
 
+@pytest.mark.slow
 @needs_fuse
-@pytest.mark.parametrize("keeps_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keeps_cache", [True, False])
 def test_a_part_of_a_host_is_read_at_once(cluster: None, tmp_path: Path, keeps_cache: bool) -> None:
     """Each of six ranks has little of each parameter; where opening a file drops what is cached, all stop at once."""
     skip_if_lacking(FUSE)

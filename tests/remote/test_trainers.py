@@ -116,7 +116,7 @@ BEST = {"load_best_model_at_end": True, "save_total_limit": 2}
         pytest.param(AZ, 3, False, {"save_only_model": True, "save_total_limit": 1}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_a_trainer(
     cluster: None,
     zoo_checkpoint: Checkpoint,

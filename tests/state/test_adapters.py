@@ -255,6 +255,7 @@ def test_adapters_of_ones_own(cluster: None, bases: Path, tmp_path: Path, home: 
         assert not [*(tmp_path / change).glob("*.safetensors")]
 
 
+@pytest.mark.slow
 @pytest.mark.plugin("pickled")
 @pytest.mark.parametrize("home", ["zero3", "zero2"])
 def test_from_deepspeeds_folder(cluster: None, bases: Path, tmp_path: Path, home: str) -> None:

@@ -159,7 +159,6 @@ def test_anywhere(
     assert {*different_states(first / "state", second / "state")} <= {"groups"}
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("home", "ranks", "there", "others"),
     [("stage 3", 2, "fsdp2", 2), ("fsdp2", 2, "stage 3", 3), ("stage 2", 2, "whole", 1)],

@@ -138,6 +138,7 @@ def saved_again(folder: Path, target: Path, sources: Sequence[str], homes: Seque
 EVERY_HOME = ["ZeRO-3", "ZeRO-2", "ZeRO-1", "DeepSpeed, stage 0", FSDP2]
 
 
+@pytest.mark.slow
 def test_every_home(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """With as many ranks all is as it was, and losses are those of training that never stopped."""
     folder = zoo_checkpoint("llama")
