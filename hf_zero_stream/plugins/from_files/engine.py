@@ -170,7 +170,8 @@ def frozen_attributes(original: Callable[..., Any], self: Any, attr_func: Callab
     if not in_files:
         return original(self, attr_func)
     found = original(self, lambda param: None if id(param) in in_files else attr_func(param))
-    if dist.get_rank() == 0:
+    # DeepSpeed asks for shapes, and then for values.
+    if dist.get_rank() == 0 and isinstance(attr_func(next(iter(in_files.values()))), torch.Tensor):
         logger.warning(
             "%d frozen weights stay in the checkpoint's files, and are not in this checkpoint of DeepSpeed's.",
             len(in_files),
