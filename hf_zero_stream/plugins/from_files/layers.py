@@ -100,7 +100,7 @@ def _forward_in_parts(
     if count > 1:
         for name, value in [*zip(names[1:], args[1:], strict=False), *kwargs.items()]:
             _refuse_unclear(name, value, hidden.shape, heads)
-    kwargs = {name: False if name == "use_cache" else value for name, value in kwargs.items()}
+    kwargs = {**kwargs, **{name: without for name, without in _WITHOUT_CACHE.items() if name in kwargs}}
     results = []
     for number in range(count):
         cut = partial(_part, number, count, batch)
@@ -109,6 +109,11 @@ def _forward_in_parts(
             results.append(checkpoint(call, *map(cut, args), use_reentrant=False))
     return _joined(results)
 
+
+_WITHOUT_CACHE = {"use_cache": False, **dict.fromkeys(("past_key_values", "layer_past", "cache_params"))}
+"""What transformers gives a layer that it checkpoints: keys would be those of other micro-batches, and twice there in
+backward.
+"""
 
 _OF_SAMPLES = ("hidden_states", "attention_mask", "position_ids", "encoder_hidden_states", "encoder_attention_mask")
 """What belongs to samples where its first dimension is as long as a batch, whatever else has that length."""
@@ -138,7 +143,7 @@ def _refuse_unclear(name: str, value: Any, shape: Sequence[int], heads: Collecti
 
 def _part(number: int, count: int, batch: int, value: Any) -> Any:
     """The part of an argument that belongs to a micro-batch; what is alike for all samples stays whole."""
-    if isinstance(value, Cache):  # its keys would be those of other micro-batches, and twice there in backward
+    if isinstance(value, Cache):  # under another name, or without one
         return None
     if isinstance(value, torch.Tensor):
         # Of one dimension is what belongs to positions, also where there are as many of these as samples.
