@@ -19,7 +19,7 @@ import torch
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import Cache
+from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedError
