@@ -174,27 +174,37 @@ class DTensors(NewModel):
 
     def complete(self, model: nn.Module) -> None:
         self._whole = None
-        fsdp.refuse_ended_ties(model)
-        self._refuse_ties_cut_apart(model)
+        self._refuse_other_ties(model)
         fsdp.join_ties(model)
         if not is_packed(model):
             return
-        for name, managed in fsdp.managed_params(model).items():
+        for name, managed in self._managed.items():
             prefix, _, key = name.rpartition(".")
             if (packed := packed_weights(model.get_submodule(prefix)).get(key)) is not None:
                 packed.computes_in = fsdp.computes_in(managed)
 
-    def _refuse_ties_cut_apart(self, model: nn.Module) -> None:
-        """Hooks of tensor parallelism, and FSDP2's records, would take one end for a part of the other."""
-        first_of: dict[int, tuple[str, str]] = {}
+    def _refuse_other_ties(self, model: nn.Module) -> None:
+        """Raise an UnsupportedError where ties are not those that the model was sharded with.
+
+        Of one that has ended, FSDP2 would compute with one end in both places. Of one whose ends were cut apart, hooks
+        of tensor parallelism, and FSDP2's records, would take one end for a part of the other.
+        """
+        of_record: dict[int, tuple[str, nn.Parameter]] = {}
+        of_param: dict[int, tuple[str, str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             managed = self._managed.get(name)
+            first, end = of_record.setdefault(id(managed or param), (name, param))
+            if end is not param:
+                raise UnsupportedError(
+                    f"The config ties {first} and {name}, and the checkpoint has other values for each. FSDP2 has "
+                    "sharded them as one parameter. Pass tie_word_embeddings=False, which keeps both."
+                )
             shape, cuts = fsdp.cut_of(name, self._sharded.get(name, param), managed)
             if managed is None:  # nobody computes with an earlier shape
                 shape = [*param.shape]
             parts = " and then ".join(f"{cut.parts} parts along dimension {cut.dim}" for cut in cuts)
             was = f"of shape {shape}, cut into {parts or '1 part'}"
-            first, other = first_of.setdefault(id(param), (name, was))
+            first, other = of_param.setdefault(id(param), (name, was))
             if was != other:
                 raise UnsupportedError(
                     f"The config ties {first} and {name}. Before, {first} was {other}, and {name} {was}. The model "

@@ -181,21 +181,6 @@ def _take(managed: Managed, param: Any, storage: torch.Tensor) -> None:
     managed.sharded_param, managed._sharded_param_data, managed._sharding_spec = param, storage, param._spec
 
 
-def refuse_ended_ties(model: nn.Module) -> None:
-    """Raise an UnsupportedError if a tie has ended, which FSDP2 does not know: it would compute with one end in both
-    places.
-    """
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, managed in managed_params(model).items():
-        param = model.get_parameter(name)
-        first, other = found.setdefault(id(managed), (name, param))
-        if other is not param:
-            raise UnsupportedError(
-                f"The config ties {first} and {name}, and the checkpoint has other values for each. FSDP2 has sharded "
-                "them as one parameter. Pass tie_word_embeddings=False, which keeps both."
-            )
-
-
 def join_ties(model: nn.Module) -> None:
     """Have all of FSDP2's records of a tied parameter use the memory of one of them, now and when it changes.
 

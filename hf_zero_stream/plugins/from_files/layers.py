@@ -59,7 +59,9 @@ def split_in_layers(model: nn.Module, count: int) -> None:
     heads = _numbers_of_heads(model)
     for layer in layers:
         layer.gradient_checkpointing = False  # each micro-batch is checkpointed by itself
-        layer.forward = MethodType(partial(_forward_in_parts, type(layer).forward, count, heads), layer)
+        forward = type(layer).forward
+        names = [*inspect.signature(forward).parameters][1:]
+        layer.forward = MethodType(partial(_forward_in_parts, forward, names, count, heads), layer)
         set_z3_leaf_module(layer, True)
 
 
@@ -76,12 +78,16 @@ def _numbers_of_heads(model: nn.Module) -> set[int]:
 
 
 def _forward_in_parts(
-    forward: Callable[..., Any], count: int, heads: Collection[int], layer: nn.Module, *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    names: Sequence[str],
+    count: int,
+    heads: Collection[int],
+    layer: nn.Module,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not (layer.training and torch.is_grad_enabled()):
         return forward(layer, *args, **kwargs)
-    given = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
-    names = [*given][1 : 1 + len(args)]
     hidden = args[0] if args else kwargs["hidden_states"]
     if hidden.dim() == 2:  # the patches of all images, one behind the other: attention knows where each begins
         count = 1
@@ -100,7 +106,8 @@ def _forward_in_parts(
     if count > 1:
         for name, value in [*zip(names[1:], args[1:], strict=False), *kwargs.items()]:
             _refuse_unclear(name, value, hidden.shape, heads)
-    kwargs = {**kwargs, **{name: without for name, without in _WITHOUT_CACHE.items() if name in kwargs}}
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
     results = []
     for number in range(count):
         cut = partial(_part, number, count, batch)
@@ -109,11 +116,6 @@ def _forward_in_parts(
             results.append(checkpoint(call, *map(cut, args), use_reentrant=False))
     return _joined(results)
 
-
-_WITHOUT_CACHE = {"use_cache": False, **dict.fromkeys(("past_key_values", "layer_past", "cache_params"))}
-"""What transformers gives a layer that it checkpoints: keys would be those of other micro-batches, and twice there in
-backward.
-"""
 
 _OF_SAMPLES = ("hidden_states", "attention_mask", "position_ids", "encoder_hidden_states", "encoder_attention_mask")
 """What belongs to samples where its first dimension is as long as a batch, whatever else has that length."""
@@ -134,7 +136,7 @@ def _refuse_unclear(name: str, value: Any, shape: Sequence[int], heads: Collecti
             f"{SETTING}: {name} of shape {tuple(value.shape)} belongs to samples, or to heads or positions, of which "
             f"there are {batch} too. Take batches of another number of samples."
         )
-    if value.shape[0] in {batch * number for number in heads} - {1}:
+    if value.shape[0] in {batch * number for number in heads if number > 1}:
         raise UnsupportedError(
             f"{SETTING}: {name} of shape {tuple(value.shape)} has samples and heads in one dimension, which is not "
             "cut. Leave the setting out, and accumulate gradients."
@@ -143,7 +145,7 @@ def _refuse_unclear(name: str, value: Any, shape: Sequence[int], heads: Collecti
 
 def _part(number: int, count: int, batch: int, value: Any) -> Any:
     """The part of an argument that belongs to a micro-batch; what is alike for all samples stays whole."""
-    if isinstance(value, Cache):  # under another name, or without one
+    if isinstance(value, Cache):  # its keys would be those of other micro-batches, and twice there in backward
         return None
     if isinstance(value, torch.Tensor):
         # Of one dimension is what belongs to positions, also where there are as many of these as samples.
