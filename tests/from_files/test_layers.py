@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -165,6 +166,15 @@ def test_arguments_of_heads_are_not_taken_for_those_of_samples() -> None:
     for config, batch in ((MPT, 8), (BLOOM, 4)):
         with pytest.raises(UnsupportedError, match=r"micro_batches_in_layers: (position_bias|alibi) of shape"):
             losses(config, batch, splits=True)
+
+
+def test_keys_of_a_prefix_are_not_left_out() -> None:
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model: Any = peft.get_peft_model(transformers.LlamaForCausalLM(LLAMA), prefix).train()
+    split_in_layers(model, COUNT)
+    ids = torch.randint(0, 64, (COUNT, 12))
+    with pytest.raises(UnsupportedError, match="prefix tuning"):
+        model(input_ids=ids, labels=ids)
 
 
 def test_layers_that_are_split_are_checkpointed() -> None:

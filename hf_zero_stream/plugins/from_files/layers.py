@@ -146,6 +146,11 @@ def _refuse_unclear(name: str, value: Any, shape: Sequence[int], heads: Collecti
 def _part(number: int, count: int, batch: int, value: Any) -> Any:
     """The part of an argument that belongs to a micro-batch; what is alike for all samples stays whole."""
     if isinstance(value, Cache):  # its keys would be those of other micro-batches, and twice there in backward
+        if value.get_seq_length():
+            raise UnsupportedError(
+                f"{SETTING}: layers get keys of before the batch, as from PEFT's prefix tuning, which are not cut. "
+                "Leave the setting out, and accumulate gradients."
+            )
         return None
     if isinstance(value, torch.Tensor):
         # Of one dimension is what belongs to positions, also where there are as many of these as samples.
