@@ -10,8 +10,9 @@ The sums over micro-batches are those of accumulation in another order: losses d
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -22,8 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...errors import ConfigError, UnsupportedError
+from ...errors import UnsupportedError
 
+
+logger = logging.getLogger(__name__)
 
 SETTING = "micro_batches_in_layers"
 
@@ -97,12 +100,9 @@ def _forward_in_parts(
             f"{tuple(hidden.shape)}. Leave it out, and accumulate gradients."
         )
     batch = hidden.shape[0]
-    if batch % count:
-        raise ConfigError(
-            f"{SETTING}={count}: expected batches of a multiple of {count} samples; a {type(layer).__name__} got "
-            f"{batch}. Multiply per_device_train_batch_size (train_micro_batch_size_per_gpu) by it, and divide the "
-            "steps of accumulation."
-        )
+    if batch < count:  # the last batch of an epoch; or of a tower, which has one sample for each image
+        _warn_of_small_batch(type(layer).__name__, batch, count)
+        count = max(1, batch)
     if count > 1:
         for name, value in [*zip(names[1:], args[1:], strict=False), *kwargs.items()]:
             _refuse_unclear(name, value, hidden.shape, heads)
@@ -115,6 +115,15 @@ def _forward_in_parts(
         with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
             results.append(checkpoint(call, *map(cut, args), use_reentrant=False))
     return _joined(results)
+
+
+@cache
+def _warn_of_small_batch(layer: str, batch: int, count: int) -> None:
+    logger.warning(
+        f"{SETTING}={count}: a {layer} got a batch of {batch}, which makes as many micro-batches. If the model's are "
+        "all so small, multiply per_device_train_batch_size (train_micro_batch_size_per_gpu) by the setting, and "
+        "divide the steps of accumulation by it."
+    )
 
 
 _OF_SAMPLES = ("hidden_states", "attention_mask", "position_ids", "encoder_hidden_states", "encoder_attention_mask")
