@@ -99,24 +99,47 @@ def test_a_file_that_is_replaced_goes_on_to_be_read(cluster: None, mixture: Path
     assert len(untouched[0][0]) == 4
 
 
-def fail_on_one_rank(folder: Path, fails: int) -> None:
-    """One rank cannot read what is its part, while the other waits in a gather."""
+def fail_on_one_rank(folder: Path, fails: int, where: str) -> None:
+    """One rank cannot read what is its part, while the other waits in a gather, or goes on."""
     config = config_for()
-    engine = engine_of(adapted(load(folder, config, "files", frozen_bytes=2**20)), config)
+    model = adapted(load(folder, config, "files", frozen_bytes=2**20))
+    head, files = model.get_base_model().lm_head, swapper_of(model)._files
+    read = files.read
+    fail = not_read if torch.distributed.get_rank() == fails else read
+    if where == "initialize":
+        files.read = fail
+        head.requires_grad_(True)
+    engine = engine_of(model, config)
     list(steps(engine, 1))
-    if torch.distributed.get_rank() == fails:
-        files: Any = swapper_of(engine.module)._files
-
-        def read(weight: Any, memory: torch.Tensor) -> None:
-            raise hf_zero_stream.errors.ReadError(f"model-00001-of-00004.safetensors: cannot read {weight.name}")
-
+    with deepspeed.zero.GatheredParameters([head.weight]):
+        before = head.weight.detach().clone()
+    files.read = read if where == "writer" else fail
+    try:
+        if where == "step":
+            list(steps(engine, 1, first=1))
+        elif where == "module":
+            engine.eval()
+            with torch.no_grad():
+                head(torch.ones(1, 1, head.in_features, dtype=torch.bfloat16))
+        else:
+            with deepspeed.zero.GatheredParameters([head.weight], modifier_rank=0 if where == "writer" else None):
+                files.read = fail
+    except hf_zero_stream.errors.HfZeroStreamError:
         files.read = read
-    list(steps(engine, 1, first=1))
+        with deepspeed.zero.GatheredParameters([head.weight]):
+            assert torch.equal(head.weight, before)
+        raise
 
 
-@pytest.mark.parametrize("fails", [0, 1])
-def test_a_rank_that_cannot_read_brings_all_down(cluster: None, mixture: Path, fails: int) -> None:
-    ranks = run_ranks_expecting_errors(2, fail_on_one_rank, mixture, fails, timeout=60)
+def not_read(weight: Any, memory: torch.Tensor) -> None:
+    raise hf_zero_stream.errors.ReadError(f"model-00001-of-00004.safetensors: cannot read {weight.name}")
+
+
+@pytest.mark.parametrize(
+    ("where", "fails"), [("step", 0), ("step", 1), ("initialize", 1), ("module", 1), ("gather", 1), ("writer", 1)]
+)
+def test_a_rank_that_cannot_read_brings_all_down(cluster: None, mixture: Path, where: str, fails: int) -> None:
+    ranks = run_ranks_expecting_errors(2, fail_on_one_rank, mixture, fails, where, timeout=60)
     for rank in ranks:
         assert rank.error_type == "ReadError" and "model-00001-of-00004" in str(rank.error_message)
         assert rank.seconds < SOON_S

@@ -21,7 +21,8 @@ PLUGIN = Plugin(
             stage3:DeepSpeedZeroOptimizer_Stage3.step                engine:step
             parameter_offload:DeepSpeedZeRoOffload.__init__          engine:make_offload    module \
                                                                      max_reuse_distance max_live_parameters
-            partitioned_param_coordinator:PartitionedParameterCoordinator.fetch_sub_module  engine:fetch
+            partitioned_param_coordinator:PartitionedParameterCoordinator.fetch_sub_module  engine:fetch  forward
+            partition_parameters:Init._ensure_availability_of_partitioned_params         engine:make_available
             partition_parameters:Init._partition                     engine:partition       param_list has_been_updated
             """,
             "deepspeed.runtime.zero.",

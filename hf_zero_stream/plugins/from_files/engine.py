@@ -115,12 +115,20 @@ def generate(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs
     return original(self, *args, **kwargs)
 
 
-def fetch(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def fetch(original: Callable[..., None], self: Any, module: nn.Module, forward: bool, **kwargs: Any) -> None:
     """DeepSpeed's fetch of what a module needs: all ranks make it, and go on."""
     with ExitStack() as stack:
         for swapper in getattr(self, _ATTRIBUTE, ()):
-            stack.enter_context(swapper.fetching())
-        original(self, *args, **kwargs)
+            stack.enter_context(swapper.fetching(forward=forward))
+        original(self, module, forward, **kwargs)
+
+
+def make_available(original: Callable[..., None], self: Any, params: Sequence[Any], **kwargs: Any) -> None:
+    """Read partitions that all ranks are about to gather."""
+    with ExitStack() as stack:
+        for swapper in swappers_of(params):
+            stack.enter_context(swapper.gathering(params))
+        original(self, params, **kwargs)
 
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,14 +155,17 @@ def partition(
     if not in_files:
         original(self, params, *args, has_been_updated=has_been_updated, **kwargs)
         return
-    differ = torch.tensor([param.nvme_swapper.differs_from_file(param) for param in in_files], dtype=torch.int32)
     names = [param.nvme_swapper.name_of(param) for param in in_files]
+    try:
+        with in_files[0].nvme_swapper.together():
+            differ = torch.tensor([param.nvme_swapper.differs_from_file(param) for param in in_files]).int()
+    finally:
+        original(self, in_files, *args, has_been_updated=False, **kwargs)
+        if others := [param for param in params if not lies_in_files(param)]:
+            original(self, others, *args, has_been_updated=True, **kwargs)
     if dist.get_world_size() > 1:
         differ = differ.to(collective_device())
         dist.all_reduce(differ, dist.ReduceOp.MAX)
-    original(self, in_files, *args, has_been_updated=False, **kwargs)
-    if others := [param for param in params if not lies_in_files(param)]:
-        original(self, others, *args, has_been_updated=True, **kwargs)
     if changed := [name for name, is_changed in zip(names, differ.tolist(), strict=True) if is_changed]:
         raise UnsupportedError(
             f"{len(changed)} frozen weights that stay in the checkpoint's files were written to: "
@@ -182,14 +193,16 @@ def frozen_attributes(original: Callable[..., Any], self: Any, attr_func: Callab
 def load_module_state_dict(original: Callable[..., Any], self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
     """Leave weights in files as they are; a checkpoint that has others is refused."""
     fragments = checkpoint.get(_FRAGMENTS)
-    for name, param in self.module.named_parameters() if fragments is not None else ():
-        if not lies_in_files(param):
-            continue
-        saved = fragments.get(name)
-        if saved is not None and saved.numel() and param.nvme_swapper.differs_from_file(param, saved):
-            raise UnsupportedError(
-                f"{name}: stays in the checkpoint's files (frozen_weights=\"files\"), and DeepSpeed's checkpoint has "
-                "other values of it. Load the model with frozen weights in memory."
-            )
-        fragments[name] = param.ds_tensor
+    in_files = {name: param for name, param in self.module.named_parameters() if lies_in_files(param)}
+    if fragments is None or not in_files:
+        return original(self, checkpoint, *args, **kwargs)
+    with next(iter(in_files.values())).nvme_swapper.together():
+        for name, param in in_files.items():
+            saved = fragments.get(name)
+            if saved is not None and saved.numel() and param.nvme_swapper.differs_from_file(param, saved):
+                raise UnsupportedError(
+                    f"{name}: stays in the checkpoint's files (frozen_weights=\"files\"), and DeepSpeed's checkpoint "
+                    "has other values of it. Load the model with frozen weights in memory."
+                )
+            fragments[name] = param.ds_tensor
     return original(self, checkpoint, *args, **kwargs)

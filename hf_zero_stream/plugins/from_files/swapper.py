@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +48,19 @@ logger = logging.getLogger(__name__)
 require_names("deepspeed", Init, "_ensure_availability_of_partitioned_params", purpose="frozen weights in files")
 
 
+class Reader(Enum):
+    """Whom a partition is read for, and so who says that a rank could not read one, or that a file has changed."""
+
+    ONE_RANK = auto()
+    """One, for itself: it raises."""
+    GATHER = auto()
+    """All ranks, which gather it: they agree before it."""
+    MODULE = auto()
+    """All ranks, for a module that is called by itself: the same."""
+    PASS = auto()
+    """All ranks, in a pass through the model: they agree at its end, or before the step of the optimizer."""
+
+
 class FileSwapper:
     """The weights of one model that stay in files."""
 
@@ -65,7 +79,7 @@ class FileSwapper:
         self._files: WeightFiles
         self._in_order: dict[int, bool] = {}
         """Of the partitions that are there: whether a step has asked for them."""
-        self._is_fetching = False
+        self._reader = Reader.ONE_RANK
         self._passing: list[nn.Module] = []
         """The models whose forward pass is on, one inside the other."""
         self._failure: BaseException | None = None
@@ -130,7 +144,7 @@ class FileSwapper:
     # ------------------------------------------------------------------------------- what DeepSpeed asks a swapper
 
     def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
-        """Give partitions to `params`, of this swapper or of others."""
+        """Give partitions to `params`, of this swapper or of others; :attr:`Reader.ONE_RANK` may call it alone."""
         for param in params:
             if param.nvme_swapper is not self:
                 param.nvme_swapper.swap_in([param], async_op=False)
@@ -163,30 +177,48 @@ class FileSwapper:
         return Supply(self._weights, self._files, arena, whole_layers=whole_layers)
 
     def _bytes_of(self, param: Any) -> torch.Tensor:
-        number, is_fetching = param.ds_id, self._is_fetching
+        number, in_order = param.ds_id, self._reader in (Reader.MODULE, Reader.PASS)
         try:
-            memory = self._supply.take(number, in_order=is_fetching)
-            if not is_fetching:  # no step comes that would look
+            memory = self._supply.take(number, in_order=in_order)
+            if self._reader is Reader.ONE_RANK:
                 self._files.check()
         except Exception as error:
-            if not is_fetching or dist.get_world_size() == 1:
+            if self._reader is Reader.ONE_RANK or dist.get_world_size() == 1:
                 raise
             # The other ranks are about to gather it with this one, and would wait for ever.
             self._failure = self._failure or error
-            memory, is_fetching = torch.zeros(self._weights[number].nbytes, dtype=torch.uint8), False
-        self._in_order[number] = is_fetching
+            memory, in_order = torch.zeros(self._weights[number].nbytes, dtype=torch.uint8), False
+        self._in_order[number] = in_order
         return memory
 
     # ---------------------------------------------------------------------------------------------- a training
 
     @contextmanager
-    def fetching(self) -> Iterator[None]:
-        """Inside, DeepSpeed fetches what a module needs, on all ranks."""
-        self._is_fetching = True
+    def read_for(self, reader: Reader) -> Iterator[None]:
+        before, self._reader = self._reader, reader
         try:
             yield
         finally:
-            self._is_fetching = False
+            self._reader = before
+
+    def fetching(self, *, forward: bool) -> AbstractContextManager[None]:
+        """Inside, DeepSpeed fetches what a module needs, on all ranks, in a `forward` pass or a backward one."""
+        agrees_later = self._passing or not forward or (self.has_optimizer and torch.is_grad_enabled())
+        return self.read_for(Reader.PASS if agrees_later else Reader.MODULE)
+
+    @contextmanager
+    def gathering(self, params: Sequence[Any]) -> Iterator[None]:
+        """Inside, DeepSpeed asks for partitions of what is about to be gathered, on all ranks."""
+        if self._reader is Reader.PASS:
+            yield
+            return
+        with self.read_for(Reader.MODULE if self._reader is Reader.MODULE else Reader.GATHER):
+            yield
+        try:
+            self.agree()
+        except Exception:
+            self.remove_partition_and_release_buffers([param for param in params if param.nvme_swapper is self])
+            raise
 
     def follow(self, model: nn.Module) -> None:
         """Follow passes through `model`, and through a model that it wraps: PEFT's ``generate`` calls that."""
@@ -196,6 +228,8 @@ class FileSwapper:
             if module is model or any(inner in models for inner in module.modules()):
                 module.register_forward_pre_hook(self.begin_pass)
                 module.register_forward_hook(self.end_pass, always_call=True)
+        with self.together():
+            self._supply  # noqa: B018 - its memory is pinned, for which a host may have no room
 
     def begin_pass(self, module: nn.Module, args: Any) -> None:
         """A pass through the model begins."""
@@ -210,6 +244,15 @@ class FileSwapper:
         has_raised = output is None
         if not (self._passing or has_raised or (self.has_optimizer and torch.is_grad_enabled())):
             self.agree()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise what one rank raises inside, on all ranks, at its end."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+        self.agree()
 
     def agree(self) -> None:
         """Raise, on all ranks, if one of them could not read a weight, or sees that a file has changed."""
@@ -228,17 +271,18 @@ class FileSwapper:
             raise failure
 
     def bring_in(self, params: Collection[Any]) -> int:
-        """Read `params`, or those of them that stay in files, into memory for good; returns how many these were."""
+        """Read `params`, or those of them that stay in files, into memory for good; returns how many (all ranks)."""
         own = [
             param for param in params if getattr(param, "nvme_swapper", None) is self and param.ds_id in self._weights
         ]
-        for param in own:
-            weight = self._weights.pop(param.ds_id)
-            memory = torch.empty(weight.nbytes, dtype=torch.uint8)
-            self._files.read(weight, memory)
-            self._allocate.pop(param.ds_id)()
-            param.ds_tensor.copy_(memory.view(param.ds_tensor.dtype))
-            param.nvme_swapper, param._hf_zero_stream_in_files = None, False
+        with self.together():
+            for param in own:
+                weight = self._weights.pop(param.ds_id)
+                memory = torch.empty(weight.nbytes, dtype=torch.uint8)
+                self._files.read(weight, memory)
+                self._allocate.pop(param.ds_id)()
+                param.ds_tensor.copy_(memory.view(param.ds_tensor.dtype))
+                param.nvme_swapper, param._hf_zero_stream_in_files = None, False
         return len(own)
 
     def differs_from_file(self, param: Any, partition: torch.Tensor | None = None) -> bool:
