@@ -97,13 +97,19 @@ PACKED: dict[str, Any] = {
 }
 
 
+def places(folder: Path) -> str:
+    return load(folder, config_for(), "files").streaming_report.into
+
+
 @pytest.mark.plugin("packed")
-@pytest.mark.parametrize("kind", [*PACKED])
-def test_packed_weights_stay_in_files(cluster: None, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "world_size"), [*((kind, 2) for kind in PACKED), ("nf4", 1)])
+def test_packed_weights_stay_in_files(cluster: None, tmp_path: Path, kind: str, world_size: int) -> None:
     make, how = PACKED[kind]
     make(tmp_path)
-    from_files = run_ranks(2, train, tmp_path, "files", 4, how)
-    assert from_files == run_ranks(2, train, tmp_path, "memory", 4, how)
+    for into in run_ranks(world_size, places, tmp_path):
+        assert "stay in files" in into and "whose values no file has" not in into
+    from_files = run_ranks(world_size, train, tmp_path, "files", 4, how)
+    assert from_files == run_ranks(world_size, train, tmp_path, "memory", 4, how)
 
 
 def quantised_while_loading(folder: Path, frozen_weights: str) -> tuple[list[float], str]:

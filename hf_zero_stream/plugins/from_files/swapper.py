@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 require_names("deepspeed", Init, "_ensure_availability_of_partitioned_params", purpose="frozen weights in files")
 
 
-class Reader(Enum):
+class ReadFor(Enum):
     """Whom a partition is read for, and so who says that a rank could not read one, or that a file has changed."""
 
     ONE_RANK = auto()
@@ -79,9 +79,11 @@ class FileSwapper:
         self._files: WeightFiles
         self._in_order: dict[int, bool] = {}
         """Of the partitions that are there: whether a step has asked for them."""
-        self._reader = Reader.ONE_RANK
+        self._read_for = ReadFor.ONE_RANK
         self._passing: list[nn.Module] = []
         """The models whose forward pass is on, one inside the other."""
+        self._awaits_step = False
+        """Whether a pass is over for which the optimizer will agree; checkpointing goes through modules again."""
         self._failure: BaseException | None = None
         """Why this rank has given zeros in place of a weight, since the ranks agreed last."""
         self.has_optimizer = self._has_warned_of_tokens = False
@@ -144,7 +146,7 @@ class FileSwapper:
     # ------------------------------------------------------------------------------- what DeepSpeed asks a swapper
 
     def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
-        """Give partitions to `params`, of this swapper or of others; :attr:`Reader.ONE_RANK` may call it alone."""
+        """Give partitions to `params`, of this swapper or of others; :attr:`ReadFor.ONE_RANK` may call it alone."""
         for param in params:
             if param.nvme_swapper is not self:
                 param.nvme_swapper.swap_in([param], async_op=False)
@@ -177,13 +179,13 @@ class FileSwapper:
         return Supply(self._weights, self._files, arena, whole_layers=whole_layers)
 
     def _bytes_of(self, param: Any) -> torch.Tensor:
-        number, in_order = param.ds_id, self._reader in (Reader.MODULE, Reader.PASS)
+        number, in_order = param.ds_id, self._read_for in (ReadFor.MODULE, ReadFor.PASS)
         try:
             memory = self._supply.take(number, in_order=in_order)
-            if self._reader is Reader.ONE_RANK:
+            if self._read_for is ReadFor.ONE_RANK:
                 self._files.check()
         except Exception as error:
-            if self._reader is Reader.ONE_RANK or dist.get_world_size() == 1:
+            if self._read_for is ReadFor.ONE_RANK or dist.get_world_size() == 1:
                 raise
             # The other ranks are about to gather it with this one, and would wait for ever.
             self._failure = self._failure or error
@@ -194,25 +196,25 @@ class FileSwapper:
     # ---------------------------------------------------------------------------------------------- a training
 
     @contextmanager
-    def read_for(self, reader: Reader) -> Iterator[None]:
-        before, self._reader = self._reader, reader
+    def reading_for(self, whom: ReadFor) -> Iterator[None]:
+        before, self._read_for = self._read_for, whom
         try:
             yield
         finally:
-            self._reader = before
+            self._read_for = before
 
     def fetching(self, *, forward: bool) -> AbstractContextManager[None]:
         """Inside, DeepSpeed fetches what a module needs, on all ranks, in a `forward` pass or a backward one."""
-        agrees_later = self._passing or not forward or (self.has_optimizer and torch.is_grad_enabled())
-        return self.read_for(Reader.PASS if agrees_later else Reader.MODULE)
+        agrees_later = self._passing or self._awaits_step or not forward
+        return self.reading_for(ReadFor.PASS if agrees_later else ReadFor.MODULE)
 
     @contextmanager
     def gathering(self, params: Sequence[Any]) -> Iterator[None]:
         """Inside, DeepSpeed asks for partitions of what is about to be gathered, on all ranks."""
-        if self._reader is Reader.PASS:
+        if self._read_for is ReadFor.PASS:
             yield
             return
-        with self.read_for(Reader.MODULE if self._reader is Reader.MODULE else Reader.GATHER):
+        with self.reading_for(ReadFor.MODULE if self._read_for is ReadFor.MODULE else ReadFor.GATHER):
             yield
         try:
             self.agree()
@@ -242,7 +244,10 @@ class FileSwapper:
         if module in self._passing:
             del self._passing[self._passing.index(module) :]
         has_raised = output is None
-        if not (self._passing or has_raised or (self.has_optimizer and torch.is_grad_enabled())):
+        if self._passing or has_raised:
+            return
+        self._awaits_step = self.has_optimizer and torch.is_grad_enabled()
+        if not self._awaits_step:
             self.agree()
 
     @contextmanager
@@ -260,7 +265,7 @@ class FileSwapper:
             self._files.check()
         except Exception as error:
             self._failure = self._failure or error
-        failure, self._failure = self._failure, None
+        failure, self._failure, self._awaits_step = self._failure, None, False
         if dist.get_world_size() > 1:
             failed = torch.tensor(int(failure is not None), device=collective_device())
             dist.all_reduce(failed, dist.ReduceOp.MAX)

@@ -23,10 +23,14 @@ from ...plugin_api import (
     execute_reads,
     is_url,
     plan_batch,
+    sources_of,
 )
 
 
 logger = logging.getLogger(__name__)
+
+MOST_ADDED = 16
+"""A weight stays in files if at most one in so many of its elements is in memory, on whatever rank that is."""
 
 THREAD_BYTES = 8 * 2**20
 """What a further thread must have to read: to start one takes as long as reading a part of that."""
@@ -68,15 +72,18 @@ class WeightFiles:
         self._replaced: set[str] = set()
 
     def weight_of(self, item: Item) -> FrozenWeight | None:
-        """The weight that `item` would fill; None if its values, or some, are in memory and in no file."""
+        """The weight that `item` would fill; None, on all ranks, if its values, or many of them, are in no file."""
+        sources = sources_of([item.view])
+        added = sum(node.numel for node, _ in sources if isinstance(node, HostTensor))  # padding, or a constant
+        if added > item.view.numel // MOST_ADDED:
+            return None
         seek, small = self._checkpoint.seek_bytes, self._checkpoint.request_bytes
         # Each read takes the GIL from what computes. Those that pass through a buffer are as small as elsewhere.
         large = max(small, -(-item.target.nbytes // self._threads))
         plan, leaves = plan_batch([(item.target, item.view)], request_bytes=large, seek_bytes=seek)
         if not all(piece.is_run for read in plan.reads for piece in read.pieces):
             plan, leaves = plan_batch([(item.target, item.view)], request_bytes=small, seek_bytes=seek)
-        is_in_memory = any(isinstance(leaf, HostTensor) for leaf in leaves)
-        return None if is_in_memory else FrozenWeight(item.target, plan, leaves)
+        return FrozenWeight(item.target, plan, leaves)
 
     def open(self, weights: Mapping[int, FrozenWeight]) -> None:
         self._checkpoint.open(read.shard for weight in weights.values() for read in weight.plan.reads)
