@@ -126,6 +126,9 @@ class Destination(Protocol):
     hints: Hints = Hints(request_bytes=2**20)
     """The source's hints on the files that are loaded; a load sets them before it calls :meth:`batches`."""
 
+    only_planned: bool = False
+    """Whether nothing will be read; there may be no process group then. A load sets it with :attr:`hints`."""
+
     recast: Sequence[str] = ()
     """Parameters that got another dtype than transformers wanted for them; known after :meth:`batches`."""
 
@@ -144,16 +147,13 @@ class Destination(Protocol):
         """
         return None
 
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> Sequence[Batch]:
+    def batches(self, model: nn.Module, missing: set[str], tied: set[str]) -> Sequence[Batch]:
         """Replace the lazy tensors of `model` by those that it will train, and return the batches that fill them.
 
         Args:
             model: its loaded parameters and buffers are :class:`LazyTensor`; missing ones are on the meta device.
             missing: names that no checkpoint fills.
             tied: names that will be replaced by the other end of a tie, so that no memory is spent on them.
-            only_planned: nothing will be read; there may be no process group.
         """
         ...
 

@@ -231,9 +231,7 @@ class NewModel(Destination):
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
 
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
+    def batches(self, model: nn.Module, missing: set[str], tied: set[str]) -> list[Batch]:
         parameters, buffers, self.recast = allocate(
             model, missing, tied, parameter=self._parameter, buffer=self._buffer
         )

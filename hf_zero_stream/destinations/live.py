@@ -153,9 +153,7 @@ class LiveModel(Destination):
         dtypes = {param.dtype for param in self._model.parameters() if param.is_floating_point()}
         return reduce(torch.promote_types, dtypes)
 
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
+    def batches(self, model: nn.Module, missing: set[str], tied: set[str]) -> list[Batch]:
         """Batches that fill the live model with the values of the lazy `model`, which stays as it is."""
         lazy, states = (model.model, model.states) if isinstance(model, LazyTraining) else (model, {})
         if self._chunk_bytes:

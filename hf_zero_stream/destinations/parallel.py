@@ -55,30 +55,27 @@ class Replicated(NewModel):
         super().__init__(coordinator)
         self.device, self._stage = device, stage
         self._chunk_bytes = chunk_bytes(config, device)
-        self._parameters_on, self._only_planned = _HOST, False
+        self._parameters_on = _HOST
 
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
-        self._only_planned = only_planned
+    def batches(self, model: nn.Module, missing: set[str], tied: set[str]) -> list[Batch]:
         if self._stage is not None:
             if is_accelerator(self.device):
                 needed = sum(param.nbytes for param in model.parameters() if isinstance(param, LazyTensor))
                 if free_bytes(self.device) >= needed + self._chunk_bytes:
                     self._parameters_on = self.device
             will_be_flattened(model, self._stage)
-        return super().batches(model, missing, tied, only_planned=only_planned)
+        return super().batches(model, missing, tied)
 
     def _parameter(self, name: str, old: torch.Tensor) -> nn.Parameter | None:
         if not isinstance(old, LazyTensor):
             return None
         with allocating(name, old.nbytes, "the host", self._coordinator.rank):
-            on = torch.device("meta") if self._only_planned else self._parameters_on
+            on = torch.device("meta") if self.only_planned else self._parameters_on
             values = torch.empty(old.shape, dtype=old.dtype, device=on)
         return nn.Parameter(values, requires_grad=old.requires_grad)
 
     def _new_targets(self) -> Targets:
-        how: Any = {"room": self._chunk_bytes, "only_planned": self._only_planned}
+        how: Any = {"room": self._chunk_bytes, "only_planned": self.only_planned}
         return Targets(self._coordinator, Sharing(self._coordinator, **how))
 
     def _fill(self, targets: Targets, name: str, param: Any, view: View) -> None:
@@ -129,10 +126,8 @@ class DTensors(NewModel):
         self._sharded = {name: param for name, param in named if isinstance(param, DTensor)}
         self._managed = fsdp.managed_params(model)
 
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
-        self._memory_on, self._missing = torch.device("meta") if only_planned else self.device, missing
+    def batches(self, model: nn.Module, missing: set[str], tied: set[str]) -> list[Batch]:
+        self._memory_on, self._missing = torch.device("meta") if self.only_planned else self.device, missing
         batches = super().batches(model, missing, tied)
         self._whole = WholeParameters(model, self._shards, missing, self._coordinator)
         return batches

@@ -277,7 +277,8 @@ class Load:
     ) -> tuple[Sequence[Batch], LoadPlan, Sequence[Sequence[Leaf]]]:
         """Make the :attr:`plan` that :meth:`fill` carries out; spoils `model`."""
         self.destination.hints, self._tied = self.checkpoint.hints, tied
-        batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
+        self.destination.only_planned = only_planned
+        batches = self.destination.batches(model, missing, tied)
         self.plan, leaves = self._reader.plan(batches)
         return batches, self.plan, leaves
 

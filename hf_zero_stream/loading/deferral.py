@@ -264,9 +264,7 @@ class InPlace(Destination):
         self._values: list[tuple[LazyTensor, torch.Tensor | None]] = []
         self._memory: dict[WritableParameter, torch.Tensor] = {}
 
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
+    def batches(self, model: nn.Module, missing: set[str], tied: set[str]) -> list[Batch]:
         targets = Targets(self._coordinator, Sharing(self._coordinator, room=self._chunk_bytes))
         for name, param in model.named_parameters():
             if not isinstance(param, LazyTensor) or param.reader is not self._reader:

@@ -320,9 +320,7 @@ class Visitor(Destination):
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         return wanted
 
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
+    def batches(self, model: nn.Module, missing: set[str], tied: set[str]) -> list[Batch]:
         """Batches that use the buffer one after the other."""
         batches: list[Batch] = []
         items: list[Item] = []

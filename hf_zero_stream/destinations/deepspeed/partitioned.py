@@ -62,16 +62,14 @@ class Partitioned(NewModel):
         self._dtype = self._dtype or wanted
         return self._dtype
 
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
+    def batches(self, model: nn.Module, missing: set[str], tied: set[str]) -> list[Batch]:
         """One batch of all that is neither quantised nor swapped to a disk; and further ones for those."""
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         if (self._ds_config.get("expert_parallel") or {}).get("enabled"):
             experts = tool("experts", "autoep", "expert_parallel")  # wants a DeepSpeed that has AutoEP
-            experts.convert(model, self._ds_config, missing, rank, world_size, make_groups=not only_planned)
+            experts.convert(model, self._ds_config, missing, rank, world_size, make_groups=not self.only_planned)
         self._model = model
-        return super().batches(model, missing, tied, only_planned=only_planned)
+        return super().batches(model, missing, tied)
 
     def _parameter(self, name: str, old: torch.Tensor) -> nn.Parameter:
         dtype = self._dtype if self._dtype is not None and old.is_floating_point() else old.dtype

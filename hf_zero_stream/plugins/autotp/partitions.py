@@ -55,9 +55,7 @@ class CutPartitions(Destination):
         self._model: nn.Module
         self._placeholders: list[tuple[LazyTensor, torch.Tensor]] = []
 
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
+    def batches(self, model: nn.Module, missing: set[str], tied: set[str]) -> list[Batch]:
         self._model, dtype = model, zero3.partition_dtype(self._engine.config)
         group = self._engine.mpu.get_data_parallel_group()
         place = dist.get_rank(group), dist.get_world_size(group)

@@ -30,9 +30,7 @@ class Columns(Destination):
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
 
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
+    def batches(self, model: nn.Module, missing: set[str], tied: set[str]) -> list[Batch]:
         def columns(name: str, param: torch.Tensor) -> nn.Parameter:
             box = self.box(tuple(param.shape))
             mine = nn.Parameter(torch.empty(box.sizes, dtype=param.dtype))
