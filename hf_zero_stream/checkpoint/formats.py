@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..errors import ReadError, UnsupportedError
 from ..registry import (
@@ -99,34 +99,25 @@ def holds_values(name: str) -> bool:
     return of_rows or name.endswith((*TORCH_ENDINGS, DISTRIBUTED_ENDING))
 
 
-def _module_of(row: FileFormat) -> Any:
-    return import_named(row.module)
-
-
 def not_a_map_reason(source: ByteSource, paths: Sequence[str]) -> str:
     """The reason why files that transformers would unpickle are no maps of bytes; ``""`` if they are."""
     row = format_of_file(paths[0])
     if row is SAFETENSORS:  # whatever has another name is unpickled too
         row = format_of_file(TORCH_SINGLE)
-    reason: str = _module_of(row).not_a_map_reason(source, paths)
-    return reason
+    return import_named(row.module).not_a_map_reason(source, paths)
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
     """See :meth:`Format.read_header`."""
-    return _module_of(format_of_file(path)).read_header(source, path)
+    return import_named(format_of_file(path).module).read_header(source, path)
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
     """See :meth:`Format.parse_header`."""
-    return _module_of(format_of_file(path)).parse_header(path, number, header)
+    return import_named(format_of_file(path).module).parse_header(path, number, header)
 
 
-def read_map(
-    paths: Sequence[str | os.PathLike[str]],
-    weight_map: Mapping[str, str] | None = None,
-    first_shard: int = 0,
-) -> CheckpointMap:
+def read_map(paths: Sequence[str | os.PathLike[str]], weight_map: Mapping[str, str] | None = None) -> CheckpointMap:
     """Read and check the headers of files of this host.
 
     Raises:
@@ -136,7 +127,7 @@ def read_map(
     """
     source = LocalFiles()
     headers = [read_header(source, os.fspath(path)) for path in paths]
-    return map_from_headers(paths, headers, weight_map, first_shard)
+    return map_from_headers(paths, headers, weight_map)
 
 
 def map_from_headers(
@@ -165,19 +156,14 @@ _STATE = FolderFormat(
 )
 
 
-def _folders() -> Iterator[FolderFormat]:
-    """Yield the formats of folders that go before formats of files, which are those that transformers loads."""
-    yield from (row for plugin in plugins() for row in plugin.folders)
-    yield _STATE
-
-
 def folder_format(path: str | os.PathLike[str]) -> tuple[FolderFormat, Path] | None:
     """The format of a folder that goes before formats of files, and the path that it is read by; None if it has none.
 
-    Raises a MissingPluginError if the plug-in of ours that reads it is not there.
+    Formats of files are those that transformers loads. Raises a MissingPluginError if the plug-in of ours that reads
+    the folder is not there.
     """
     path = Path(path)
-    for row in _folders():
+    for row in (*(row for plugin in plugins() for row in plugin.folders), _STATE):
         if (place := import_object(row.find)(path)) is not None:
             return row, place
     if zero_folder_of(path) or distributed_file(path):
@@ -200,8 +186,7 @@ def contents_of(path: str | os.PathLike[str]) -> CheckpointMap:
     """
     if (found := folder_format(path)) is not None:
         row, place = found
-        contents: CheckpointMap = import_object(row.read)(place)
-        return contents
+        return import_object(row.read)(place)
     try:
         return read_map(*shards_of(path))
     except NotAMap as reason:

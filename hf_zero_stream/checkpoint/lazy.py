@@ -33,19 +33,8 @@ from .nodes import (
 )
 
 
-aten = torch.ops.aten
-
-Operation = Callable[[Any, Any, Any], Any]
-
-operations: list[Operation] = []
+operations: list[Callable[[Any, Any, Any], Any]] = []
 """Runs an op on lazy tensors, given the op and its arguments: :mod:`.lazy_ops` puts itself here, at the first op."""
-
-
-def run_op(func: Any, args: Any, kwargs: Any) -> Any:
-    if not operations:
-        import_module(f"{__package__}.lazy_ops")
-    return operations[0](func, args, kwargs)
-
 
 Materialise = Callable[[View], torch.Tensor]
 """Reads the values of a view; only ops that need values immediately call it."""
@@ -60,8 +49,9 @@ class LazyTensor(torch.Tensor):
     """
 
     _meta: torch.Tensor
-    _node: Node
-    _materialise: Materialise
+    node: Node
+    reader: Materialise
+    """Reads the values when an op needs them."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -78,7 +68,7 @@ class LazyTensor(torch.Tensor):
             device=device,
             requires_grad=False,
         )
-        self._meta, self._node, self._materialise = meta, node, materialise
+        self._meta, self.node, self.reader = meta, node, materialise
         return self
 
     @classmethod
@@ -105,19 +95,19 @@ class LazyTensor(torch.Tensor):
     ) -> LazyTensor:
         """The result of ``function(origin, *inputs)``, computed block by block (see :class:`.nodes.Blockwise`)."""
         views = tuple(tensor.view_of_node for tensor in inputs)
-        return cls.whole(nodes.Blockwise(sizes, dtype, function, views, {}, blocks, parts), inputs[0]._materialise)
+        return cls.whole(nodes.Blockwise(sizes, dtype, function, views, {}, blocks, parts), inputs[0].reader)
 
     def materialise(self) -> torch.Tensor:
         """Read the values now, into a new tensor on this tensor's device."""
-        return self._materialise(self.view_of_node).to(self.device)
+        return self.reader(self.view_of_node).to(self.device)
 
     def in_memory(self) -> torch.Tensor:
         """The values: in their memory, if this is a writable parameter or a view of one; else in a new tensor."""
-        node = self._node
+        node = self.node
         if not isinstance(node, WritableParameter):
             return self.materialise()
         if node.memory is None:
-            node.memory = self._materialise(View.whole(node.unwritten)).to(self.device).view(-1)
+            node.memory = self.reader(View.whole(node.unwritten)).to(self.device).view(-1)
         return node.strided(*self.geometry)
 
     # Calls that would read memory outside of torch's dispatcher read the values now.
@@ -145,15 +135,15 @@ class LazyTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         """Take the values of `value`, and its dtype and device; become a tensor with values if it is one."""
         if isinstance(value, LazyTensor):
-            if isinstance(self._node, WritableParameter) and not isinstance(value._node, WritableParameter):
-                value = LazyTensor.whole(WritableParameter.of(value.view_of_node), value._materialise, value.device)
+            if isinstance(self.node, WritableParameter) and not isinstance(value.node, WritableParameter):
+                value = LazyTensor.whole(WritableParameter.of(value.view_of_node), value.reader, value.device)
             torch.Tensor.data.__set__(self, value)
             self.adopt_view(value)
         else:
             self.become(value)
 
     def adopt_view(self, other: LazyTensor) -> None:
-        self._meta, self._node, self._materialise = other._meta, other._node, other._materialise
+        self._meta, self.node, self.reader = other._meta, other.node, other.reader
 
     def become(self, value: torch.Tensor) -> None:
         """Turn this object, to which optimizers and modules may refer, into a parameter with the values of `value`."""
@@ -161,39 +151,30 @@ class LazyTensor(torch.Tensor):
         copy_attributes(self, real)
         swap(self, real)
 
-    @property
-    def reader(self) -> Materialise:
-        """The function that reads the values when an op needs them."""
-        return self._materialise
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A tensor of the same node: a node's values do not change. A parameter's copy has memory of its own."""
         if id(self) in memo:
             return memo[id(self)]
         if getattr(self, "_is_param", False):
-            lazy = LazyTensor.whole(WritableParameter.of(self.view_of_node), self._materialise, self.device)
+            lazy = LazyTensor.whole(WritableParameter.of(self.view_of_node), self.reader, self.device)
             new: torch.Tensor = torch.nn.Parameter(lazy, requires_grad=self.requires_grad)
             copy_attributes(self, new)
         else:
-            new = LazyTensor.of(self.view_of_node, self._materialise, self.device)
+            new = LazyTensor.of(self.view_of_node, self.reader, self.device)
         return memo.setdefault(id(self), new)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise no_memory_error(self._node, "it cannot be pickled, nor saved by torch.save")
+        raise no_memory_error(self.node, "it cannot be pickled, nor saved by torch.save")
 
     def data_ptr(self) -> Any:
         """An address as if each node had its own memory; it can be compared and added to, but not read from."""
         start = self.untyped_storage().data_ptr()
-        return Address(start + int(self._meta.storage_offset()) * self.dtype.itemsize, self._node)
+        return Address(start + int(self._meta.storage_offset()) * self.dtype.itemsize, self.node)
 
     def untyped_storage(self) -> Any:
-        return NodeStorage(self._node)
+        return NodeStorage(self.node)
 
     storage = untyped_storage
-
-    @property
-    def node(self) -> Node:
-        return self._node
 
     @property
     def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -203,16 +184,17 @@ class LazyTensor(torch.Tensor):
     @property
     def view_of_node(self) -> View:
         """A view of the elements that this tensor has now."""
-        node = self._node
+        node = self.node
         return node.view(*self.geometry) if isinstance(node, WritableParameter) else View(node, *self.geometry)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {type(self._node).__name__})"
+        return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {type(self.node).__name__})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return run_op(func, args, kwargs)
+        if not operations:
+            import_module(f"{__package__}.lazy_ops")
+        return operations[0](func, args, kwargs or {})
 
 
 @functools.lru_cache(maxsize=4096)

@@ -173,11 +173,7 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
             return value
         return LazyTensor.whole(HostTensor.of(value, f"{func} depends on values"), materialise)
 
-    def to_value(value: Any) -> Any:
-        return value.materialise() if isinstance(value, LazyTensor) else value
-
-    real_args, real_kwargs = tree_map(to_value, (tuple(args), kwargs))
-    return tree_map(to_lazy, func(*real_args, **real_kwargs))
+    return tree_map(to_lazy, _run_with_values(LazyTensor.materialise, func, args, kwargs))
 
 
 def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -201,7 +197,7 @@ def copied(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=device)
     view = source.view_of_node
     if dtype == source.dtype and view.strides == row_major_strides(view.sizes):
-        return LazyTensor(source._meta, source._node, source.reader, device)
+        return LazyTensor(source._meta, source.node, source.reader, device)
     node = Copy(view.sizes, dtype, view)
     return LazyTensor(whole_meta(node.sizes, dtype), node, source.reader, device)
 

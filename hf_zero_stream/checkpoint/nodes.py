@@ -269,16 +269,8 @@ def is_computed(view: View) -> bool:
 
 def entries_of(views: Iterable[View]) -> Iterator[TensorEntry]:
     """The tensors of shards that `views` come from, each once."""
-    seen: set[int] = set()
-    nodes = [view.node for view in views]
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, FileTensor):
-            yield node.entry
-        nodes.extend(view.node for view in node.inputs())
+    nodes = dict.fromkeys(node for node, _ in sources_of(views))
+    return (node.entry for node in nodes if isinstance(node, FileTensor))
 
 
 def no_memory_error(node: Node, so: str) -> UnsupportedError:

@@ -23,7 +23,6 @@ import torch
 from safetensors.torch import save_file
 
 from hf_zero_stream import accelerators
-from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.engine import opened
 from hf_zero_stream.engine.execute import run_in_threads
 from hf_zero_stream.engine.opened import OpenCheckpoint, choose_threads
@@ -212,7 +211,7 @@ def test_reads_of_all_checkpoints_count(tmp_path: Path) -> None:
     for number in (1, 2):
         file = str(tmp_path / f"{number}.safetensors")
         save_file({"weight": number * values}, file)
-        found = read_map([file], None, len(checkpoint.shards))
+        found = checkpoint.map_from_headers([file], checkpoint.read_headers([file]))
         checkpoint.add(found.shards)
         slices = found.slices(checkpoint.materialise)
         read = slices["weight"][...].materialise()
