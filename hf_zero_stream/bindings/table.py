@@ -197,15 +197,15 @@ ROWS_OF_CORE: Mapping[PatchScope, Sequence[Row]] = {
     DEFERRED: [
         *rows(
             """
-            accelerate.accelerator:Accelerator.prepare_model              loading.prepare:prepare_model
+            accelerate.accelerator:Accelerator.prepare_model              loading.prepare:fill_first
             accelerate.accelerator:fsdp2_prepare_model                    loading.prepare:prepare_fsdp2         >=1.6
             accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict        loading.prepare:load_full_state_dict  >=1.6
             deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model \
-                                                                          loading.prepare:configure_model model
+                                                                          loading.prepare:fill_first
             torch.nn:Parameter.__setattr__                                loading.prepare:set_attribute
-            torch.nn.parallel.distributed:DistributedDataParallel.__init__ loading.prepare:wrap module
+            torch.nn.parallel.distributed:DistributedDataParallel.__init__ loading.prepare:fill_first
             torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.__init__ \
-                                                                          loading.prepare:wrap module
+                                                                          loading.prepare:fill_first
             torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__init__ loading.prepare:make_record
             transformers.modeling_utils:PreTrainedModel.resize_token_embeddings \
                                                                           loading.prepare:resize_token_embeddings

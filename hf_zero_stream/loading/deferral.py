@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..bindings.table import DEFERRED, installed
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import View, WritableParameter
-from ..destinations.base import Batch, Destination, WholeReader, allocating
+from ..destinations.base import Batch, Destination, allocating
 from ..destinations.exchange import Sharing
 from ..destinations.fill import NewModel, Targets, item_in, itself
 from ..destinations.initialise import run_with_touched_parameters
@@ -181,7 +181,7 @@ class Deferred(NewModel):
     def __init__(
         self,
         coordinator: Coordinator,
-        reader: WholeReader,
+        reader: Deferral,
         complete: Callable[[nn.Module], None],
         until: str,
         packing_unsupported_reason: str,
@@ -248,7 +248,7 @@ class InPlace(Destination):
 
     def __init__(
         self,
-        reader: WholeReader,
+        reader: Deferral,
         coordinator: Coordinator,
         device: torch.device,
         replicated: Collection[str] = (),

@@ -6,6 +6,7 @@ rank reads its own shards only.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Set
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -68,17 +69,15 @@ def load_full_state_dict(
     return model if _is_sharding.get() else original(accelerator, model, *args, **kwargs)
 
 
-def prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The way of all models that FSDP2 does not shard."""
-    if isinstance(model, nn.Module):
-        fill_whole(model)
-    return original(self, model, *args, **kwargs)
+def fill_first(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The way of all models that nobody shards, or cuts, while they are lazy: what takes hold of one wants all of it.
 
-
-def wrap(original: Callable[..., Any], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """The way of DDP and FSDP 1 by hand: they take hold of all parameters, which must be real by then."""
-    fill_whole(module)
-    original(self, module, *args, **kwargs)
+    By accelerate, if not by FSDP2; by DDP and FSDP 1 by hand; by an engine of DeepSpeed.
+    """
+    for model in (*args, *kwargs.values()):
+        if isinstance(model, nn.Module):
+            fill_whole(model)
+    return original(self, *args, **kwargs)
 
 
 def make_record(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
@@ -106,24 +105,11 @@ def resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any,
     return original(self, *args, **kwargs)
 
 
-def configure_model(original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The way of all engines of DeepSpeed: one that nobody has cut a lazy model for wants all of it."""
-    fill_whole(model)
-    return original(self, model, *args, **kwargs)
-
-
 class _ModuleKey(NamedTuple):
     """The place of a tensor: a module, and the key of its parameters or buffers."""
 
     module: nn.Module
     key: str
-
-
-class _Source(NamedTuple):
-    """The origin of one parameter's values, and all places where the parameter is."""
-
-    values: LazyTensor
-    places: list[_ModuleKey]
 
 
 class MetaReplacement:
@@ -140,19 +126,23 @@ class MetaReplacement:
         self._device: torch.device = accelerator.device
         self._coordinator = coordinator
         ignored = {id(param) for param in ignored_by_fsdp2(accelerator, model)}
-        places = _places(model)
+        places: dict[int, list[_ModuleKey]] = defaultdict(list)
+        for module in model.modules():
+            for key, param in module._parameters.items():
+                if param is not None:
+                    places[id(param)].append(_ModuleKey(module, key))
         reader = next(param.reader for name, param in model.named_parameters() if name in lazy)
-        self._sources = []
+        self._sources: list[tuple[LazyTensor, list[_ModuleKey]]] = []
+        """The origin of each parameter's values, and all places where the parameter is."""
         for name, param in list(model.named_parameters()):  # a list, because places change
             values = param.detach()
             if name not in lazy:
                 values = LazyTensor.whole(HostTensor.of(self._from_rank_0(values)), reader)
-            source = _Source(values, places[id(param)])
+            self._sources.append((values, places[id(param)]))
             # FSDP2 has accelerate move what it ignores to the device, where a meta tensor cannot go.
             device = self._device if id(param) in ignored else torch.device("meta")
             empty = torch.empty(param.shape, dtype=param.dtype, device=device)
-            _set_everywhere(nn.Parameter(empty, requires_grad=param.requires_grad), source.places)
-            self._sources.append(source)
+            _set_everywhere(nn.Parameter(empty, requires_grad=param.requires_grad), places[id(param)])
         self._buffers = [
             (_ModuleKey(module, key), buffer)
             for module in model.modules()
@@ -185,16 +175,6 @@ class MetaReplacement:
             lazy = nn.Parameter(values.to(sharded.dtype), requires_grad=sharded.requires_grad)
             _set_everywhere(lazy, places)
         return destination
-
-
-def _places(model: nn.Module) -> dict[int, list[_ModuleKey]]:
-    """All places of each parameter, by its ``id``."""
-    found: dict[int, list[_ModuleKey]] = {}
-    for module in model.modules():
-        for key, param in module._parameters.items():
-            if param is not None:
-                found.setdefault(id(param), []).append(_ModuleKey(module, key))
-    return found
 
 
 def _set_everywhere(param: nn.Parameter, places: list[_ModuleKey]) -> None:
