@@ -59,7 +59,8 @@ class Installation:
     ) -> None:
         self._scope, self._table = scope, table
         self._below = on_top_of
-        self._patches = Patches()
+        self._saved: list[tuple[Any, str, Any, Any]] = []
+        """What is replaced just now: owner, attribute, the original (None: inherited), and what is in its place."""
         self._waiting: list[Row] = []
         """Rows of modules that have not been imported yet."""
         self._disabled: set[tuple[str, str]] = set()
@@ -92,7 +93,7 @@ class Installation:
         with self._lock:
             self._users -= 1
             if not self._users:
-                self._patches.restore()
+                self._restore()
                 self._watch.__exit__()
             if self._below is not None:
                 self._below.__exit__()
@@ -107,8 +108,11 @@ class Installation:
         with self._lock:
             rows = {row: row.is_loaded() for row in self._waiting}
             new = [row for row, is_loaded in rows.items() if is_loaded]
-            lacking = [(row, what) for row in new if (what := row.lacking())]
-            for (package, feature, severity), names in _grouped(lacking).items():
+            lacking: dict[tuple[str, str, Severity], list[str]] = {}
+            for row in sorted(new, key=lambda row: row.severity is not Severity.ESSENTIAL):  # the essential first
+                if what := row.lacking():
+                    lacking.setdefault((row.package, row.feature, row.severity), []).append(what)
+            for (package, feature, severity), names in lacking.items():
                 if severity is Severity.ESSENTIAL:
                     refuse_unknown_version(package, names, feature)
                 elif severity in (Severity.FEATURE, Severity.PARTITIONS):
@@ -116,16 +120,27 @@ class Installation:
                     _warn_disabled(package, feature, *names)
             wanted = [row for row in new if row.leads_to and (row.package, row.feature) not in self._disabled]
             for row in wanted:
-                self._patches.put(dict.fromkeys(row.places(), LazyReplacement(row, self._scope)))
+                self._replace(row)
             self._waiting = [row for row, is_loaded in rows.items() if not is_loaded]
 
+    def _replace(self, row: Row) -> None:
+        """Replace the function of `row` in all its places; what is put last is called first."""
+        replacement = LazyReplacement(row, self._scope)
+        for owner, name in dict.fromkeys(row.places()):
+            original = inspect.getattr_static(owner, name)
+            patched = _patched(owner, original, replacement)
+            self._saved.append((owner, name, original if name in vars(owner) else None, patched))
+            setattr(owner, name, patched)
 
-def _grouped(lacking: Sequence[tuple[Row, str]]) -> dict[tuple[str, str, Severity], list[str]]:
-    """Group what is lacking by package, feature and severity, the essential first."""
-    found: dict[tuple[str, str, Severity], list[str]] = {}
-    for row, what in sorted(lacking, key=lambda each: each[0].severity is not Severity.ESSENTIAL):
-        found.setdefault((row.package, row.feature, row.severity), []).append(what)
-    return found
+    def _restore(self) -> None:
+        while self._saved:
+            owner, name, original, patched = self._saved.pop()
+            if vars(owner)[name] is not patched:  # somebody else's patch on top of ours is theirs to remove
+                continue
+            if original is None:  # it is inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 @functools.cache  # once
@@ -138,31 +153,6 @@ def _warn_disabled(package: str, feature: str, *lacking: str) -> None:
 
 Replacement = Callable[..., Any]
 """Replaces a function, or a method with its `self` or `cls`: ``replacement(original, *args, **kwargs)``."""
-
-
-class Patches:
-    """Attributes of classes and modules that are replaced just now; used by one thread at a time."""
-
-    def __init__(self) -> None:
-        self._saved: list[tuple[Any, str, Any, Any]] = []
-
-    def put(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
-        """Replace these, ``(owner, attribute)``, which the owners must have; what is put last is called first."""
-        for (owner, name), replacement in replacements.items():
-            original = inspect.getattr_static(owner, name)
-            patched = _patched(owner, original, replacement)
-            self._saved.append((owner, name, original if name in vars(owner) else None, patched))
-            setattr(owner, name, patched)
-
-    def restore(self) -> None:
-        while self._saved:
-            owner, name, original, patched = self._saved.pop()
-            if vars(owner)[name] is not patched:  # somebody else's patch on top of ours is theirs to remove
-                continue
-            if original is None:  # it is inherited
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
 
 
 def _patched(owner: Any, original: Any, replacement: Replacement) -> Any:

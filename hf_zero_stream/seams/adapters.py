@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..bindings.install import override_methods
 from ..checkpoint.safetensors import NotedShard
 from ..errors import ConfigError, UnsupportedError
 from ..holdings.introspection import has_partition, is_dtensor, is_packed, is_peft_model, is_streamed, lies_in_files
@@ -183,7 +184,9 @@ def lay_out_adapters(
         raise ConfigError(f"selected_adapters: no adapter {unknown[0]}; known are {', '.join(model.peft_config)}")
     noted = []
     for name in model.peft_config if adapters is None else adapters:
-        with _inference_config(model.peft_config[name], prompt := _prompt_of(model, name)):
+        prompt, config = _prompt_of(model, name), model.peft_config[name]
+        # So PEFT takes a prompt as it is, without running its module, of which a rank may hold a part.
+        with override_methods(config, inference_mode=config.inference_mode or prompt is not None):
             tensors = get_peft_model_state_dict(
                 model, state_dict=dict(entries), adapter_name=name, save_embedding_layers=save_embedding_layers
             )
@@ -226,17 +229,6 @@ def _prompt_of(model: Any, adapter: str) -> str | None:
             "FSDP2 shards these. Use prompts without a projection, or the checkpoints of accelerate."
         )
     return None
-
-
-@contextmanager
-def _inference_config(config: Any, prompt: str | None) -> Iterator[None]:
-    """Inside, PEFT takes a prompt as it is, without running its module, of which a rank may hold a part."""
-    before = config.inference_mode
-    config.inference_mode = before or prompt is not None
-    try:
-        yield
-    finally:
-        config.inference_mode = before
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.utils import logging
 
-from ..bindings.install import is_defined_by, is_replaced, replaced_methods
+from ..bindings.install import is_defined_by, is_replaced, override_methods, replaced_methods
 from ..holdings.introspection import is_sharded, unknown_shards_reason
 
 
@@ -94,10 +94,8 @@ def optimizers_of(accelerator: Accelerator) -> Sequence[Any]:
     return accelerator._optimizers
 
 
-@contextmanager
-def without_restored_schedulers(accelerator: Accelerator, restored: Sequence[Any]) -> Iterator[None]:
+def without_restored_schedulers(accelerator: Accelerator, restored: Sequence[Any]) -> AbstractContextManager[None]:
     """Inside, accelerate restores no scheduler that is in the list `restored` by then."""
-    before = accelerator._schedulers
 
     def placeholder(scheduler: Any) -> Any:
         def load_state_dict(state: Any) -> None:
@@ -106,11 +104,8 @@ def without_restored_schedulers(accelerator: Accelerator, restored: Sequence[Any
 
         return SimpleNamespace(load_state_dict=load_state_dict)
 
-    accelerator._schedulers = [each if _is_engine_scheduler(each) else placeholder(each) for each in before]
-    try:
-        yield
-    finally:
-        accelerator._schedulers = before
+    schedulers = [each if _is_engine_scheduler(each) else placeholder(each) for each in accelerator._schedulers]
+    return override_methods(accelerator, _schedulers=schedulers)
 
 
 def batch_size_of(accelerator: Accelerator) -> int | None:
