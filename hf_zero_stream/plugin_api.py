@@ -160,7 +160,7 @@ if TYPE_CHECKING:
     from .saving.arguments import dtype_of_argument, make_ready
     from .saving.background import Staged, StagedFiles
     from .saving.count import refuse_cut, smaller_ones
-    from .saving.files import Comparison, ShardWriter, reserve
+    from .saving.files import Comparison, ShardWriter, make_file, reserve
     from .saving.lazy_parameters import LazyParameters, Selection, stored_names
     from .saving.parameters import Layout, NewParameters, Parameters, Values, evaluated, opened, refuse_differing
     from .saving.pending import PendingSave, finish_pending, note_state, operation, save_under_way, when_whole

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.digests import digest_of_bytes
 from ..checkpoint.safetensors import ShardToWrite
@@ -18,31 +19,34 @@ from ..sources.local import IOV_MAX
 
 
 def reserve(paths: Sequence[Path], shards: Sequence[ShardToWrite], *, on_disk: bool = True) -> None:
-    """Make each shard at its path, at its final size and with its header, so that a full disk shows immediately.
-
-    Unless it shall have room `on_disk`, it takes none but for the header.
-    """
+    """Make each shard at its path, with its header; see :func:`make_file`."""
     for path, shard in zip(paths, shards, strict=True):
-        size_bytes = shard.size_bytes
-        try:
-            with open(path, "xb") as file:
-                file.write(shard.header)
-                file.flush()
-                if not on_disk:
-                    os.ftruncate(file.fileno(), size_bytes)
-                    continue
+        make_file(path, shard.size_bytes, shard.header, on_disk=on_disk)
+
+
+def make_file(path: Path, nbytes: int, header: bytes = b"", *, on_disk: bool = True, opener: Any = None) -> None:
+    """Make a file at its final size, with its `header`, so that a full disk shows immediately.
+
+    Unless it shall have room `on_disk`, it takes none but for the header. For `opener` see :func:`open`.
+    """
+    try:
+        with open(path, "xb", opener=opener) as file:
+            file.write(header)
+            file.flush()
+            if on_disk:
                 try:
-                    os.posix_fallocate(file.fileno(), 0, size_bytes)
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
+                    return
                 except OSError as error:
                     if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                         raise
-                    # The file system cannot reserve space.
-                    os.ftruncate(file.fileno(), size_bytes)
-        except OSError as error:
-            raise SaveError(
-                f"{path}: cannot make a file of {bytes_text(size_bytes)}: {error.strerror or error}. What was there "
-                "before has not been touched."
-            ) from error
+            # It shall have no room, or the file system cannot reserve any.
+            os.ftruncate(file.fileno(), nbytes)
+    except OSError as error:
+        raise SaveError(
+            f"{path}: cannot make a file of {bytes_text(nbytes)}: {error.strerror or error}. What was there before "
+            "has not been touched."
+        ) from error
 
 
 class ShardWriter:

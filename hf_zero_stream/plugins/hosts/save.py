@@ -7,7 +7,6 @@ counts at a resume is whether the hosts that are left have all of its pieces.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -47,6 +46,7 @@ from ...plugin_api import (
     free_memory,
     history,
     kind_of_file_system,
+    make_file,
     write_files,
 )
 from .choice import FoundState, facts_of, joined, next_number, piece_name, replaced_by
@@ -194,7 +194,7 @@ class _HostSave:
             wanted = [rank for rank, of_rank in enumerate(self._holders) if self._hosts.mine in of_rank]
             _refuse_too_large(self._folder, sum(self._sizes[rank] for rank in wanted))
             for rank in wanted:
-                _allocate(self._path_of(rank), self._sizes[rank])
+                make_file(self._path_of(rank), self._sizes[rank], opener=partial(os.open, mode=0o600))
 
     def _path_of(self, rank: int) -> Path:
         return self._temporary / PIECES / piece_name(rank)
@@ -347,22 +347,3 @@ def _refuse_too_large(folder: Path, nbytes: int) -> None:
             f"{bytes_text(room)} of {of_what} are free. Ask for fewer copies, or give a folder on a larger disk. What "
             "was there before has not been touched."
         )
-
-
-def _allocate(path: Path, nbytes: int) -> None:
-    try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-        try:
-            if nbytes:
-                os.posix_fallocate(handle, 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            os.ftruncate(handle, nbytes)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise SaveError(
-            f"{path}: cannot make a file of {bytes_text(nbytes)}: {error.strerror or error}. What was there before "
-            "has not been touched."
-        ) from error
