@@ -54,7 +54,8 @@ def read_state(folder: Path) -> CheckpointMap:
         CheckpointError: a file is not sound.
     """
     folder = folder.absolute()
-    all_of_it = _map_of(folder)
+    index = folder / index_of(STATE)
+    all_of_it = read_map(files_of(folder), read_index_file(index)["weight_map"] if index.exists() else None)
     record = parse_object(read_index_text(folder / RECORD), str(folder / RECORD))
     shared, live = (_names(folder, record, field) for field in ("shared", "live"))
     named = all_of_it.views.items()
@@ -73,10 +74,3 @@ def _names(folder: Path, record: Mapping[str, Any], field: str) -> dict[str, str
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise CheckpointError(f"{folder / RECORD}: {field}: expected names; found {excerpt(found)}")
     return found
-
-
-def _map_of(folder: Path) -> CheckpointMap:
-    """The map of the file of all tensors, or of its shards."""
-    index = folder / index_of(STATE)
-    weight_map = [read_index_file(index)["weight_map"]] if index.exists() else []
-    return read_map(files_of(folder), *weight_map)

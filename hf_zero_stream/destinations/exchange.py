@@ -141,23 +141,11 @@ def rounds_of(tensors: Iterable[Shared], world_size: int, room: int) -> Iterator
         yield Round(parts, is_gathered, used)
 
 
-def exchange_batches(tensors: Iterable[Shared], coordinator: Coordinator, room: int) -> list[Batch]:
-    """Batches that fill the memory of `tensors`, which come in the same order on all ranks.
-
-    At most `room` bytes arrive at a rank at once, or 16 from each rank.
-    """
-    world_size = coordinator.world_size
-    ordered = sorted(tensors, key=lambda shared: not shared.is_gathered(world_size))
-    rounds = [*rounds_of(ordered, world_size, room)]
-    exchanger = _Exchanger(coordinator, max((each.nbytes for each in rounds), default=0))
-    return [exchanger.batch(each, number % 2) for number, each in enumerate(rounds)]
-
-
 class Sharing:
     """The parameters that ranks read together: the same ones on all of them.
 
     Args:
-        room: bytes that arrive at a rank in one exchange, at most; 0: :data:`CHUNK_BYTES`.
+        room: bytes that arrive at a rank in one exchange, at most, or 16 from each rank; 0: :data:`CHUNK_BYTES`.
         hints: of the source, which decide what is worth an exchange; None: each parameter that several ranks have is.
         trains_on: the type of the device that values are for.
         only_planned: the ranks are not there.
@@ -180,8 +168,12 @@ class Sharing:
         self._shared: list[Shared] = []
 
     def batches(self) -> list[Batch]:
-        """Batches that fill what this has taken."""
-        return exchange_batches(self._shared, self._coordinator, self._room or CHUNK_BYTES)
+        """Batches that fill what this has taken, in the same order on all ranks."""
+        world_size = self._coordinator.world_size
+        ordered = sorted(self._shared, key=lambda shared: not shared.is_gathered(world_size))
+        rounds = [*rounds_of(ordered, world_size, self._room or CHUNK_BYTES)]
+        exchanger = _Exchanger(self._coordinator, max((each.nbytes for each in rounds), default=0))
+        return [exchanger.batch(each, number % 2) for number, each in enumerate(rounds)]
 
     def takes(self, name: str, flat: torch.Tensor, view: View, shard: LocalShard, param: Any, record: Any) -> bool:
         """Take a parameter that ranks read together; returns False if each reads its own part.

@@ -148,8 +148,7 @@ class LiveModel(Destination):
         if self._engine is not None and self._engine.masters:
             return torch.float32
         if not self.is_sharded:
-            found: torch.dtype = self._model.dtype
-            return found
+            return self._model.dtype
         dtypes = {param.dtype for param in self._model.parameters() if param.is_floating_point()}
         return reduce(torch.promote_types, dtypes)
 

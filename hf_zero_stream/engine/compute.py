@@ -66,8 +66,7 @@ class Evaluator:
             case Opaque():
                 result = leaf.result(self.materialise)
                 result = result if leaf.output is None else result[leaf.output]
-                values: torch.Tensor = result.contiguous().view(-1)
-                return values
+                return result.contiguous().view(-1)
             case _:
                 raise TypeError(f"a {type(leaf).__name__} has no values to place")
 
@@ -78,8 +77,7 @@ class Evaluator:
                 view = View(view.node, box.sizes, box.at_strides, box.at)
             return self.materialise(view)
 
-        result: torch.Tensor = node.result(value_of)
-        return result
+        return node.result(value_of)
 
     def _blockwise(self, node: Blockwise, part: CoordinateBox) -> torch.Tensor:
         """Computed from the blocks that `part` touches."""

@@ -52,7 +52,9 @@ class Reader:
         Called inside :meth:`Coordinator.reporting`, which brings an error to the agreement that the others come to.
         """
         checkpoint, coordinator = self._checkpoint, self._checkpoint.coordinator
-        verifier = _verifier_of(checkpoint)
+        verifier: Any = None
+        if checkpoint.config.compares_values:  # with the files again
+            verifier = tool("verify", "verify", f"verify={checkpoint.config.verify!r}")(checkpoint)
         with checkpoint.reading():
             for items, memory in self._fill(batches, plan, leaves, verifier, of_all_ranks):
                 if verifier is not None:
@@ -130,10 +132,3 @@ class Reader:
                 with self._clock("wait"):
                     end_exchange()
         return kept
-
-
-def _verifier_of(checkpoint: OpenCheckpoint) -> Any:
-    """What compares values with the files again (:class:`..plugins.verify.verification.Verifier`), or None."""
-    if not checkpoint.config.compares_values:
-        return None
-    return tool("verify", "verify", f"verify={checkpoint.config.verify!r}")(checkpoint)

@@ -121,8 +121,7 @@ def _quantization_config(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]
         config, _ = PreTrainedConfig.get_config_dict(path, **{n: kwargs[n] for n in _OF_CONFIGS if n in kwargs})
     except OSError:  # a folder of torch.distributed.checkpoint has no config, and one of GGUF need not have one
         return None
-    found: dict[str, Any] | None = config.get("quantization_config")
-    return found
+    return config.get("quantization_config")
 
 
 def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:

@@ -108,7 +108,11 @@ def _fill(live_model: PreTrainedModel, path: str, kwargs: Mapping[str, Any], *, 
                 lazy, missing, tied = lazily_loaded_like(live_model, path, load, **arguments)
                 computed = computed_buffers(lazy) if memory.is_sharded else {}
                 load.fill(lazy, missing, tied)
-                _copy_buffers(live_model, computed)
+                # Buffers that no checkpoint has, where the model has memory for them.
+                buffers = dict(named_buffers(live_model))
+                for name, values in computed.items():
+                    if name in buffers and buffers[name].shape == values.shape:
+                        buffers[name].copy_(values)
             return load.finish(live_model, logger)
 
 
@@ -122,14 +126,6 @@ def make_ready(live_model: nn.Module) -> None:
         "load_into(model)",
         "Load it anew with from_pretrained.",
     )
-
-
-def _copy_buffers(model: nn.Module, computed: Mapping[str, torch.Tensor]) -> None:
-    """Give buffers that no checkpoint has their values, where they have memory for them."""
-    buffers = dict(named_buffers(model))
-    for name, values in computed.items():
-        if name in buffers and buffers[name].shape == values.shape:
-            buffers[name].copy_(values)
 
 
 def _inside(model: Any) -> PreTrainedModel:

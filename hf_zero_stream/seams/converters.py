@@ -32,9 +32,13 @@ class _LazyConverter:
         """
         spare = self.spares.get(id(self))
         if spare is None or spare.collected_tensors:
-            with _of_class(self, self.stock):
+            own = type(self)
+            self.__class__ = self.stock
+            try:
                 spare = deepcopy(self, memo)
-            spare.__class__ = type(self)
+            finally:
+                self.__class__ = own
+            spare.__class__ = own
             self.spares[id(self)] = spare
         return spare
 
@@ -67,13 +71,3 @@ def lazy_converters(conversions: Iterable[Any]) -> Iterator[None]:
     finally:
         for converter, stock in found:
             converter.__class__ = stock
-
-
-@contextmanager
-def _of_class(converter: Any, kind: type) -> Iterator[None]:
-    own = type(converter)
-    converter.__class__ = kind
-    try:
-        yield
-    finally:
-        converter.__class__ = own

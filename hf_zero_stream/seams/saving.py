@@ -94,7 +94,9 @@ def lay_out_pretrained(
         own_code: run the ``save_pretrained`` of the model's class; false if that is what calls this.
         in_one_shard: do not split the tensors, whatever their size.
     """
-    layout = _SaveLayout([], _take_packed(model, state_dict), in_one_shard)
+    forget_quantizer(model)
+    packed = tool("take_packed", "packed", "saving packed weights")(model, state_dict) if is_packed(model) else {}
+    layout = _SaveLayout([], packed, in_one_shard)
     methods = {
         "num_parameters": lambda *_, **__: num_parameters,
         "should_save_on_this_rank": lambda *_: True,  # transformers asks since 5.15
@@ -111,18 +113,6 @@ def lay_out_pretrained(
     if dtype is not None:
         note_dtype(folder / "config.json", dtype)
     return layout.shards
-
-
-def _take_packed(model: PreTrainedModel, state_dict: dict[str, Any]) -> Mapping[str, tuple[TensorEntry, LazyTensor]]:
-    """Take the packed weights out of `state_dict`, and return the tensors that they hold.
-
-    Of a dequantised model, take off the attributes that a quantizer has left.
-    """
-    forget_quantizer(model)
-    taken: Mapping[str, tuple[TensorEntry, LazyTensor]] = {}
-    if is_packed(model):
-        taken = tool("take_packed", "packed", "saving packed weights")(model, state_dict)
-    return taken
 
 
 def names_of_shared(model: Any, state_dict: Mapping[str, Any], own: Callable[[str], str]) -> tuple[set[str], set[str]]:

@@ -90,8 +90,7 @@ def dtype_named(name: Any) -> torch.dtype:
 
     if not is_dtype_name(name):
         raise ValueError(f"{name!r} is the name of no dtype")
-    found: torch.dtype = vars(torch)[name]
-    return found
+    return vars(torch)[name]
 
 
 def torch_name(dtype: Any) -> str:

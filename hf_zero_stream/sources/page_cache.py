@@ -118,13 +118,12 @@ class ReadAhead:
         self._thread.join()
 
     def _run(self) -> None:
-        with suppress(OSError, ValueError):
-            for path, begin, nbytes, position in islice(self._windows(), self._share, None, self._shares):
-                while position - self._reached > self._lead:
-                    if self._stopped.wait(0.01):
-                        return
-                if self._stopped.is_set() or not _populate(path, begin, nbytes):
+        for path, begin, nbytes, position in islice(self._windows(), self._share, None, self._shares):
+            while position - self._reached > self._lead:
+                if self._stopped.wait(0.01):
                     return
+            if self._stopped.is_set() or not populate(path, begin, nbytes):
+                return
 
     def _windows(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield all windows: file, start in it, size, and start in all files laid end to end."""
@@ -137,9 +136,11 @@ class ReadAhead:
 
 def populate(path: str, begin: int, nbytes: int) -> bool:
     """Bring these bytes of a file into the page cache; False if the system takes no such advice, or cannot read."""
-    start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    with suppress(OSError, ValueError):
-        return _populate(path, start, begin + nbytes - start)
+    with suppress(OSError, ValueError), _window(path, begin, nbytes) as (handle, address, length):
+        if _can_query_page_cache(handle) and is_resident(address, length):
+            return True  # mapping what is cached takes the time of a processor, and another thread wants it
+        advise(address, length, MADV_HUGEPAGE)
+        return advise(address, length, MADV_POPULATE_READ)
     return False
 
 
@@ -148,31 +149,23 @@ def keeps_cached(path: str, begin: int, nbytes: int) -> bool:
 
     False, too, where Linux tells this process nothing of the file's pages.
     """
-    start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    with suppress(OSError, ValueError), _window(path, start, begin + nbytes - start) as (handle, address, length):
+    with suppress(OSError, ValueError), _window(path, begin, nbytes) as (handle, address, length):
         return _can_query_page_cache(handle) and is_resident(address, length)
     return False
 
 
-def _populate(path: str, begin: int, nbytes: int) -> bool:
-    """Bring these bytes of a file into the page cache; whether the system took the advice."""
-    with _window(path, begin, nbytes) as (handle, address, length):
-        if _can_query_page_cache(handle) and is_resident(address, length):
-            return True  # mapping what is cached takes the time of a processor, and another thread wants it
-        advise(address, length, MADV_HUGEPAGE)
-        return advise(address, length, MADV_POPULATE_READ)
-
-
 @contextmanager
 def _window(path: str, begin: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Open and map these bytes of a file: its handle, their address and their number."""
+    """Open and map these bytes of a file, from the beginning of a page on: its handle, their address and number."""
+    start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    length = begin + nbytes - start
     # Private and writable, because ctypes gives the address of nothing else. Nothing is written.
     access = mmap.PROT_READ | mmap.PROT_WRITE
     with (
         open(path, "rb", buffering=0, opener=open_nonblocking) as file,
-        mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE, access, offset=begin) as window,
+        mmap.mmap(file.fileno(), length, mmap.MAP_PRIVATE, access, offset=start) as window,
     ):
-        yield file.fileno(), ctypes.addressof(ctypes.c_char.from_buffer(window)), nbytes
+        yield file.fileno(), ctypes.addressof(ctypes.c_char.from_buffer(window)), length
 
 
 def _can_query_page_cache(handle: int) -> bool:

@@ -46,23 +46,12 @@ class EngineMemory:
         return {id(params[name]): of_param for name, of_param in trained.items()}
 
     def fill(self, targets: Targets, name: str, param: Any, view: View, shard: LocalShard) -> None:
-        """Have a parameter filled, and what is trained in its place."""
+        """Have a parameter, or a partition of ZeRO-3, filled, and the fp32 masters that are trained in its place."""
         trained = self.masters.get(id(param), ())
-        if is_zero_param(param):
-            self._fill_partition(targets, name, param, view, shard, _master_partition(name, param, trained))
-        else:
+        if not is_zero_param(param):
             _fill_whole(targets, name, param, view, shard, trained)
-
-    def fill_swapped(self, targets: Targets) -> None:
-        """Have the swap files of all parameters that lie there filled."""
-        if self._swaps:
-            free_buffers = self._swaps[0][0].nvme_swapper.available_swap_in_buffers()
-            targets.after += zero3.nvme().swap_batches(self._swaps, free_buffers)
-
-    def _fill_partition(
-        self, targets: Targets, name: str, param: Any, view: View, shard: LocalShard, master: torch.Tensor | None
-    ) -> None:
-        """Fill a partition of ZeRO-3, and the fp32 `master` that is trained in its place, if there is one."""
+            return
+        master = _master_partition(name, param, trained)
         self._partitioned.append(param)
         if master is not None:
             targets.add(name, master, view, shard)
@@ -73,6 +62,12 @@ class EngineMemory:
             targets.add(name, param.ds_tensor, view, shard)
         else:
             targets.copy(param.ds_tensor, master)
+
+    def fill_swapped(self, targets: Targets) -> None:
+        """Have the swap files of all parameters that lie there filled."""
+        if self._swaps:
+            free_buffers = self._swaps[0][0].nvme_swapper.available_swap_in_buffers()
+            targets.after += zero3.nvme().swap_batches(self._swaps, free_buffers)
 
     def begin(self) -> None:
         """Free full values that will be stale (small parameters', hpZ's copies): DeepSpeed gathers them again."""

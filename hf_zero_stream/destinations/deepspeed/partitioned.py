@@ -79,7 +79,8 @@ class Partitioned(NewModel):
         return buffer_on(self.device, old)
 
     def _fill(self, targets: Targets, name: str, param: Any, view: View) -> None:
-        shard, memory = LocalShard.whole(param.shape)._replace(part=self._share(param)), partial(_partition, param)
+        shard = LocalShard.whole(param.shape)._replace(part=self._share(param))
+        memory = partial(getattr, param, "ds_tensor")
         if view.node.joint_batches:
             targets.add_later(name, memory, param.dtype, view, shard)
         else:
@@ -103,8 +104,7 @@ class Partitioned(NewModel):
             if param.dtype == self._dtype and self._share(param)[0] * param.dtype.itemsize >= large
         ]
         swaps = [(param, items.pop(id(param), None)) for param in self._swapped]
-        batches: list[Batch] = nvme.swap_batches(swaps, nvme.free_buffers(self._ds_config)) if swaps else []
-        return batches
+        return nvme.swap_batches(swaps, nvme.free_buffers(self._ds_config)) if swaps else []
 
     def _share(self, param: Any) -> tuple[int, int, int]:
         place = zero3.place_in_group(param, self._coordinator.rank, self._coordinator.world_size)
@@ -125,8 +125,3 @@ class Partitioned(NewModel):
     def _fetched(self, touched: Sequence[Any]) -> AbstractContextManager[None]:
         # The checkpoint has nearly all parameters of nearly all models.
         return partitions.gathered_params(self._coordinator, touched) if touched else nullcontext()
-
-
-def _partition(param: Any) -> torch.Tensor:
-    partition: torch.Tensor = param.ds_tensor
-    return partition
