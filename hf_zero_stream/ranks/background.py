@@ -59,7 +59,7 @@ class BackgroundCoordinator(Coordinator):
     def close(self, error: BaseException | None = None) -> None:
         """Leave; rank 0, whose process may hold the store, when the others have left. Tell them of an `error`."""
         if self._watchdog is not None:
-            if error is not None:
+            if error is not None and not self._reported:
                 self._watchdog.announce(error, comes=False)
             self._watchdog.close()
 

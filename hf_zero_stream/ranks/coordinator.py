@@ -26,7 +26,7 @@ from ..errors import DisagreementError, HfZeroStreamError, PeerError
 from .presence import Presence, Topology, begun_collectives, is_alone
 from .rendezvous import LOAD, CollectiveLock, MeetingKind, Rendezvous
 from .store import Verdict, pauses
-from .watchdog import Watchdog
+from .watchdog import STUCK_S, Watchdog
 
 
 T = TypeVar("T")
@@ -272,10 +272,23 @@ class Coordinator:
             work.wait()
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        for _ in pauses(0.005, share=0.1):
+        for waited_s in pauses(0.005, share=0.1):
             if self._watchdog is None or is_done():
                 break
+            if waited_s > STUCK_S:
+                self._watchdog.end_failed()
             self._watchdog.check(dead_only=True)
+
+    @contextmanager
+    def indispensable(self, what: str) -> Iterator[None]:
+        """Raise what fails inside as a PeerError on all ranks at once: the others cannot do without `what` is made."""
+        try:
+            yield
+        except Exception as error:
+            failure = PeerError(f"rank {self.rank}: {what}: {error}")
+            if self._watchdog is not None:
+                self._watchdog.announce(failure, comes=False)
+            raise failure from error
 
     @contextmanager
     def naming_dead_rank(self) -> Iterator[None]:

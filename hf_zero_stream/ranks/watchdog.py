@@ -113,6 +113,12 @@ class Watchdog:
         with suppress(PeerError):
             self._publish(verdict)
 
+    def end_failed(self) -> None:
+        """If a rank has failed, end the meeting, in which others wait for it elsewhere than at the next agreement."""
+        failed = self.verdict
+        if failed is not None and not failed.is_dead:
+            self._publish(Verdict.of_death(failed.rank, f"has failed ({failed.kind}: {failed.message})"))
+
     def meet(self) -> None:
         """Return once every rank has come here as often as this one.
 

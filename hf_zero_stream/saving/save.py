@@ -251,19 +251,20 @@ class Save:
 
         No tensor of the training is changed, and no collective made in its process group.
         """
-        began = time.perf_counter()
+        began, error = time.perf_counter(), None
         try:
             staged.finish(coordinator)
             self._work.clock.add("total", time.perf_counter() - began)
             ranks = [SavingRank(**each) for each in coordinator.all_gather(asdict(staged.figures()))]
-        except BaseException:
+        except BaseException as caught:
+            error = caught
             staged.abandon()
             if coordinator.is_main:
                 publication.abandon()
             raise
         finally:
             staged.end()
-            coordinator.close()
+            coordinator.close(error)
         return self._report(staged.plan, Written(ranks, staged.names), asynchronous=True)
 
     @contextmanager

@@ -196,7 +196,8 @@ def begin_exchange(
                 arriving[part.rank].append((number, part))
                 expected[part.rank] += nbytes
         number += writer == rank
-    send = new_bytes(sum(sent), device)
+    with coordinator.indispensable("memory for an exchange"):
+        send = new_bytes(sum(sent), device)
     buffers: list[torch.Tensor] = []
     in_place: torch.Tensor | None = None
     error: Exception | None = None
@@ -210,7 +211,8 @@ def begin_exchange(
         in_place = _in_place([(buffers[number], part.box) for number, part in chain.from_iterable(arriving)])
     except Exception as caught:
         error = caught
-    received = new_bytes(sum(expected), device) if in_place is None else in_place
+    with coordinator.indispensable("memory for an exchange"):
+        received = new_bytes(sum(expected), device) if in_place is None else in_place
     # The same on all ranks.
     are_sent = any(part.rank != writer for writer, segment in of_round for part in segment.parts)
     wait = coordinator.begin(dist.all_to_all_single, received, send, expected, sent) if are_sent else None

@@ -14,10 +14,12 @@ import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.errors import ConfigError, PeerError
+from hf_zero_stream.errors import ConfigError, HfZeroStreamError, PeerError, ReadError
 from hf_zero_stream.holdings.introspection import is_streamed
+from hf_zero_stream.ranks import coordinator as coordinator_module
 from hf_zero_stream.ranks import presence, rendezvous
-from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.ranks.coordinator import Coordinator, meeting
+from hf_zero_stream.ranks.rendezvous import LOAD
 from tests.support.cluster import SOON_S, run_ranks
 from tests.support.messages import error_of, message_of
 from tests.support.parity import ds_config
@@ -236,3 +238,27 @@ def test_all_ranks_believe_the_same(cluster: None) -> None:
     """None is alone where another believes that it is there; and both happen."""
     found = run_ranks(2, race, 150, timeout=60)
     assert set(found[0]) == set(found[1]) == {"together", "apart"}
+
+
+def fail_before_a_collective(memory: bool) -> tuple[str, float]:
+    """Rank 1 fails where the others are in a collective, and not at an agreement."""
+    coordinator_module.STUCK_S = 1.0
+    began, error = time.monotonic(), ""
+    try:
+        with meeting(LOAD) as coordinator:
+            if dist.get_rank() == 1 and memory:
+                with coordinator.indispensable("memory for an exchange"):
+                    raise MemoryError("there is none")
+            if dist.get_rank() == 1:
+                raise ReadError("a.safetensors: cannot be read")
+            coordinator.run(dist.all_reduce, torch.ones(1))
+    except HfZeroStreamError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    return error, time.monotonic() - began
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_rank_that_does_not_come_to_a_collective(cluster: None, memory: bool) -> None:
+    for rank, (error, seconds) in enumerate(run_ranks(3, fail_before_a_collective, memory)):
+        assert ("there is none" if memory else "cannot be read") in error and "rank 1" in error or rank == 1, error
+        assert error.startswith("ReadError" if rank == 1 and not memory else "PeerError") and seconds < SOON_S

@@ -72,18 +72,19 @@ def _copy_once(
 
     try:
         for begin in range(0, max(sizes), ROUND_BYTES):
-            outgoing = torch.zeros(part_of(rank, begin), dtype=torch.uint8)
             sent, expected = [0] * coordinator.world_size, [0] * coordinator.world_size
-            sent[targets[rank]] = len(outgoing)
+            sent[targets[rank]] = part_of(rank, begin)
             for source in sources:
                 expected[source] = part_of(source, begin)
+            with coordinator.indispensable("memory for copies"):
+                outgoing = torch.zeros(sum(sent), dtype=torch.uint8)
+                leaving, arriving = (torch.empty(sum(it), dtype=torch.uint8, device=device) for it in (sent, expected))
             try:
                 if len(outgoing):
                     _read(handles, rank, path_of(rank), begin, memoryview(outgoing.numpy()))
             except OSError as caught:  # the others wait for this rank in the rounds to come
                 error = error or caught
-            arriving = torch.empty(sum(expected), dtype=torch.uint8, device=device)
-            coordinator.run(dist.all_to_all_single, arriving, outgoing.to(device), expected, sent)
+            coordinator.run(dist.all_to_all_single, arriving, leaving.copy_(outgoing), expected, sent)
             try:
                 for source, part in zip(sources, arriving.cpu().split([expected[it] for it in sources]), strict=True):
                     data = memoryview(part.numpy())
