@@ -268,6 +268,8 @@ class Load:
                 self.destination.finish()
                 note_read(self.checkpoint.source.bytes_read)
             except BaseException as error:
+                if not self.checkpoint.reads_itself:
+                    self.checkpoint.source.finish()  # the rank that reads for this one waits for it
                 if isinstance(error, HfZeroStreamError) or not is_out_of_memory(error):
                     raise
                 raise LoadError(f"out of memory on rank {self.coordinator.rank} while loading: {error}") from error

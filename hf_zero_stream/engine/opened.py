@@ -303,18 +303,13 @@ class OpenCheckpoint:
 
         Raises a ReadError at the end if this rank could not read for another one.
         """
-        try:
-            if self._pinning is not None:
-                self._pinning.join()
-            with self.coordinator.naming_dead_rank() if self._is_relayed else nullcontext():
-                yield
-                self.source.finish()
-                if self._server is not None:
-                    self._server.finish()
-        except BaseException:
-            if not self.reads_itself:
-                self.source.finish()  # the rank that reads for this one waits for it
-            raise
+        if self._pinning is not None:
+            self._pinning.join()
+        with self.coordinator.naming_dead_rank() if self._is_relayed else nullcontext():
+            yield
+            self.source.finish()
+            if self._server is not None:
+                self._server.finish()
 
     def threads(self) -> int:
         lane = SideLane if is_accelerator(self._device) else Lane

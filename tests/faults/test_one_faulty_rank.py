@@ -152,12 +152,12 @@ def faulty_op(folder: Path) -> Any:
     return replaced(MergeModulelist, "convert", convert)
 
 
-def load(folder: Path) -> Any:
-    config = {**ds_config(), "hf_zero_stream": {"reader_threads": 2, "staging_bytes": 8 * 4096}}
+def load(folder: Path, **settings: Any) -> Any:
+    config = {**ds_config(), "hf_zero_stream": {"reader_threads": 2, "staging_bytes": 8 * 4096, **settings}}
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
 
 
-def fail_then_load(folder: Path, own: Path, fault: Fault) -> dict[str, Any]:
+def fail_then_load(folder: Path, own: Path, fault: Fault, read_from: str = "all") -> dict[str, Any]:
     """What the load with the fault raised, what it left behind, and whether another one succeeds."""
     with hf_zero_stream.streaming():  # first contact opens sockets, once
         pass
@@ -168,9 +168,9 @@ def fail_then_load(folder: Path, own: Path, fault: Fault) -> dict[str, Any]:
     try:
         if dist.get_rank() == 1:
             with fault(seen):
-                load(seen)
+                load(seen, read_from=read_from)
         else:
-            load(seen)
+            load(seen, read_from=read_from)
     except BaseException as caught:
         error = (type(caught).__name__, str(caught))
     found = {
@@ -209,6 +209,14 @@ def test_all_ranks_raise_alike_and_load_again(
         assert result["error"][0] == kind, result
         assert text in result["error"][1], result
         assert rank == 1 or "rank 1" in result["error"][1], result
+        assert_clean(result)
+
+
+@pytest.mark.plugin("relay")
+def test_no_memory_where_another_rank_reads(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The reader waits for all that it reads for to be done."""
+    for result in run_ranks(3, fail_then_load, zoo_checkpoint("llama"), tmp_path, no_memory, "rank0", timeout=60):
+        assert result["error"][0] == "LoadError" and "out of memory on rank 1" in result["error"][1], result
         assert_clean(result)
 
 
