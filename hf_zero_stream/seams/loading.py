@@ -24,7 +24,8 @@ from ..destinations.base import refuse_wrapped
 from ..destinations.initialise import random_state, set_random_state
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..holdings.introspection import has_partition, keeping_groups
-from ..ranks.coordinator import Coordinator
+from ..ranks.coordinator import meeting
+from ..ranks.rendezvous import LOAD
 from ..registry import tool
 from ..sources.base import is_url
 from .converters import lazy_converters
@@ -330,5 +331,5 @@ def tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:
     from ..holdings.deepspeed.partitions import partitions_equal
 
     session = Session.current()
-    coordinator = Coordinator.of_default_group() if session is None else session.load.coordinator
-    return partitions_equal(source, target, coordinator)
+    with meeting(LOAD, "tied weights", None if session is None else session.load.coordinator) as coordinator:
+        return partitions_equal(source, target, coordinator)

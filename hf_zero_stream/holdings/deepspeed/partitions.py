@@ -56,13 +56,12 @@ def open_partition(param: Any) -> Iterator[torch.Tensor]:
 
 def partitions_equal(first: Any, second: Any, coordinator: Coordinator) -> bool:
     """Whether two partitioned parameters hold the same values on every rank; nothing is gathered (all ranks)."""
-    same = first.ds_shape == second.ds_shape
-    if same:
+
+    def are_equal() -> bool:
         with open_partition(first) as mine, open_partition(second) as theirs:
-            same = torch.equal(mine, theirs.to(mine.dtype))
-    verdict = torch.tensor(int(same), device=local_device())
-    coordinator.run(dist.all_reduce, verdict, dist.ReduceOp.MIN)
-    return bool(verdict.item())
+            return torch.equal(mine, theirs.to(mine.dtype))
+
+    return first.ds_shape == second.ds_shape and all(coordinator.gather_results(are_equal))
 
 
 def local_device() -> torch.device:
