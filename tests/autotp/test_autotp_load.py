@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -164,6 +165,8 @@ def other_uses(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:
         assert torch.equal(engine.module.get_parameter(name), param), name
     with torch.no_grad():
         assert torch.equal(used(input_ids=ids).logits, stock(input_ids=ids).logits)
+        if dist.get_rank() == 0:  # a look at what one rank has
+            changed(input_ids=ids)
         changed.model.layers[0].mlp.up_proj.weight.mul_(2)
         stock.model.layers[0].mlp.up_proj.weight.mul_(2)
     engine, *_ = deepspeed.initialize(model=changed, config=config, model_parameters=list(changed.parameters()))

@@ -61,10 +61,10 @@ def apply_partitioning(original: Callable[..., Any], self: Any, model: nn.Module
         for other in deferrals[1:] if _is_partitioned_here(self) else ():  # ZeRO-3 partitions all at once
             other.fill_whole(model)
         materialise_written(model.parameters())
-        lazy = _lazy(model)
-        if any(others != lazy.keys() for others in coordinator.all_gather(set(lazy))):  # some ranks have used it
+        of_ranks = coordinator.all_gather(set(_lazy(model)))
+        if any(lazy != of_ranks[0] for lazy in of_ranks):  # some ranks have used it
             fill_whole(model)
-        nodes = {id(param): param.node for param in lazy.values()}
+        nodes = {id(param): param.node for param in _lazy(model).values()}
         result = original(self, model, *args, **kwargs)
         # What DeepSpeed has touched on any rank may be a part.
         whole = {name for name, param in _lazy(model).items() if nodes.get(id(param)) is param.node}
