@@ -43,7 +43,7 @@ from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
 from .refusals import refuse_missing_files, refuse_optimizer, refuse_other_training, training_of
 from .rng import FILE as RNG_FILE
-from .rng import restore_rank
+from .rng import read_ranks, restore_rank
 from .values import load_model_values, load_values
 from .wholes import groups_for, restore_strides, wholes_for
 
@@ -220,6 +220,8 @@ def _resumed(
                 _refuse_other_files(found, place, coordinator)
                 if has_base(training.model, record):
                     refuse_other_base(training.model, record, place, coordinator)
+                if with_rng:  # a file that other ranks need not see
+                    random_numbers = coordinator.broadcast(partial(read_ranks, place / RNG_FILE))
         with training.replacing_state():
             groups, whole = groups_for(training, record, place), wholes_for(training, record)
             drop_options(training.optimizer, groups)
@@ -234,10 +236,13 @@ def _resumed(
             restore_strides(training, record)
             if isinstance(found, StateRecord):
                 coordinator.run_on_all(partial(refuse_lost, training, record, whole, place))
+                if with_rng:
+                    restores = partial(restore_rank, place / RNG_FILE, random_numbers, coordinator.rank)
+                    has_rank = coordinator.run_on_all(restores)
         history.set_id(training.optimizer, record.training)
     if with_rng and not isinstance(found, StateRecord):
         logger.warning_once(f"{place}: {found.writer} saves no random numbers, so those of all ranks are new.")
-    elif with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):
+    elif with_rng and not has_rank:
         if coordinator.rank in (0, record.world_size):  # one of the ranks that are new says it for all
             logger.warning_once(
                 f"{place}: {record.world_size} ranks saved this state, so the random numbers of rank "

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from transformers.utils import logging
 
 from .. import accelerators
@@ -35,18 +35,30 @@ def write_ranks(of_ranks: Sequence[Arrays], path: Path) -> None:
     path.write_bytes(save({f"{rank}.{name}": array for rank, name, array in named}))
 
 
-def restore_rank(path: Path, rank: int) -> bool:
-    """Go on with the random numbers of `rank`; returns False if no such rank was there.
+def read_ranks(path: Path) -> bytes:
+    """What :func:`write_ranks` has written.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return on_this_host(path).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: the random numbers of the ranks cannot be read: {error}") from error
+
+
+def restore_rank(path: Path, of_ranks: bytes, rank: int) -> bool:
+    """Go on with the random numbers of `rank`, of those that :func:`read_ranks` has read from `path`.
+
+    Returns False if no such rank was there.
 
     Raises:
         CheckpointError: the file is not one of :func:`write_ranks`.
     """
     prefix = f"{rank}."
     try:
-        with safe_open(on_this_host(path), "pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]
-            found = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
+        found = {name.removeprefix(prefix): it for name, it in load(of_ranks).items() if name.startswith(prefix)}
+    except SafetensorError as error:
         raise CheckpointError(f"{path}: the random numbers of the ranks cannot be read: {error}") from error
     if not found:
         return False

@@ -185,7 +185,7 @@ def test_of_another_kind_of_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rng.write_ranks([rng.of_this_rank()], path)
     expected = torch.rand(2)
     monkeypatch.setattr(rng.accelerators, "kind", lambda: "cuda")
-    assert rng.restore_rank(path, 0)
+    assert rng.restore_rank(path, rng.read_ranks(path), 0)
     assert torch.equal(torch.rand(2), expected)
     (line,) = said
     assert "saved without a cuda device" in line
@@ -197,7 +197,7 @@ def test_without_such_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rng.logger, "warning_once", said.append)
     path = tmp_path / rng.FILE
     rng.write_ranks([rng.of_this_rank() | {"cuda": torch.zeros(16, dtype=torch.uint8)}], path)
-    assert rng.restore_rank(path, 0)
+    assert rng.restore_rank(path, rng.read_ranks(path), 0)
     (line,) = said
     assert "random numbers of cuda. Without such a device they are left out" in line
 
