@@ -27,7 +27,7 @@ from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
 from .base import Batch, Destination, Item, SourcedTensor, source_of
 from .exchange import Sharing
-from .fill import Targets, chunk_bytes, item_in
+from .fill import Targets, chunk_bytes, item_in, itself
 
 
 if TYPE_CHECKING:
@@ -228,6 +228,8 @@ class LiveModel(Destination):
             view, (start, stop) = views[entry_name(key, member.name)], member.elements
             copy = int(member.is_whole and member.start > 0)
             shard = LocalShard(member.box, copy, part=(stop - start, start, stop))
+            if not slot.is_swapped and not slot.is_in_one_piece:  # as in channels_last: the parameter's own slot
+                memory = partial(itself, targets.flat(name, local_of(slot.entries[key])))
             if slot.is_swapped:
                 yield item_in(shard, name, view, torch.float32, memory)
             elif is_dtensor(slot.values) and view.sizes == member.box.shape:

@@ -198,12 +198,15 @@ def groups_for(training: Training, record: StateRecord, place: Path) -> list[Gro
         ConfigError: parameters with different options are in one group now; or each rank had options of its own.
     """
     group_of = {name: number for number, group in enumerate(record.groups) for name in group.parameters}
+    count = len(training.optimizer.param_groups)
+    frozen = [number for number, group in enumerate(record.groups) if not group.parameters and not group.own]
     found = []
-    for number in range(len(training.optimizer.param_groups)):
+    for number in range(count):
         names = (member.name for slot in training.slots if slot.group == number for member in slot.members)
-        first, *others = [record.groups[each] for each in dict.fromkeys(map(group_of.__getitem__, names))] or [
-            _NOTHING
-        ]
+        of_names = [record.groups[each] for each in dict.fromkeys(map(group_of.__getitem__, names))]
+        # A group in which nothing is trained yet goes on with its rate, which a scheduler may compute the next one of.
+        has_none = count == len(record.groups) and number in frozen
+        first, *others = of_names or [record.groups[number] if has_none else _NOTHING]
         for other in others:
             options = {**first.options, **other.options}
             if different := sorted(name for name in options if _differ(name, first, other)):

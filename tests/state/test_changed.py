@@ -316,6 +316,31 @@ def test_frozen_for_a_while(zoo_checkpoint: Checkpoint, tmp_path: Path, thaws: s
     assert train_here(model, optimizer, (3, 4)) == losses
 
 
+def test_a_group_that_is_not_trained_yet_keeps_its_rate(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A scheduler may compute the next rate from it, and does so when the group thaws."""
+
+    def begun() -> Any:
+        model, _ = made(zoo_checkpoint("llama"))
+        head = model.lm_head.weight
+        model.model.requires_grad_(False)
+        optimizer = torch.optim.AdamW([{"params": model.model.parameters()}, {"params": [head]}], lr=1e-2)
+        return model, optimizer, lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    model, optimizer, scheduler = begun()
+    for step in range(3):
+        train_here(model, optimizer, [step])
+        scheduler.step()
+    save(model, tmp_path, optimizer, scheduler=scheduler)
+    resumed, restored, rates = begun()
+    load(resumed, tmp_path, restored, scheduler=rates)
+    assert [group["lr"] for group in restored.param_groups] == [1e-2 / 8, 1e-2 / 8]
+    losses = []
+    for each, own, schedule in ((model, optimizer, scheduler), (resumed, restored, rates)):
+        each.requires_grad_(True)
+        losses.append([train_here(each, own, [step]) for step in (3, 4) for _ in [schedule.step()]])
+    assert losses[0] == losses[1]
+
+
 def test_another_order_of_parameters(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     model, optimizer = made(zoo_checkpoint("llama"))
     train_here(model, optimizer, range(2))
@@ -325,6 +350,36 @@ def test_another_order_of_parameters(zoo_checkpoint: Checkpoint, tmp_path: Path)
     optimizer = torch.optim.AdamW([*model.parameters()][::-1], lr=1e-2)
     load(model, tmp_path, optimizer)
     assert train_here(model, optimizer, (2, 3)) == losses
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_another_order_of_elements(tmp_path: Path, has_stepped: bool) -> None:
+    """In ``channels_last`` moments do not lie one element after the other, and are read all the same."""
+
+    def begun(memory_format: torch.memory_format) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3)
+        model: Any = transformers.ResNetForImageClassification(config).train()
+        model = model.to(memory_format=memory_format)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+        images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(number))
+        loss = model(pixel_values=images, labels=torch.arange(4) % 3).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    model, optimizer = begun(torch.contiguous_format)
+    step(model, optimizer, 0)
+    save(model, tmp_path, optimizer)
+    losses = [step(model, optimizer, number) for number in (1, 2)]
+    model, optimizer = begun(torch.channels_last)
+    if has_stepped:
+        step(model, optimizer, 3)
+    load(model, tmp_path, optimizer)
+    assert [step(model, optimizer, number) for number in (1, 2)] == pytest.approx(losses, abs=1e-5)
 
 
 def test_rounding_is_said(zoo_checkpoint: Checkpoint, tmp_path: Path, said: list[str]) -> None:
