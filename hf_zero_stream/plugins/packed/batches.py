@@ -88,7 +88,9 @@ class _BatchGroup:
             except Exception as error:  # raised now, it would leave others in the next collective
                 failure = error
         self._received = torch.empty(0)
-        self._coordinator.agree(failure)
+        # Of one with double scales a mean is a part, whose last digits may be others on another kind of device.
+        states = [getattr(weight.node.quantisation, "state", None) for weight in self._weights]
+        self._coordinator.require_same(states, failure)
 
     def _quantised(self) -> list[torch.Tensor]:
         """This rank's part of each weight, in a buffer for the longest part; values are freed one after the other."""
