@@ -157,7 +157,7 @@ if TYPE_CHECKING:
     from .reports.measures import AnonymousMemory, GrowthPeak, collector_paused
     from .reports.save import SaveReport, SavingRank
     from .reports.text import Tabular, bytes_text, count_text, fold, folded_names, wrapped
-    from .saving.arguments import dtype_of_argument, make_ready
+    from .saving.arguments import dtype_of_argument, make_ready, refuse_url
     from .saving.background import Staged, StagedFiles
     from .saving.count import refuse_cut, smaller_ones
     from .saving.files import Comparison, ShardWriter, make_file, reserve

@@ -63,6 +63,7 @@ def save_checkpoint(
 ) -> Any:
     if active_configs() and is_url(save_dir):
         refuse_stocks(save_dir, "engine.save_checkpoint")
+        _refuse_hosts(save_dir)
         with mirrored(save_dir) as mirror:
             given = tag, client_state, save_latest, exclude_frozen_parameters
             return save_checkpoint(original, self, str(mirror), *given)
@@ -109,6 +110,7 @@ def load_checkpoint(
 ) -> Any:
     flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
     if active_configs() and is_url(load_dir):
+        _refuse_hosts(load_dir)
         with fetched(load_dir) as mirror:
             return load_checkpoint(original, self, str(mirror), tag, *flags)
     if active_configs() and load_dir and not _asks_for_universal(self, load_dir, tag):
@@ -130,7 +132,7 @@ def load_checkpoint(
                 )
             if found is not None and with_optimizer:
                 loaded = _load_all(self, *found, coordinator, load_lr_scheduler_states)
-                _save_on_hosts(self, Path(load_dir), loaded[1])
+                _save_on_hosts(self, Path(load_dir), loaded[1], coordinator)
                 return loaded
             if found is not None:
                 folder, name = found[0], str(found[1])
@@ -160,11 +162,20 @@ def _host_settings() -> StreamingConfig | None:
     return settings if settings.host_states_every and is_called_by_script else None
 
 
-def _save_on_hosts(engine: Any, folder: Path, client_state: Any) -> None:
-    """If the settings ask for it, have the engine save on its hosts too, from now on (all ranks)."""
+def _refuse_hosts(url: str) -> None:
+    """Refuse states on hosts beside those at a URL, of which a resume would not know the newer one."""
+    if _host_settings() is not None:
+        refuse_url(url, "host_states_every")
+
+
+def _save_on_hosts(engine: Any, folder: Path, client_state: Any, coordinator: Coordinator | None = None) -> None:
+    """If the settings ask for it, have the engine save on its hosts too, from now on (all ranks).
+
+    `coordinator`: of the meeting that ranks are in.
+    """
     if (settings := _host_settings()) is not None:
         save_between_steps = tool("save_between_steps", "hosts", "the setting host_states_every")
-        save_between_steps(engine, folder, settings, client_state)
+        save_between_steps(engine, folder, settings, client_state, coordinator)
 
 
 def _load_all(engine: Any, folder: Path, name: str | None, coordinator: Coordinator, with_schedulers: bool) -> Any:

@@ -182,8 +182,9 @@ def save_state(
             has_zero=bool(getattr(trained, "zero_optimization", bool)()),
             **kwargs,
         )
-    if asynchronous and failed is not None:  # and of this save nobody knows yet whether it will succeed
-        raise failed
+    if asynchronous:  # and of this save nobody knows yet whether it will succeed
+        with meeting(SAVE, "a training state", coordinator):
+            coordinator.agree(failed)
     return saved
 
 

@@ -322,7 +322,8 @@ def by_settings(checkpoint: Path, work: Path, hosts: Sequence[str], steps: Seque
         begin = engine.global_steps
         losses = train(engine, steps[begin:])
         if client_state is not None:
-            engine.save_checkpoint(str(work / "shared"), client_state=client_state)
+            own = client_state if dist.get_rank() == 0 else {}  # as DeepSpeed writes only that at stages 0 to 2
+            engine.save_checkpoint(str(work / "shared"), client_state=own)
         losses += train(engine, [steps[-1] + 1])
     dist.barrier()
     return begin, str(loaded[0]), losses, [path.name for path in (work / "own").rglob("state-*")]

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 
 import hf_zero_stream
 from hf_zero_stream import HostStates
-from hf_zero_stream.errors import SaveError
+from hf_zero_stream.errors import SaveError, UrlError
 from tests.support.cluster import run_ranks
 from tests.support.hosts import can_mount
 from tests.support.simulated_hosts import join_host
@@ -166,6 +167,20 @@ def trained(tmp_path: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def on_hosts(folder: Path) -> list[str]:
     return [path.name.split("-")[1] for path in folder.rglob("state-*")]
+
+
+def test_urls_beside_states_on_hosts(tmp_path: Path, trained: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    """Of a URL nobody would see which state is the newer one."""
+    model, optimizer = trained
+    states = HostStates(tmp_path, job="j")
+    trainer: Any = SimpleNamespace(is_deepspeed_enabled=True, args=SimpleNamespace(output_dir="s3://bucket/run"))
+    for call in (
+        lambda: states.load(model, "s3://bucket/run", optimizer=optimizer),
+        lambda: states.attach(trainer, 1),
+        lambda: HostStates("s3://bucket/own", job="j"),
+    ):
+        with pytest.raises(UrlError, match="expected a local folder; got a URL, s3://"):
+            call()
 
 
 def test_a_save_in_the_background_fails_behind_the_block(

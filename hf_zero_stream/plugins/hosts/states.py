@@ -35,6 +35,7 @@ from ...plugin_api import (
     meeting,
     note_state,
     operation,
+    refuse_url,
     resume,
     save_state,
     save_under_way,
@@ -99,6 +100,7 @@ class HostStates:
                 f"job: expected a name that can be that of a folder; got {name!r}. Give HostStates a job=, the same "
                 "at each start, or start with torchrun --rdzv-id=NAME."
             )
+        refuse_url(folder, "HostStates")
         self.folder = Path(folder) / f"hf_zero_stream-{name}"
         self._copies, self._keep = copies, keep
         self.facts: dict[str, Any] = {}
@@ -132,6 +134,7 @@ class HostStates:
         For further arguments and errors see :func:`...state.load.load_state`.
         """
         with operation(LOAD):
+            refuse_url(shared, "HostStates.load(shared=...)")
             training = _training_of(trained, kwargs)
             self.facts = {} if shared is None else {"shared": os.path.realpath(shared)}
         with meeting(LOAD) as coordinator:
@@ -275,11 +278,15 @@ def state_of_engine(
     return place
 
 
-def save_between_steps(engine: Any, folder: Path, settings: StreamingConfig, client_state: Any) -> None:
+def save_between_steps(
+    engine: Any, folder: Path, settings: StreamingConfig, client_state: Any, coordinator: Coordinator | None
+) -> None:
     """Have an engine save on the hosts every so many steps, before a forward pass (all ranks).
 
-    With a `client_state`, which only the script knows, nothing is saved: a resume would lack it.
+    With a `client_state` on any rank, which only the script knows, nothing is saved: a resume would lack it.
     """
+    with meeting(LOAD, coordinator=coordinator) as coordinator:
+        has_client_state = any(coordinator.all_gather(bool(client_state)))
     if engine not in _on_hosts:
         _on_hosts[engine] = states_of(folder, settings)
         last = engine.global_steps
@@ -295,11 +302,11 @@ def save_between_steps(engine: Any, folder: Path, settings: StreamingConfig, cli
         # Then the optimizer, counters, and a scheduler, whoever steps it, have come to the end of the same step.
         engine.register_forward_pre_hook(save, prepend=True)
     states = _on_hosts[engine]
-    if client_state and states is not None:
+    if has_client_state and states is not None:
         _on_hosts[engine] = None
         states.note(engine)
         states.remove_when_saved()
-        if Coordinator.of_default_group().is_main:
+        if coordinator.is_main:
             logger.warning(
                 f"{folder}: host_states_every saves nothing here, because this script has a client_state for each "
                 "step. Call HostStates.save(engine, data=...) in its loop."

@@ -25,6 +25,7 @@ from ...plugin_api import (
     is_fsdp2,
     meeting,
     note_steps,
+    refuse_url,
     settings_in_force,
     trained_with,
     unwrapped,
@@ -131,6 +132,7 @@ def attach(states: Any, trainer: Any, every: int) -> str | None:
     """Do what :meth:`.states.HostStates.attach` says."""
     with expected_at(LOAD):
         _refuse_unsharded(trainer)
+        refuse_url(trainer.args.output_dir, "states on hosts beside a Trainer's output_dir")
         states.facts = _facts_of(trainer)
     trainer.remove_callback(SaveOnHosts)  # of an earlier call
     trainer.add_callback(SaveOnHosts(states, trainer, every))
