@@ -101,15 +101,19 @@ def places(folder: Path) -> str:
     return load(folder, config_for(), "files").streaming_report.into
 
 
+QUICK = [*((kind, 2, 4) for kind in PACKED), ("nf4", 1, 4)]
+LONG = [pytest.param(kind, count, 20, marks=pytest.mark.slow) for kind in PACKED for count in (1, 2, 3)]
+
+
 @pytest.mark.plugin("packed")
-@pytest.mark.parametrize(("kind", "world_size"), [*((kind, 2) for kind in PACKED), ("nf4", 1)])
-def test_packed_weights_stay_in_files(cluster: None, tmp_path: Path, kind: str, world_size: int) -> None:
+@pytest.mark.parametrize(("kind", "world_size", "steps"), [*QUICK, *LONG])
+def test_packed_weights_stay_in_files(cluster: None, tmp_path: Path, kind: str, world_size: int, steps: int) -> None:
     make, how = PACKED[kind]
     make(tmp_path)
     for into in run_ranks(world_size, places, tmp_path):
         assert "stay in files" in into and "whose values no file has" not in into
-    from_files = run_ranks(world_size, train, tmp_path, "files", 4, how)
-    assert from_files == run_ranks(world_size, train, tmp_path, "memory", 4, how)
+    from_files = run_ranks(world_size, train, tmp_path, "files", steps, how, timeout=300)
+    assert from_files == run_ranks(world_size, train, tmp_path, "memory", steps, how, timeout=300)
 
 
 def quantised_while_loading(folder: Path, frozen_weights: str) -> tuple[list[float], str]:
