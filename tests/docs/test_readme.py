@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -104,6 +105,12 @@ def test_messages_on_the_page_are_those_of_the_code() -> None:
 def test_make_targets_exist() -> None:
     rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(TARGETS) <= set(rules)
+
+
+def test_make_compat_runs_tests_that_there_are() -> None:
+    printed = subprocess.run(["make", "--dry-run", "compat"], cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = re.findall(r"\btests/\S+?\.py", printed.stdout)
+    assert len(paths) > 8 and [path for path in paths if not (ROOT / path).is_file()] == []
 
 
 @pytest.mark.plugin("tools")
