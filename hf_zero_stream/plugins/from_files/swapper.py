@@ -8,6 +8,7 @@ for partitions that are written, which these never are: see :mod:`.engine`.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -79,7 +80,7 @@ class FileSwapper:
         self._files: WeightFiles
         self._in_order: dict[int, bool] = {}
         """Of the partitions that are there: whether a step has asked for them."""
-        self._read_for = ReadFor.ONE_RANK
+        self._thread = threading.local()  # a save reads in others, beside a pass
         self._passing: list[nn.Module] = []
         """The models whose forward pass is on, one inside the other."""
         self._awaits_step = False
@@ -197,11 +198,15 @@ class FileSwapper:
 
     @contextmanager
     def reading_for(self, whom: ReadFor) -> Iterator[None]:
-        before, self._read_for = self._read_for, whom
+        before, self._thread.reads_for = self._read_for, whom
         try:
             yield
         finally:
-            self._read_for = before
+            self._thread.reads_for = before
+
+    @property
+    def _read_for(self) -> ReadFor:
+        return getattr(self._thread, "reads_for", ReadFor.ONE_RANK)
 
     def fetching(self, *, forward: bool) -> AbstractContextManager[None]:
         """Inside, DeepSpeed fetches what a module needs, on all ranks, in a `forward` pass or a backward one."""
@@ -228,7 +233,7 @@ class FileSwapper:
         models = [module for module in modules if isinstance(module, PreTrainedModel)]
         for module in modules:
             if module is model or any(inner in models for inner in module.modules()):
-                module.register_forward_pre_hook(self.begin_pass)
+                module.register_forward_pre_hook(self.begin_pass, prepend=True)  # before DeepSpeed fetches for it
                 module.register_forward_hook(self.end_pass, always_call=True)
         with self.together():
             self._supply  # noqa: B018 - its memory is pinned, for which a host may have no room
