@@ -17,6 +17,8 @@ COMPAT_TESTS ?= $(patsubst %,tests/%.py,$(addprefix loading/test_,parity incompl
 COMPAT_TESTS += --deselect tests/loading/test_streaming.py::test_from_config_is_stock
 # FP8 wants triton in transformers 5.1, which torch for CPUs does not bring.
 COMPAT_TESTS += --deselect tests/forecast/test_reads.py::test_a_plan_is_data_where_functions_give_values
+# FSDP2 is refused with a transformers that cuts tensors before it converts them.
+COMPAT_TESTS += --deselect "tests/forecast/test_reads.py::test_plan_has_the_settings_of_its_block[FSDP2]"
 SITUATIONS_MINUTES ?= 60
 # Another one each day, which the log says.
 SITUATIONS_SEED ?= $(shell date +%Y%m%d)

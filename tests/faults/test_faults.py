@@ -39,6 +39,7 @@ def load_bad_then_good(bad: Path, good: Path) -> dict[str, Any]:
     """What a bad checkpoint raises, and whether a good one still loads with nothing left behind."""
     with hf_zero_stream.streaming():  # first contact opens two sockets, once
         pass
+    dist.all_gather_object([None] * dist.get_world_size(), "")  # and ranks connect, once
     before = transformers.PreTrainedModel.from_pretrained
     handles = len(os.listdir("/proc/self/fd"))
     caught = error_of(lambda: load(bad))
