@@ -177,14 +177,12 @@ def save_state(
             keep_older=keep_older,
             exclude_frozen=exclude_frozen,
             asynchronous=asynchronous,
+            failed=failed,
             snapshot_bytes=snapshot_bytes,
             # DeepSpeed has tools for the states of such an engine.
             has_zero=bool(getattr(trained, "zero_optimization", bool)()),
             **kwargs,
         )
-    if asynchronous:  # and of this save nobody knows yet whether it will succeed
-        with meeting(SAVE, "a training state", coordinator):
-            coordinator.agree(failed)
     return saved
 
 
@@ -200,11 +198,15 @@ def _save(
     keep_older: bool,
     exclude_frozen: bool,
     asynchronous: bool,
+    failed: BaseException | None,
     snapshot_bytes: int | str | None,
     has_zero: bool,
     **kwargs: Any,
 ) -> SaveReport | PendingSave:
-    """Save a `training` to a `place`, for the rest see :func:`save_state` (all ranks)."""
+    """Save a `training` to a `place`, for the rest see :func:`save_state` (all ranks).
+
+    `failed`: the error of the save before this one, to another place; raised when this one has begun.
+    """
     model = training.model
     refuse_optimizer(training)
     make_ready(model, model, "save_state", "Use the checkpoints of DeepSpeed or accelerate.")
@@ -272,6 +274,8 @@ def _save(
             saved = save.run(*items, finalizer=finalizer)
         if place.is_shared:
             note_state(model, record.training, training.counters[STEPS], saved)
+        if asynchronous:  # of this save nobody knows yet whether it will succeed
+            coordinator.agree(failed)
     return saved
 
 
