@@ -281,7 +281,7 @@ class Coordinator:
 
     @contextmanager
     def indispensable(self, what: str) -> Iterator[None]:
-        """Raise what fails inside as a PeerError on all ranks at once: the others cannot do without `what` is made."""
+        """Raise what fails inside as a PeerError on all ranks at once: none can go on without `what`."""
         try:
             yield
         except Exception as error:

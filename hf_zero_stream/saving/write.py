@@ -196,8 +196,12 @@ def begin_exchange(
                 arriving[part.rank].append((number, part))
                 expected[part.rank] += nbytes
         number += writer == rank
-    with coordinator.indispensable("memory for an exchange"):
-        send = new_bytes(sum(sent), device)
+
+    def memory(nbytes: int) -> torch.Tensor:
+        with coordinator.indispensable("memory for an exchange"):
+            return new_bytes(nbytes, device)
+
+    send = memory(sum(sent))
     buffers: list[torch.Tensor] = []
     in_place: torch.Tensor | None = None
     error: Exception | None = None
@@ -211,8 +215,7 @@ def begin_exchange(
         in_place = _in_place([(buffers[number], part.box) for number, part in chain.from_iterable(arriving)])
     except Exception as caught:
         error = caught
-    with coordinator.indispensable("memory for an exchange"):
-        received = new_bytes(sum(expected), device) if in_place is None else in_place
+    received = memory(sum(expected)) if in_place is None else in_place
     # The same on all ranks.
     are_sent = any(part.rank != writer for writer, segment in of_round for part in segment.parts)
     wait = coordinator.begin(dist.all_to_all_single, received, send, expected, sent) if are_sent else None

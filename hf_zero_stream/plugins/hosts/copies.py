@@ -78,13 +78,14 @@ def _copy_once(
                 expected[source] = part_of(source, begin)
             with coordinator.indispensable("memory for copies"):
                 outgoing = torch.zeros(sum(sent), dtype=torch.uint8)
-                leaving, arriving = (torch.empty(sum(it), dtype=torch.uint8, device=device) for it in (sent, expected))
             try:
                 if len(outgoing):
                     _read(handles, rank, path_of(rank), begin, memoryview(outgoing.numpy()))
             except OSError as caught:  # the others wait for this rank in the rounds to come
                 error = error or caught
-            coordinator.run(dist.all_to_all_single, arriving, leaving.copy_(outgoing), expected, sent)
+            with coordinator.indispensable("memory for copies"):
+                leaving, arriving = outgoing.to(device), torch.empty(sum(expected), dtype=torch.uint8, device=device)
+            coordinator.run(dist.all_to_all_single, arriving, leaving, expected, sent)
             try:
                 for source, part in zip(sources, arriving.cpu().split([expected[it] for it in sources]), strict=True):
                     data = memoryview(part.numpy())
