@@ -199,14 +199,14 @@ def groups_for(training: Training, record: StateRecord, place: Path) -> list[Gro
     """
     group_of = {name: number for number, group in enumerate(record.groups) for name in group.parameters}
     count = len(training.optimizer.param_groups)
-    frozen = [number for number, group in enumerate(record.groups) if not group.parameters and not group.own]
+    # A group in which nothing is trained yet goes on with its rate, which a scheduler may compute the next one of.
+    untrained = [_NOTHING if group.parameters or group.own else group for group in record.groups]
+    untrained = untrained if len(untrained) == count else [_NOTHING] * count
     found = []
     for number in range(count):
         names = (member.name for slot in training.slots if slot.group == number for member in slot.members)
         of_names = [record.groups[each] for each in dict.fromkeys(map(group_of.__getitem__, names))]
-        # A group in which nothing is trained yet goes on with its rate, which a scheduler may compute the next one of.
-        has_none = count == len(record.groups) and number in frozen
-        first, *others = of_names or [record.groups[number] if has_none else _NOTHING]
+        first, *others = of_names or [untrained[number]]
         for other in others:
             options = {**first.options, **other.options}
             if different := sorted(name for name in options if _differ(name, first, other)):
